@@ -1,0 +1,360 @@
+//! Sets of bytes that lie in memory like a tensor: equal runs at nested strides.
+
+use crate::view::MAX_AXES;
+
+/// `count` repetitions, `stride` bytes apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Dim {
+    /// Bytes from one repetition to the next.
+    pub(crate) stride: u64,
+    /// How many there are.
+    pub(crate) count: u64,
+    /// Whether the index along this dimension is the block id.
+    pub(crate) block: bool,
+}
+
+/// The bytes of a view: runs of equal length, repeated along nested dimensions.
+///
+/// Nested means that every dimension's stride is at least the extent of all smaller ones together, so
+/// that no two elements share a byte. Every real layout is of this form, padding included.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Strided {
+    start: u64,
+    run: u64,
+    dims: [Dim; MAX_DIMS],
+    len: usize,
+    /// `spans[k]` is the extent of the dimensions from `k` on, and of the run.
+    spans: [u64; MAX_DIMS + 1],
+}
+
+/// Block, kernel block, entry, and the axes.
+const MAX_DIMS: usize = MAX_AXES + 3;
+
+/// Why dimensions do not make a strided set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotStrided {
+    /// Two elements would share a byte.
+    Overlapping { stride: u64, extent: u64 },
+    /// The extent does not fit in 64 bits.
+    Overflow,
+}
+
+/// What counts as a meeting of two sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meeting {
+    /// A byte that both have.
+    AnyByte,
+    /// A byte that both have, under different block ids.
+    ByteOfDifferentBlocks,
+}
+
+/// Deciding whether two sets meet took more than the allowed number of steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TooComplex;
+
+impl Strided {
+    /// The set that starts at `start`. Dimensions may come in any order; at most [`MAX_AXES`] + 3.
+    pub(crate) fn new(
+        start: u64,
+        run: u64,
+        dims: impl IntoIterator<Item = Dim>,
+    ) -> Result<Self, NotStrided> {
+        let none = Dim { stride: 0, count: 1, block: false };
+        let mut set = Self { start, run, dims: [none; MAX_DIMS], len: 0, spans: [0; MAX_DIMS + 1] };
+        for dim in dims.into_iter().filter(|dim| dim.count > 1) {
+            *set.dims.get_mut(set.len).ok_or(NotStrided::Overflow)? = dim;
+            set.len += 1;
+        }
+        set.dims[..set.len].sort_unstable_by_key(|dim| std::cmp::Reverse(dim.stride));
+        set.fuse();
+        set.spans[set.len] = set.run;
+        for k in (0..set.len).rev() {
+            let (dim, extent) = (set.dims[k], set.spans[k + 1]);
+            if dim.stride < extent {
+                return Err(NotStrided::Overlapping { stride: dim.stride, extent });
+            }
+            set.spans[k] = (dim.count - 1)
+                .checked_mul(dim.stride)
+                .and_then(|reach| reach.checked_add(extent))
+                .ok_or(NotStrided::Overflow)?;
+        }
+        start.checked_add(set.spans[0]).ok_or(NotStrided::Overflow)?;
+        Ok(set)
+    }
+
+    /// First byte.
+    pub(crate) fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// First byte after the last one.
+    pub(crate) fn end(&self) -> u64 {
+        self.start + self.spans[0]
+    }
+
+    /// The dimensions, largest stride first.
+    pub(crate) fn dims(&self) -> &[Dim] {
+        &self.dims[..self.len]
+    }
+
+    /// Joins dimensions that continue each other; the block dimension stays apart.
+    fn fuse(&mut self) {
+        let mut kept = self.len;
+        while kept > 0 {
+            let dim = self.dims[kept - 1];
+            if dim.block || dim.stride != self.run {
+                break;
+            }
+            let Some(run) = self.run.checked_mul(dim.count) else { break };
+            self.run = run;
+            kept -= 1;
+        }
+        self.len = kept;
+        let mut k = 1;
+        while k < self.len {
+            let (outer, inner) = (self.dims[k - 1], self.dims[k]);
+            let whole = inner.stride.checked_mul(inner.count);
+            let count = inner.count.checked_mul(outer.count);
+            match count {
+                Some(count) if !outer.block && !inner.block && whole == Some(outer.stride) => {
+                    self.dims[k - 1] = Dim { count, ..inner };
+                    self.dims.copy_within(k + 1..self.len, k);
+                    self.len -= 1;
+                }
+                _ => k += 1,
+            }
+        }
+    }
+
+    /// Whether the two sets meet. Takes one from `steps` for every step; when none is left the answer
+    /// is not known.
+    pub(crate) fn meets(
+        &self,
+        other: &Self,
+        meeting: Meeting,
+        steps: &mut u64,
+    ) -> Result<bool, TooComplex> {
+        if self.start >= other.end() || other.start >= self.end() {
+            return Ok(false);
+        }
+        if let Some(answer) = self.meets_by_cells(other, meeting) {
+            return Ok(answer);
+        }
+        let mut search = Search { a: self, b: other, meeting, steps };
+        // Without a block dimension there is one block, and its id is 0.
+        let lone = |set: &Self| (!set.dims().iter().any(|dim| dim.block)).then_some(0);
+        search.descend(
+            i128::from(self.start) - i128::from(other.start),
+            0,
+            0,
+            lone(self),
+            lone(other),
+        )
+    }
+
+    /// The common case, decided at once: both sets are repeated by block in equal cells, and both
+    /// cells of block 0 fit in one cell's length.
+    fn meets_by_cells(&self, other: &Self, meeting: Meeting) -> Option<bool> {
+        let (a, b) = (self.dims().first()?, other.dims().first()?);
+        if !a.block || !b.block || a.stride != b.stride {
+            return None;
+        }
+        let (a_end, b_end) = (self.start + self.spans[1], other.start + other.spans[1]);
+        let fits = a_end.max(b_end) - self.start.min(other.start) <= a.stride;
+        match meeting {
+            Meeting::ByteOfDifferentBlocks => fits.then_some(false),
+            Meeting::AnyByte => {
+                (fits && (a_end <= other.start || b_end <= self.start)).then_some(false)
+            }
+        }
+    }
+}
+
+/// A search for a byte that both sets have, from the largest stride down.
+struct Search<'a> {
+    a: &'a Strided,
+    b: &'a Strided,
+    meeting: Meeting,
+    steps: &'a mut u64,
+}
+
+impl Search<'_> {
+    /// `delta`: how far `a`'s part lies behind `b`'s; `i`, `j`: the dimensions already decided;
+    /// `block_a`, `block_b`: the block ids, where decided. (Where both were decided by their
+    /// difference alone, `a`'s id stands for both.)
+    fn descend(
+        &mut self,
+        delta: i128,
+        i: usize,
+        j: usize,
+        block_a: Option<i128>,
+        block_b: Option<i128>,
+    ) -> Result<bool, TooComplex> {
+        *self.steps = self.steps.checked_sub(1).ok_or(TooComplex)?;
+        let (a, b) = (self.a, self.b);
+        let (span_a, span_b) = (i128::from(a.spans[i]), i128::from(b.spans[j]));
+        if delta >= span_b || delta + span_a <= 0 {
+            return Ok(false);
+        }
+        let by_blocks = self.meeting == Meeting::ByteOfDifferentBlocks;
+        if by_blocks && block_a.is_some() && block_a == block_b {
+            return Ok(false);
+        }
+        let (next_a, next_b) = (a.dims().get(i), b.dims().get(j));
+        let (Some(dim_a), Some(dim_b)) = (next_a, next_b) else {
+            return match (next_a, next_b) {
+                (Some(dim), None) => self.along_a(*dim, delta, i, j, block_a, block_b),
+                (None, Some(dim)) => self.along_b(*dim, delta, i, j, block_a, block_b),
+                _ => Ok(true),
+            };
+        };
+        if dim_a.stride == dim_b.stride && (!by_blocks || dim_a.block == dim_b.block) {
+            // Only the difference of the two indices matters.
+            let stride = i128::from(dim_a.stride);
+            let (rest_a, rest_b) = (i128::from(a.spans[i + 1]), i128::from(b.spans[j + 1]));
+            let low = (-rest_a - delta).div_euclid(stride) + 1;
+            let high = (rest_b - 1 - delta).div_euclid(stride);
+            let low = low.max(1 - i128::from(dim_b.count));
+            let high = high.min(i128::from(dim_a.count) - 1);
+            for difference in low..=high {
+                let (block_a, block_b) =
+                    if dim_a.block { (Some(difference), Some(0)) } else { (block_a, block_b) };
+                if self.descend(delta + difference * stride, i + 1, j + 1, block_a, block_b)? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        } else if dim_a.stride >= dim_b.stride {
+            self.along_a(*dim_a, delta, i, j, block_a, block_b)
+        } else {
+            self.along_b(*dim_b, delta, i, j, block_a, block_b)
+        }
+    }
+
+    fn along_a(
+        &mut self,
+        dim: Dim,
+        delta: i128,
+        i: usize,
+        j: usize,
+        block_a: Option<i128>,
+        block_b: Option<i128>,
+    ) -> Result<bool, TooComplex> {
+        let (stride, rest) = (i128::from(dim.stride), i128::from(self.a.spans[i + 1]));
+        let low = (-rest - delta).div_euclid(stride) + 1;
+        let high = (i128::from(self.b.spans[j]) - 1 - delta).div_euclid(stride);
+        for index in low.max(0)..=high.min(i128::from(dim.count) - 1) {
+            let block_a = if dim.block { Some(index) } else { block_a };
+            if self.descend(delta + index * stride, i + 1, j, block_a, block_b)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn along_b(
+        &mut self,
+        dim: Dim,
+        delta: i128,
+        i: usize,
+        j: usize,
+        block_a: Option<i128>,
+        block_b: Option<i128>,
+    ) -> Result<bool, TooComplex> {
+        let (stride, rest) = (i128::from(dim.stride), i128::from(self.b.spans[j + 1]));
+        let low = (delta - rest).div_euclid(stride) + 1;
+        let high = (delta + i128::from(self.a.spans[i]) - 1).div_euclid(stride);
+        for index in low.max(0)..=high.min(i128::from(dim.count) - 1) {
+            let block_b = if dim.block { Some(index) } else { block_b };
+            if self.descend(delta - index * stride, i, j + 1, block_a, block_b)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Every byte with the block id under which it is reached.
+    fn bytes(start: u64, run: u64, dims: &[Dim]) -> Vec<(u64, u64)> {
+        let mut bytes: Vec<(u64, u64)> = (start..start + run).map(|byte| (byte, 0)).collect();
+        for dim in dims {
+            let inner = bytes;
+            bytes = (0..dim.count)
+                .flat_map(|i| {
+                    inner.iter().map(move |&(byte, block)| {
+                        (byte + i * dim.stride, if dim.block { i } else { block })
+                    })
+                })
+                .collect();
+        }
+        bytes
+    }
+
+    fn sets() -> impl Strategy<Value = (u64, u64, Vec<Dim>)> {
+        let dims = prop::collection::vec((0u64..4, 1u64..4), 0..4);
+        (0u64..30, 1u64..5, dims, 0usize..5).prop_map(|(start, run, gaps, block)| {
+            let mut extent = run;
+            let mut dims = vec![];
+            for (i, (gap, count)) in gaps.into_iter().enumerate() {
+                let stride = extent + gap;
+                dims.push(Dim { stride, count, block: i == block });
+                extent += stride * (count - 1);
+            }
+            (start, run, dims)
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn meeting_is_decided_as_by_comparing_every_byte(a in sets(), b in sets()) {
+            let (bytes_a, bytes_b) = (bytes(a.0, a.1, &a.2), bytes(b.0, b.1, &b.2));
+            let blocks: HashMap<u64, u64> = bytes_a.iter().copied().collect();
+            let any = bytes_b.iter().any(|(byte, _)| blocks.contains_key(byte));
+            let different = bytes_b
+                .iter()
+                .any(|(byte, block)| blocks.get(byte).is_some_and(|other| other != block));
+            let set_a = Strided::new(a.0, a.1, a.2.iter().rev().copied()).unwrap();
+            let set_b = Strided::new(b.0, b.1, b.2.iter().copied()).unwrap();
+            prop_assert_eq!(set_a.end(), bytes_a.iter().map(|(byte, _)| byte + 1).max().unwrap());
+            let steps = &mut 100_000;
+            prop_assert_eq!(set_a.meets(&set_b, Meeting::AnyByte, steps), Ok(any));
+            prop_assert_eq!(
+                set_a.meets(&set_b, Meeting::ByteOfDifferentBlocks, steps),
+                Ok(different)
+            );
+        }
+    }
+
+    #[test]
+    fn overlapping_and_overflowing_dimensions_are_told_apart() {
+        let dim = |stride, count| Dim { stride, count, block: false };
+        assert_eq!(
+            Strided::new(0, 4, [dim(3, 2)]),
+            Err(NotStrided::Overlapping { stride: 3, extent: 4 })
+        );
+        assert_eq!(
+            Strided::new(0, 4, [dim(0, 2)]),
+            Err(NotStrided::Overlapping { stride: 0, extent: 4 })
+        );
+        assert_eq!(Strided::new(0, 4, [dim(1 << 40, 1 << 40)]), Err(NotStrided::Overflow));
+        assert_eq!(Strided::new(u64::MAX - 3, 4, []), Err(NotStrided::Overflow));
+    }
+
+    #[test]
+    fn a_search_ends_when_its_steps_are_spent() {
+        let dim = |stride, count, block| Dim { stride, count, block };
+        let a = Strided::new(0, 1, [dim(1000, 1_000_000, true), dim(6, 100, false)]).unwrap();
+        let b = Strided::new(3, 1, [dim(999, 1_000_000, true), dim(9, 100, false)]).unwrap();
+        assert_eq!(a.meets(&b, Meeting::AnyByte, &mut 5), Err(TooComplex));
+    }
+}
