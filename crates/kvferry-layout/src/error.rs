@@ -73,7 +73,7 @@ pub enum ManifestError {
     #[error("{spot}: there is no {what} {index}; the manifest has {count}")]
     NoSuch {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// `kind` or `region`.
         what: &'static str,
         /// The index it names.
@@ -85,7 +85,7 @@ pub enum ManifestError {
     #[error("{spot}: the box holds {held} of axis '{axis}', which has 0..{length}")]
     BoxOutsideState {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// The axis.
         axis: String,
         /// The range.
@@ -97,7 +97,7 @@ pub enum ManifestError {
     #[error("{spot}: the {what} has {found} axes, its state has {expected}")]
     AxisCount {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// `box` or `view`.
         what: &'static str,
         /// Its axes.
@@ -109,7 +109,7 @@ pub enum ManifestError {
     #[error("{spot}: the state is of kind {found} here and of kind {other} in another piece")]
     StateOfTwoKinds {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// Its kind.
         found: u32,
         /// The other piece's.
@@ -119,7 +119,7 @@ pub enum ManifestError {
     #[error("{spot}: phase {phase} holds nothing or more than its modulus")]
     Phase {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// The phase.
         phase: String,
     },
@@ -127,7 +127,7 @@ pub enum ManifestError {
     #[error("{spot}: {problem}")]
     EntriesPerBlock {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// What does not divide.
         problem: String,
     },
@@ -137,7 +137,7 @@ pub enum ManifestError {
     )]
     StridesOverlap {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// The stride that is too short.
         stride: u64,
         /// What has to fit in it.
@@ -147,13 +147,13 @@ pub enum ManifestError {
     #[error("{spot}: its extent does not fit in 64 bits")]
     Overflow {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
     },
     /// A view reaches past the end of its region.
     #[error("{spot}: the view ends at byte {end} of region {region}, which has {bytes}")]
     ViewOutsideRegion {
         /// The piece.
-        spot: Spot,
+        spot: Box<Spot>,
         /// The region.
         region: u32,
         /// First byte after the view.
@@ -165,9 +165,9 @@ pub enum ManifestError {
     #[error("{first} and {second} lie on the same bytes of one group")]
     PiecesOverlap {
         /// One of them.
-        first: Spot,
+        first: Box<Spot>,
         /// The other.
-        second: Spot,
+        second: Box<Spot>,
     },
     /// Two groups share bytes under different block ids.
     #[error(
@@ -175,9 +175,9 @@ pub enum ManifestError {
     )]
     UnsoundOverlay {
         /// One of them.
-        first: Spot,
+        first: Box<Spot>,
         /// The other.
-        second: Spot,
+        second: Box<Spot>,
     },
     /// The strides are too irregular to decide whether pieces overlap.
     #[error(
@@ -185,7 +185,7 @@ pub enum ManifestError {
     )]
     TooComplex {
         /// The piece at which the search gave up.
-        spot: Spot,
+        spot: Box<Spot>,
         /// The steps allowed.
         steps: u64,
     },

@@ -241,22 +241,22 @@ impl Manifest {
 }
 
 impl Draft {
-    pub(crate) fn piece_spot(&self, group: usize, piece: usize) -> Spot {
-        Spot {
+    pub(crate) fn piece_spot(&self, group: usize, piece: usize) -> Box<Spot> {
+        Box::new(Spot {
             group,
             group_name: self.groups[group].name.clone(),
             item: format!("piece {piece}"),
             state: self.groups[group].pieces[piece].state.clone(),
-        }
+        })
     }
 
-    pub(crate) fn scratch_spot(&self, group: usize, scratch: usize) -> Spot {
-        Spot {
+    pub(crate) fn scratch_spot(&self, group: usize, scratch: usize) -> Box<Spot> {
+        Box::new(Spot {
             group,
             group_name: self.groups[group].name.clone(),
             item: format!("scratch {scratch}"),
             state: String::new(),
-        }
+        })
     }
 }
 
@@ -333,7 +333,7 @@ fn check_piece(
     draft: &Draft,
     group: &Group,
     piece: &Piece,
-    spot: &dyn Fn() -> Spot,
+    spot: &dyn Fn() -> Box<Spot>,
 ) -> Result<(u64, Strided), ManifestError> {
     let kind = draft.kinds.get(piece.kind as usize).ok_or_else(|| ManifestError::NoSuch {
         spot: spot(),
@@ -406,7 +406,7 @@ fn check_scratch(
     draft: &Draft,
     group: &Group,
     scratch: &Scratch,
-    spot: &dyn Fn() -> Spot,
+    spot: &dyn Fn() -> Box<Spot>,
 ) -> Result<Strided, ManifestError> {
     if scratch.run == 0
         || scratch.dims.len() > MAX_AXES
@@ -432,7 +432,7 @@ fn place(
     offset: u64,
     run: u64,
     dims: impl Iterator<Item = (u64, u64, bool)>,
-    spot: &dyn Fn() -> Spot,
+    spot: &dyn Fn() -> Box<Spot>,
 ) -> Result<Strided, ManifestError> {
     let bytes = draft
         .regions

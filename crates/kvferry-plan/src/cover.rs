@@ -1,0 +1,283 @@
+//! Which source rank each part of the destination comes from.
+
+use std::collections::HashMap;
+
+use kvferry_layout::{Manifest, Phase, Span, StateBox};
+
+use crate::incompatible::Incompatible;
+
+/// One part of a destination piece, and the source piece that it is read from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Index of the source rank.
+    pub source: usize,
+    /// Group and piece on the source.
+    pub from: (usize, usize),
+    /// Group and piece on the destination.
+    pub to: (usize, usize),
+    /// Which part of every entry, in the state's coordinates.
+    pub bounds: StateBox,
+    /// Which of the entries.
+    pub phase: Phase,
+}
+
+/// The longest repetition of turns (see [`Phase`]) that is compiled.
+const MAX_CYCLE: u64 = 4096;
+
+/// A piece of the destination while it is being covered.
+struct Wanted {
+    group: usize,
+    piece: usize,
+    /// The turns of all ranks repeat after this many entries.
+    cycle: u64,
+    /// Bytes of one element.
+    weight: u128,
+    /// What no source was chosen for yet. The first axis is the entry's index in the cycle.
+    open: Vec<StateBox>,
+    offers: Vec<Offer>,
+    /// The refusal of a source that has the state but does not keep all tokens that are needed.
+    forgetful: Option<Incompatible>,
+}
+
+/// A piece of a source that has a part of a wanted one.
+struct Offer {
+    source: usize,
+    group: usize,
+    piece: usize,
+    boxes: Vec<StateBox>,
+}
+
+/// Chooses, for every piece of the destination, source pieces that hold all of it.
+///
+/// Source ranks are taken greedily: always the one that has most of what is still open, so that few
+/// are read. Among equals the destination's rank number decides, so that the ranks of an engine spread
+/// over replicas; the engine's name shifts the start, so that engines of one rank each do, too.
+pub(crate) fn cover(
+    destination: &Manifest,
+    sources: &[&Manifest],
+) -> Result<Vec<Part>, Incompatible> {
+    let mut wanted = wanted(destination, sources)?;
+    let mut weights = vec![0u128; sources.len()];
+    for want in &wanted {
+        for offer in &want.offers {
+            let shared = offer.boxes.iter().map(|held| shared_volume(&want.open, held));
+            weights[offer.source] += want.weight * shared.sum::<u128>();
+        }
+    }
+    let mut parts = vec![];
+    while let Some(most) = weights.iter().copied().max().filter(|&most| most > 0) {
+        let equals: Vec<usize> = (0..sources.len()).filter(|&s| weights[s] == most).collect();
+        let turn = name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()));
+        let chosen = equals[(turn % equals.len() as u64) as usize];
+        for want in &mut wanted {
+            take(want, chosen, &mut weights, &mut parts);
+        }
+        debug_assert_eq!(weights[chosen], 0, "a chosen source has nothing more to give");
+        weights[chosen] = 0;
+    }
+    for want in wanted {
+        if let Some(open) = want.open.first() {
+            if let Some(refusal) = want.forgetful {
+                return Err(refusal);
+            }
+            let state = destination.groups()[want.group].pieces[want.piece].state.clone();
+            let part = StateBox(open.0[1..].to_vec());
+            let phase = Phase { modulus: want.cycle, held: open.0[0] };
+            return Err(Incompatible::Uncovered { state, part, phase });
+        }
+    }
+    Ok(parts)
+}
+
+/// Moves what `chosen` offers of a wanted piece from its open boxes to `parts`.
+fn take(want: &mut Wanted, chosen: usize, weights: &mut [u128], parts: &mut Vec<Part>) {
+    for index in 0..want.offers.len() {
+        if want.offers[index].source != chosen {
+            continue;
+        }
+        for number in 0..want.offers[index].boxes.len() {
+            let offer = &want.offers[index];
+            let held = &offer.boxes[number];
+            let mut left = Vec::with_capacity(want.open.len());
+            for open in std::mem::take(&mut want.open) {
+                let Some(both) = open.intersect(held) else {
+                    left.push(open);
+                    continue;
+                };
+                open.subtract(held, &mut left);
+                for other in &want.offers {
+                    let lost: u128 = other.boxes.iter().map(|held| common(&both, held)).sum();
+                    weights[other.source] -= want.weight * lost;
+                }
+                let turns = both.0[0];
+                let all = turns.len() == want.cycle;
+                parts.push(Part {
+                    source: chosen,
+                    from: (offer.group, offer.piece),
+                    to: (want.group, want.piece),
+                    bounds: StateBox(both.0[1..].to_vec()),
+                    phase: if all {
+                        Phase::ALL
+                    } else {
+                        Phase { modulus: want.cycle, held: turns }
+                    },
+                });
+            }
+            want.open = left;
+        }
+    }
+}
+
+/// The pieces of the destination, each with the source pieces that have a part of it and fit.
+fn wanted(destination: &Manifest, sources: &[&Manifest]) -> Result<Vec<Wanted>, Incompatible> {
+    let mut holders: HashMap<&str, Vec<(usize, usize, usize)>> = HashMap::new();
+    for (source, manifest) in sources.iter().enumerate() {
+        for (group, facts) in manifest.groups().iter().enumerate() {
+            for (number, piece) in facts.pieces.iter().enumerate() {
+                holders.entry(&piece.state).or_default().push((source, group, number));
+            }
+        }
+    }
+    let mut wanted = vec![];
+    for (group, facts) in destination.groups().iter().enumerate() {
+        for (number, piece) in facts.pieces.iter().enumerate() {
+            let state = || piece.state.clone();
+            let kind = destination.kind(piece);
+            let Some(holders) = holders.get(piece.state.as_str()) else {
+                return Err(Incompatible::Missing { state: state(), sources: sources.len() });
+            };
+            let mut cycle = period(piece.phase);
+            let mut forgetful = None;
+            let mut fitting = Vec::with_capacity(holders.len());
+            for &(source, source_group, source_piece) in holders {
+                let manifest = sources[source];
+                let other = &manifest.groups()[source_group];
+                let held = &other.pieces[source_piece];
+                let source_rank = || rank_name(manifest);
+                let source_kind = manifest.kind(held);
+                if source_kind.format != kind.format {
+                    return Err(Incompatible::Format {
+                        state: state(),
+                        source_rank: source_rank(),
+                        source_format: source_kind.format.clone(),
+                        destination_format: kind.format.clone(),
+                    });
+                }
+                if source_kind.axes != kind.axes {
+                    return Err(Incompatible::Axes {
+                        state: state(),
+                        source_rank: source_rank(),
+                        source_axes: source_kind.axes.clone(),
+                        destination_axes: kind.axes.clone(),
+                    });
+                }
+                if source_kind.law != kind.law {
+                    return Err(Incompatible::Law {
+                        state: state(),
+                        source_rank: source_rank(),
+                        source_law: source_kind.law,
+                        destination_law: kind.law,
+                    });
+                }
+                // Where tokens add no entries there is nothing for a window to drop.
+                if kind.law.entries > 0 && !other.window.keeps(&facts.window) {
+                    forgetful = Some(Incompatible::Window {
+                        state: state(),
+                        source_rank: source_rank(),
+                        kept: other.window,
+                        needed: facts.window,
+                    });
+                    continue;
+                }
+                fitting.push((source, source_group, source_piece, held));
+                cycle = least_common_multiple(cycle, period(held.phase))
+                    .filter(|&cycle| cycle <= MAX_CYCLE)
+                    .ok_or_else(|| Incompatible::Phase {
+                        state: state(),
+                        destination_phase: piece.phase,
+                        limit: MAX_CYCLE,
+                    })?;
+            }
+            if cycle > MAX_CYCLE {
+                return Err(Incompatible::Phase {
+                    state: state(),
+                    destination_phase: piece.phase,
+                    limit: MAX_CYCLE,
+                });
+            }
+            let open = in_cycle(&piece.bounds, piece.phase, cycle);
+            let offers = fitting
+                .into_iter()
+                .filter(|(.., held)| piece.bounds.intersect(&held.bounds).is_some());
+            let offers = offers.map(|(source, group, number, held)| Offer {
+                source,
+                group,
+                piece: number,
+                boxes: in_cycle(&held.bounds, held.phase, cycle),
+            });
+            wanted.push(Wanted {
+                group,
+                piece: number,
+                cycle,
+                weight: u128::from(kind.format.bytes),
+                open,
+                offers: offers.collect(),
+                forgetful,
+            });
+        }
+    }
+    Ok(wanted)
+}
+
+/// A box with one more axis in front: the entry's index in a cycle of turns.
+pub(crate) fn in_cycle(bounds: &StateBox, phase: Phase, cycle: u64) -> Vec<StateBox> {
+    let with_turns = |turns: Span| {
+        let mut spans = Vec::with_capacity(bounds.0.len() + 1);
+        spans.push(turns);
+        spans.extend_from_slice(&bounds.0);
+        StateBox(spans)
+    };
+    if phase.is_all() {
+        return vec![with_turns((0..cycle).into())];
+    }
+    let starts = (0..cycle).step_by(phase.modulus as usize);
+    let turn = |start| (start + phase.held.start..start + phase.held.end).into();
+    starts.map(|start| with_turns(turn(start))).collect()
+}
+
+/// After how many entries a turn repeats.
+fn period(phase: Phase) -> u64 {
+    if phase.is_all() { 1 } else { phase.modulus }
+}
+
+/// How a rank is called in messages.
+pub(crate) fn rank_name(manifest: &Manifest) -> String {
+    format!("{} {}", manifest.engine(), manifest.label())
+}
+
+/// Elements that two boxes share.
+pub(crate) fn common(a: &StateBox, b: &StateBox) -> u128 {
+    let spans = a.0.iter().zip(&b.0);
+    spans.fold(1, |volume, (a, b)| {
+        volume * u128::from(a.end.min(b.end).saturating_sub(a.start.max(b.start)))
+    })
+}
+
+fn shared_volume(open: &[StateBox], held: &StateBox) -> u128 {
+    open.iter().map(|open| common(open, held)).sum()
+}
+
+fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
+    let (mut gcd, mut rest) = (a, b);
+    while rest != 0 {
+        (gcd, rest) = (rest, gcd % rest);
+    }
+    (a / gcd).checked_mul(b)
+}
+
+/// FNV-1a: any fixed function of the name will do.
+fn name_hash(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}

@@ -1,0 +1,143 @@
+//! Why two sides do not fit.
+
+use kvferry_layout::{Axis, Format, Law, Phase, StateBox, Window};
+use thiserror::Error;
+
+/// A pair that is refused, before any byte could move: what differs, both values, what to do.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Incompatible {
+    /// The two sides do not serve the same thing.
+    #[error(
+        "'{fact}' differs: {} on the source ({source_rank}), {} on the destination. Start both \
+         sides with the same model and settings.",
+        stated(.source_value), stated(.destination_value)
+    )]
+    Identity {
+        /// The fact: `model`, `revision`.
+        fact: String,
+        /// The source rank.
+        source_rank: String,
+        /// Its value; `None` when it does not say.
+        source_value: Option<String>,
+        /// The destination's value; `None` when it does not say.
+        destination_value: Option<String>,
+    },
+    /// The elements differ.
+    #[error(
+        "state '{state}': the source ({source_rank}) stores {source_format}, the destination \
+         {destination_format}. Set the same cache data type on both sides."
+    )]
+    Format {
+        /// The state.
+        state: String,
+        /// The source rank.
+        source_rank: String,
+        /// Its format.
+        source_format: Format,
+        /// The destination's format.
+        destination_format: Format,
+    },
+    /// The axes differ.
+    #[error(
+        "state '{state}': the source ({source_rank}) has axes {}, the destination {}. The two sides \
+         run different models.",
+        axes(.source_axes), axes(.destination_axes)
+    )]
+    Axes {
+        /// The state.
+        state: String,
+        /// The source rank.
+        source_rank: String,
+        /// Its axes.
+        source_axes: Vec<Axis>,
+        /// The destination's axes.
+        destination_axes: Vec<Axis>,
+    },
+    /// The numbers of entries differ.
+    #[error(
+        "state '{state}': the source ({source_rank}) keeps {source_law}, the destination \
+         {destination_law}. The two sides run different models."
+    )]
+    Law {
+        /// The state.
+        state: String,
+        /// The source rank.
+        source_rank: String,
+        /// Its law.
+        source_law: Law,
+        /// The destination's law.
+        destination_law: Law,
+    },
+    /// The source forgets what the destination needs.
+    #[error(
+        "state '{state}': the source ({source_rank}) keeps {kept}, the destination needs {needed}. \
+         Give the source at least the destination's window."
+    )]
+    Window {
+        /// The state.
+        state: String,
+        /// The source rank.
+        source_rank: String,
+        /// What it keeps.
+        kept: Window,
+        /// What the destination needs.
+        needed: Window,
+    },
+    /// The ranks take turns at entries in too irregular a way.
+    #[error(
+        "state '{state}': the turns of the ranks repeat only after more than {limit} entries (the \
+         destination's are {destination_phase}). Choose context-parallel sizes that divide each other."
+    )]
+    Phase {
+        /// The state.
+        state: String,
+        /// The destination's turn.
+        destination_phase: Phase,
+        /// The longest repetition that is compiled.
+        limit: u64,
+    },
+    /// No source has the state.
+    #[error(
+        "state '{state}': none of the {sources} source ranks holds it. Load the same layers on the \
+         source, and hand in the manifests of all its ranks."
+    )]
+    Missing {
+        /// The state.
+        state: String,
+        /// How many source ranks there are.
+        sources: usize,
+    },
+    /// The sources together do not hold all of what the destination needs.
+    #[error(
+        "state '{state}': no source rank holds {part} of entries {phase}. Hand in the manifests of \
+         all ranks of the source."
+    )]
+    Uncovered {
+        /// The state.
+        state: String,
+        /// The first part that is not held.
+        part: StateBox,
+        /// For which entries.
+        phase: Phase,
+    },
+    /// A fault in the compiler, found by the proof that follows it.
+    #[error(
+        "state '{state}': the plan does not prove: {problem}. This is a fault in kvferry; please report it."
+    )]
+    Unproven {
+        /// The state.
+        state: String,
+        /// What does not hold.
+        problem: String,
+    },
+}
+
+fn stated(value: &Option<String>) -> String {
+    value.as_ref().map_or_else(|| "not stated".to_owned(), |value| format!("'{value}'"))
+}
+
+fn axes(axes: &[Axis]) -> String {
+    let axes: Vec<String> = axes.iter().map(Axis::to_string).collect();
+    format!("({})", axes.join(", "))
+}

@@ -1,0 +1,157 @@
+//! Nested loops around one contiguous run: how a part of a block is copied.
+
+use kvferry_layout::MAX_AXES;
+
+/// `count` repetitions, a stride apart on each side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Loop {
+    pub(crate) count: u64,
+    pub(crate) source: u64,
+    pub(crate) destination: u64,
+}
+
+/// The bytes from one block, kernel block or entry to the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Steps {
+    pub(crate) block: u64,
+    pub(crate) kernel: u64,
+    pub(crate) entry: u64,
+}
+
+/// The bytes of one entry that are copied, seen from slot 0 of block 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Nest {
+    pub(crate) source: u64,
+    pub(crate) destination: u64,
+    pub(crate) run: u64,
+    /// Sorted by the destination's stride, the largest first.
+    pub(crate) loops: Vec<Loop>,
+}
+
+/// The axes, layers that follow each other, entries, and blocks that follow each other.
+pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3;
+
+impl Nest {
+    pub(crate) fn new(source: u64, destination: u64, run: u64, loops: Vec<Loop>) -> Self {
+        let mut nest = Self { source, destination, run, loops };
+        nest.loops.retain(|repeat| repeat.count > 1);
+        nest.loops.sort_unstable_by_key(|repeat| std::cmp::Reverse(repeat.destination));
+        let len = fuse(&mut nest.loops, &mut nest.run);
+        nest.loops.truncate(len);
+        nest
+    }
+
+    /// Bytes of one entry.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.loops.iter().fold(self.run, |bytes, repeat| bytes * repeat.count)
+    }
+
+    /// How far the nest reaches on the source and on the destination.
+    pub(crate) fn extent(&self) -> (u64, u64) {
+        extent(&self.loops, self.run)
+    }
+
+    /// Appends `next` when the two make one longer nest: equal but for one loop (or the run), which
+    /// `next` continues on both sides.
+    pub(crate) fn append(&mut self, next: &Self) -> bool {
+        let source = next.source.wrapping_sub(self.source);
+        let destination = next.destination.wrapping_sub(self.destination);
+        if self.loops == next.loops && source == self.run && destination == self.run {
+            self.run += next.run;
+            let len = fuse(&mut self.loops, &mut self.run);
+            self.loops.truncate(len);
+            return true;
+        }
+        if self.run != next.run || self.loops.len() != next.loops.len() {
+            return false;
+        }
+        let mut pairs = self.loops.iter().zip(&next.loops).enumerate();
+        let strides =
+            |(a, b): (&Loop, &Loop)| (a.source, a.destination) == (b.source, b.destination);
+        if !self.loops.iter().zip(&next.loops).all(strides) {
+            return false;
+        }
+        let continued = |repeat: &Loop| {
+            repeat.count.checked_mul(repeat.source) == Some(source)
+                && repeat.count.checked_mul(repeat.destination) == Some(destination)
+        };
+        // The loop that differs in count; where none does, any that `next` continues.
+        let differing = pairs.clone().filter(|(_, (a, b))| a.count != b.count).count();
+        let found =
+            pairs.find(|(_, (a, b))| continued(a) && (differing == 0 || a.count != b.count));
+        let Some((index, _)) = found.filter(|_| differing <= 1) else { return false };
+        self.loops[index].count += next.loops[index].count;
+        let len = fuse(&mut self.loops, &mut self.run);
+        self.loops.truncate(len);
+        true
+    }
+}
+
+/// Joins loops that continue each other on both sides, and the run; returns how many loops are left.
+/// The loops are sorted by the destination's stride, the largest first.
+pub(crate) fn fuse(loops: &mut [Loop], run: &mut u64) -> usize {
+    let mut len = loops.len();
+    while len > 0 {
+        let last = loops[len - 1];
+        if last.source != *run || last.destination != *run {
+            break;
+        }
+        *run *= last.count;
+        len -= 1;
+    }
+    let mut index = 1;
+    while index < len {
+        let (outer, inner) = (loops[index - 1], loops[index]);
+        if inner.source.checked_mul(inner.count) == Some(outer.source)
+            && inner.destination.checked_mul(inner.count) == Some(outer.destination)
+        {
+            loops[index - 1] = Loop { count: outer.count * inner.count, ..inner };
+            loops.copy_within(index + 1..len, index);
+            len -= 1;
+        } else {
+            index += 1;
+        }
+    }
+    len
+}
+
+/// From the first byte to the one after the last, on the source and on the destination.
+pub(crate) fn extent(loops: &[Loop], run: u64) -> (u64, u64) {
+    loops.iter().fold((run, run), |(source, destination), repeat| {
+        let last = repeat.count - 1;
+        (source + last * repeat.source, destination + last * repeat.destination)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nest(at: u64, run: u64, loops: &[(u64, u64, u64)]) -> Nest {
+        let loops =
+            loops.iter().map(|&(count, source, destination)| Loop { count, source, destination });
+        Nest::new(at, at + 1000, run, loops.collect())
+    }
+
+    #[test]
+    fn loops_that_continue_each_other_become_one_run() {
+        assert_eq!(nest(0, 2, &[(4, 8, 8), (4, 2, 2)]), nest(0, 32, &[]));
+        assert_eq!(nest(0, 2, &[(4, 20, 8), (4, 2, 2)]), nest(0, 8, &[(4, 20, 8)]));
+        assert_eq!(nest(0, 2, &[(3, 12, 40), (4, 3, 10)]), nest(0, 2, &[(12, 3, 10)]));
+    }
+
+    #[test]
+    fn values_beside_keys_make_one_nest() {
+        let mut keys = nest(0, 8, &[(4, 64, 32)]);
+        assert!(keys.append(&nest(8, 8, &[(4, 64, 32)])));
+        assert_eq!(keys, nest(0, 16, &[(4, 64, 32)]));
+        assert!(!keys.append(&nest(8, 8, &[(4, 64, 32)])));
+    }
+
+    #[test]
+    fn sections_of_different_widths_make_one_nest() {
+        let mut x = nest(0, 6, &[(100, 8, 8)]);
+        assert!(x.append(&nest(800, 6, &[(20, 8, 8)])));
+        assert_eq!(x, nest(0, 6, &[(120, 8, 8)]));
+    }
+}
