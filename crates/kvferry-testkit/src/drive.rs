@@ -116,8 +116,10 @@ impl Drawn {
     pub fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let model = Model::draw(&mut dice);
+        // Sides that look almost alike have long runs; independent ones have many short ones.
+        let mut alike = dice.chance(30).then(|| dice.clone());
         let source = engine(&model, Side::Source, &mut dice);
-        let destination = engine(&model, Side::Destination, &mut dice);
+        let destination = engine(&model, Side::Destination, alike.as_mut().unwrap_or(&mut dice));
         let mut sources: Vec<usize> = (0..source.ranks.len()).collect();
         // Manifests come in any order, and not always all of them.
         if dice.chance(30) {
@@ -230,7 +232,10 @@ pub fn prove(source: &Engine, destination: &Engine, lengths: &[u64]) -> Vec<Tall
             (Shape::Scattered, tokens),
         ] {
             let cached = vec![part; groups];
-            let request = with_room(source, destination, tokens, cached, shape, &mut dice)
+            let request = (0..50)
+                .find_map(|_| {
+                    with_room(source, destination, tokens, cached.clone(), shape, &mut dice)
+                })
                 .unwrap_or_else(|| panic!("the pools have no room for {tokens} tokens"));
             let filled = Sources::fill(source, &request);
             for (rank, plan) in plans.iter().enumerate() {
