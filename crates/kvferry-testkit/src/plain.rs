@@ -124,10 +124,15 @@ impl Recipe {
     /// Lays the engine out, every tensor in the given order.
     pub fn lay_out(mut self, memory: Memory, order: &[Step]) -> Engine {
         self.slabs.clear();
+        let mut order = order.to_vec();
+        if memory == Memory::BlockOutermost {
+            order.retain(|step| *step != Step::Block);
+            order.insert(0, Step::Block);
+        }
         let arm = |group: usize, tensors: Vec<TensorAt>| Arm {
             group,
             tensors,
-            order: order.to_vec(),
+            order: order.clone(),
             pads: vec![],
             lead: 0,
             scratch: 0,
