@@ -4,16 +4,16 @@ use crate::compile::{Cluster, DestinationGroup, Leftover, Plan};
 use crate::copy::{Area, Copy, Summary};
 use crate::nest::{Loop, MAX_LOOPS, fuse};
 use crate::request::{Request, RequestError, Side, Table};
-use crate::walk::{Entries, Holding, Segments, Shape, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Segments, Shape, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
 pub struct Transfer<'p> {
     plan: &'p Plan,
-    /// For every rhythm.
-    segments: Vec<Segments>,
+    /// For every rhythm of the plan.
+    segments: Segments,
     /// For every leftover.
-    rest: Vec<Segments>,
+    rest: Segments,
 }
 
 impl Plan {
@@ -23,21 +23,22 @@ impl Plan {
         let group_entries = |law, group: usize| {
             Entries::new(law, &self.groups[group].window, request.tokens, request.cached[group])
         };
-        let mut segments = Vec::with_capacity(self.rhythms.len());
+        let mut segments = Segments::default();
         for rhythm in &self.rhythms {
             let group = rhythm.destination.group;
-            let entries = group_entries(rhythm.law, group);
-            let (source, destination) =
-                (&request.source[rhythm.source.group], &request.destination[group]);
-            segments.push(rhythm.walk(entries.first, entries.end, source, destination)?);
+            let Entries { first, end, .. } = group_entries(rhythm.law, group);
+            let source = &request.source[rhythm.source.group];
+            rhythm.walk(first, end, source, &request.destination[group], &mut segments)?;
+            segments.end();
         }
-        let mut rest = Vec::with_capacity(self.leftovers.len());
+        let mut rest = Segments::default();
         for leftover in &self.leftovers {
-            rest.push(match leftover {
-                _ if request.tokens == 0 => Segments::default(),
+            match leftover {
+                _ if request.tokens == 0 => {}
                 Leftover::Entries(law, holding) => {
                     let table = &request.destination[holding.group];
-                    walk_rest(holding, &group_entries(*law, holding.group), table)?
+                    let entries = group_entries(*law, holding.group);
+                    walk_rest(holding, &entries, table, &mut rest)?;
                 }
                 Leftover::Blocks { group } => {
                     let facts = &self.groups[*group];
@@ -46,9 +47,11 @@ impl Plan {
                         holding.phase.local(held) / holding.entries
                     });
                     let first_own = first_own.min().unwrap_or(u64::MAX);
-                    walk_own_blocks(first_own, facts.null_block, &request.destination[*group])
+                    let table = &request.destination[*group];
+                    walk_own_blocks(first_own, facts.null_block, table, &mut rest);
                 }
-            });
+            }
+            rest.end();
         }
         Ok(Transfer { plan: self, segments, rest })
     }
@@ -84,12 +87,10 @@ impl Plan {
                 check_table(Side::Destination, facts, one_slot, table)?;
             }
         }
-        for rhythm in &self.rhythms {
-            let Holding { group, blocks, null_block, .. } = rhythm.source;
-            let one_slot =
-                rhythm.law.entries == 0 && request.cached[rhythm.destination.group] < tokens;
-            let table = &request.source[group];
-            check_table(Side::Source, (group, blocks, null_block), one_slot, table)?;
+        for read in &self.reads {
+            let one_slot = read.one_slot && request.cached[read.destination_group] < tokens;
+            let facts = (read.group, read.blocks, read.null_block);
+            check_table(Side::Source, facts, one_slot, &request.source[read.group])?;
         }
         check_used_once(&self.groups, request.destination)
     }
@@ -179,7 +180,7 @@ pub struct Copies<'t> {
 
 impl Copies<'_> {
     /// Writes the next copies into `buffer` and returns how many; fewer than fit only at the end.
-    /// Never allocates.
+    /// Allocates nothing per copy.
     pub fn fill(&mut self, buffer: &mut [Copy]) -> usize {
         self.cursor.fill(buffer)
     }
@@ -212,27 +213,41 @@ impl Iterator for Rest<'_> {
 
 /// A nest for one shape of segment: loops around a run, as few as can be.
 #[derive(Clone, Copy, Debug)]
-struct Fitted {
+pub(crate) struct Fitted {
+    /// Bytes from the starts of the two blocks to the first run.
+    offset: (u64, u64),
     run: u64,
     loops: [Loop; MAX_LOOPS],
     len: usize,
 }
 
 impl Fitted {
-    fn new(cluster: &Cluster, nest: usize, shape: &Shape) -> Self {
+    const EMPTY: Self = Self {
+        offset: (0, 0),
+        run: 0,
+        loops: [Loop { count: 0, source: 0, destination: 0 }; MAX_LOOPS],
+        len: 0,
+    };
+
+    pub(crate) fn new(cluster: &Cluster, nest: usize, shape: &Shape) -> Self {
         let nest = &cluster.nests[nest];
-        let mut fitted = Self { run: nest.run, loops: [Loop::default(); MAX_LOOPS], len: 0 };
+        let mut fitted = Self {
+            offset: (
+                shape.source.offset(&cluster.source_steps),
+                shape.destination.offset(&cluster.destination_steps),
+            ),
+            run: nest.run,
+            ..Self::EMPTY
+        };
         let entries = Loop {
             count: shape.entries,
             source: cluster.source_steps.entry,
             destination: cluster.destination_steps.entry,
         };
         // Where several nests take turns, so do the repetitions.
-        let repeats = Loop {
-            count: if cluster.nests.len() == 1 { shape.repeats } else { 1 },
-            source: shape.source_step.offset(&cluster.source_steps),
-            destination: shape.destination_step.offset(&cluster.destination_steps),
-        };
+        let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
+        let (source, destination) = cluster.steps(shape);
+        let repeats = Loop { count, source, destination };
         for repeat in nest.loops.iter().chain([&entries, &repeats]) {
             if repeat.count > 1 {
                 let at = fitted.loops[..fitted.len]
@@ -262,11 +277,14 @@ impl Fitted {
     }
 }
 
+/// Cluster, nest, and shape.
+type Fit = (usize, usize, u32);
+
 /// Walks clusters, their outer loops, segments, repetitions and nests, in this order.
 #[derive(Clone, Debug)]
 struct Cursor<'t> {
     clusters: &'t [Cluster],
-    segments: &'t [Segments],
+    segments: &'t Segments,
     cluster: usize,
     outer: [u64; MAX_LOOPS],
     segment: usize,
@@ -274,17 +292,20 @@ struct Cursor<'t> {
     nest: usize,
     /// The nest at hand, fitted to a shape of its segments.
     fitted: Fitted,
-    fitted_to: Option<(usize, usize, u32)>,
+    fitted_to: Option<Fit>,
+    /// For every shape, the nest that was last fitted to it: block sizes that differ make shapes take
+    /// turns.
+    fits: Vec<Option<(Fit, Fitted)>>,
     /// Whether a nest is being walked, where it starts, and how far it is.
     walking: bool,
     start: (u64, u64),
     inner: [u64; MAX_LOOPS],
     /// The copy that the next run may still continue; empty at the start.
-    pending: Copy,
+    pending: Pending,
 }
 
 impl<'t> Cursor<'t> {
-    fn new(clusters: &'t [Cluster], segments: &'t [Segments]) -> Self {
+    fn new(clusters: &'t [Cluster], segments: &'t Segments) -> Self {
         Self {
             clusters,
             segments,
@@ -293,12 +314,13 @@ impl<'t> Cursor<'t> {
             segment: 0,
             repeat: 0,
             nest: 0,
-            fitted: Fitted { run: 0, loops: [Loop::default(); MAX_LOOPS], len: 0 },
+            fitted: Fitted::EMPTY,
             fitted_to: None,
+            fits: vec![],
             walking: false,
             start: (0, 0),
             inner: [0; MAX_LOOPS],
-            pending: Copy::default(),
+            pending: Pending::default(),
         }
     }
 
@@ -306,10 +328,10 @@ impl<'t> Cursor<'t> {
     fn next_nest(&mut self) -> bool {
         let (clusters, segments) = (self.clusters, self.segments);
         while let Some(cluster) = clusters.get(self.cluster) {
-            let segments = &segments[cluster.rhythm];
-            let Some(segment) = segments.list.get(self.segment) else {
+            let list = segments.of(cluster.rhythm);
+            let Some(segment) = list.get(self.segment) else {
                 self.segment = 0;
-                if segments.list.is_empty() || !advance(&mut self.outer, &cluster.outer) {
+                if list.is_empty() || !advance(&mut self.outer, &cluster.outer) {
                     self.cluster += 1;
                     self.outer = [0; MAX_LOOPS];
                 }
@@ -318,24 +340,24 @@ impl<'t> Cursor<'t> {
             let shape = &segments.shapes[segment.shape as usize];
             let wanted = (self.cluster, self.nest, segment.shape);
             if self.fitted_to != Some(wanted) {
-                self.fitted = Fitted::new(cluster, self.nest, shape);
+                self.fitted = if *shape == cluster.usual.0 {
+                    cluster.usual.1[self.nest]
+                } else {
+                    self.fits.resize(segments.shapes.len(), None);
+                    let fit = &mut self.fits[segment.shape as usize];
+                    match fit {
+                        Some((known, fitted)) if *known == wanted => *fitted,
+                        _ => fit.insert((wanted, Fitted::new(cluster, self.nest, shape))).1,
+                    }
+                };
                 self.fitted_to = Some(wanted);
             }
-            let nest = &cluster.nests[self.nest];
-            let (mut source, mut destination) = (nest.source, nest.destination);
-            for (index, repeat) in self.outer.iter().zip(&cluster.outer) {
-                source = source.wrapping_add(index * repeat.source);
-                destination = destination.wrapping_add(index * repeat.destination);
-            }
-            let steps = (&cluster.source_steps, &cluster.destination_steps);
-            source = source.wrapping_add(segment.source.offset(steps.0));
-            destination = destination.wrapping_add(segment.destination.offset(steps.1));
+            self.start = cluster.at_blocks(self.block_start(cluster), segment);
             if self.repeat > 0 {
-                source = source.wrapping_add(self.repeat * shape.source_step.offset(steps.0));
-                destination =
-                    destination.wrapping_add(self.repeat * shape.destination_step.offset(steps.1));
+                let (source, destination) = cluster.steps(shape);
+                self.start.0 = self.start.0.wrapping_add(self.repeat * source);
+                self.start.1 = self.start.1.wrapping_add(self.repeat * destination);
             }
-            self.start = (source, destination);
             // The one after this: next nest, then next repetition, then next segment.
             self.nest += 1;
             if self.nest == cluster.nests.len() {
@@ -351,84 +373,109 @@ impl<'t> Cursor<'t> {
         false
     }
 
+    /// Where the nest at hand starts in block 0.
+    fn block_start(&self, cluster: &Cluster) -> (u64, u64) {
+        let nest = &cluster.nests[self.nest];
+        let mut start = (
+            nest.source.wrapping_add(self.fitted.offset.0),
+            nest.destination.wrapping_add(self.fitted.offset.1),
+        );
+        for (index, repeat) in self.outer.iter().zip(&cluster.outer) {
+            start.0 = start.0.wrapping_add(index * repeat.source);
+            start.1 = start.1.wrapping_add(index * repeat.destination);
+        }
+        start
+    }
+
     fn fill(&mut self, buffer: &mut [Copy]) -> usize {
-        let mut filled = 0;
-        let mut pending = self.pending;
-        // Adds a run: as a continuation of the pending copy, or as the new pending one.
-        // `false` when the buffer is full.
-        let mut add = |source: u64, destination: u64, run: u64| {
-            if pending.source.wrapping_add(pending.bytes) == source
-                && pending.destination.wrapping_add(pending.bytes) == destination
-                && pending.bytes > 0
-            {
-                pending.bytes += run;
-                return true;
-            }
-            if pending.bytes > 0 {
-                let Some(slot) = buffer.get_mut(filled) else { return false };
-                *slot = pending;
-                filled += 1;
-            }
-            pending = Copy { source, destination, bytes: run };
-            true
-        };
-        let full = 'filling: loop {
+        let mut out = Out { buffer, filled: 0, pending: self.pending };
+        let ended = loop {
             if !self.walking {
                 if !self.next_nest() {
-                    break false;
+                    break true;
                 }
                 self.walking = true;
                 self.inner = [0; MAX_LOOPS];
             }
-            let Fitted { run, loops, len } = &self.fitted;
-            let Some(last) = len.checked_sub(1) else {
-                if !add(self.start.0, self.start.1, *run) {
-                    break true;
-                }
-                self.walking = false;
-                continue;
+            let all = if self.fitted.len == 0 {
+                self.add_lone_runs(&mut out)
+            } else {
+                self.add_loops(&mut out)
             };
-            loop {
-                let (mut source, mut destination) = self.start;
-                for (index, repeat) in self.inner[..last].iter().zip(&loops[..last]) {
-                    source = source.wrapping_add(index * repeat.source);
-                    destination = destination.wrapping_add(index * repeat.destination);
-                }
-                let innermost = loops[last];
-                source = source.wrapping_add(self.inner[last] * innermost.source);
-                destination = destination.wrapping_add(self.inner[last] * innermost.destination);
-                for index in self.inner[last]..innermost.count {
-                    if !add(source, destination, *run) {
-                        self.inner[last] = index;
-                        break 'filling true;
-                    }
-                    source = source.wrapping_add(innermost.source);
-                    destination = destination.wrapping_add(innermost.destination);
-                }
-                self.inner[last] = 0;
-                if !advance(&mut self.inner, &loops[..last]) {
-                    break;
-                }
+            if !all {
+                break false;
             }
             self.walking = false;
         };
-        self.pending = pending;
-        if !full && pending.bytes > 0 && filled < buffer.len() {
-            buffer[filled] = pending;
-            filled += 1;
-            self.pending = Copy::default();
+        if ended && out.filled < out.buffer.len() && out.pending.bytes > 0 {
+            out.buffer[out.filled] = out.pending;
+            out.filled += 1;
+            out.pending = Pending::default();
         }
-        filled
+        self.pending = out.pending;
+        out.filled
+    }
+
+    /// Adds the runs of the nest at hand from where it stopped. `false` when the buffer is full.
+    #[inline(always)]
+    fn add_loops(&mut self, out: &mut Out<'_>) -> bool {
+        let Fitted { run, loops, len, .. } = &self.fitted;
+        let last = len - 1;
+        let innermost = loops[last];
+        loop {
+            let (mut source, mut destination) = self.start;
+            for (index, repeat) in self.inner[..*len].iter().zip(&loops[..*len]) {
+                source = source.wrapping_add(index * repeat.source);
+                destination = destination.wrapping_add(index * repeat.destination);
+            }
+            for index in self.inner[last]..innermost.count {
+                if !out.add(source, destination, *run) {
+                    self.inner[last] = index;
+                    return false;
+                }
+                source = source.wrapping_add(innermost.source);
+                destination = destination.wrapping_add(innermost.destination);
+            }
+            self.inner[last] = 0;
+            if !advance(&mut self.inner, &loops[..last]) {
+                return true;
+            }
+        }
+    }
+
+    /// Adds the one run of the nest at hand and, where the cluster has no other nest, those of the
+    /// segments of the same shape that follow. `false` when the buffer is full.
+    #[inline(always)]
+    fn add_lone_runs(&mut self, out: &mut Out<'_>) -> bool {
+        let run = self.fitted.run;
+        if !out.add(self.start.0, self.start.1, run) {
+            return false;
+        }
+        let (clusters, segments) = (self.clusters, self.segments);
+        let Some(cluster) = clusters.get(self.cluster).filter(|cluster| cluster.nests.len() == 1)
+        else {
+            return true;
+        };
+        let Some((_, _, shape)) = self.fitted_to else { return true };
+        let rest = &segments.of(cluster.rhythm)[self.segment..];
+        let start = self.block_start(cluster);
+        for segment in rest {
+            if segment.shape != shape {
+                break;
+            }
+            let (source, destination) = cluster.at_blocks(start, segment);
+            self.segment += 1;
+            if !out.add(source, destination, run) {
+                self.start = (source, destination);
+                return false;
+            }
+        }
+        true
     }
 
     fn summary(mut self) -> Summary {
         let mut summary = Summary::default();
-        let mut pending = Copy::default();
-        let touches = |pending: &Copy, (source, destination): (u64, u64)| {
-            pending.bytes > 0
-                && pending.source.wrapping_add(pending.bytes) == source
-                && pending.destination.wrapping_add(pending.bytes) == destination
-        };
+        let mut pending = Pending::default();
         while self.next_nest() {
             let fitted = self.fitted;
             let run = fitted.run;
@@ -445,7 +492,7 @@ impl<'t> Cursor<'t> {
                 };
                 let first = at(&inner);
                 let runs = if one_by_one { 1 } else { fitted.runs() };
-                if touches(&pending, first) {
+                if pending.continued_by(first.0, first.1) {
                     pending.bytes += run;
                 } else {
                     summary.add(u64::from(pending.bytes > 0), pending.bytes);
@@ -467,6 +514,43 @@ impl<'t> Cursor<'t> {
         }
         summary.add(u64::from(pending.bytes > 0), pending.bytes);
         summary
+    }
+}
+
+/// A caller's buffer, and the copy that may still grow.
+struct Out<'b> {
+    buffer: &'b mut [Copy],
+    filled: usize,
+    pending: Pending,
+}
+
+impl Out<'_> {
+    /// Adds a run: to the pending copy where it continues it, or as the new pending one. `false`,
+    /// and nothing is added, when the buffer is full.
+    #[inline(always)]
+    fn add(&mut self, source: u64, destination: u64, run: u64) -> bool {
+        if self.pending.continued_by(source, destination) {
+            self.pending.bytes += run;
+            return true;
+        }
+        if self.pending.bytes > 0 {
+            let Some(slot) = self.buffer.get_mut(self.filled) else { return false };
+            *slot = self.pending;
+            self.filled += 1;
+        }
+        self.pending = Copy { source, destination, bytes: run };
+        true
+    }
+}
+
+/// A copy that the next run may continue; none when it has no bytes.
+type Pending = Copy;
+
+impl Pending {
+    fn continued_by(&self, source: u64, destination: u64) -> bool {
+        self.source.wrapping_add(self.bytes) == source
+            && self.destination.wrapping_add(self.bytes) == destination
+            && self.bytes > 0
     }
 }
 
