@@ -1,0 +1,15 @@
+//! The judge of kvferry's core.
+//!
+//! A [`model`] is drawn at random, two [`engine`]s that run it are drawn independently of each other,
+//! and a [`request`] between them. The [`judge`] knows the address of every element because it walked
+//! the memory of every rank, and compares what a plan does with what it should do, byte for byte.
+
+#![forbid(unsafe_code)]
+
+pub mod draw;
+pub mod engine;
+pub mod judge;
+pub mod memory;
+pub mod model;
+pub mod random;
+pub mod request;
