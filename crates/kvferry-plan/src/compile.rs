@@ -44,6 +44,8 @@ pub(crate) struct SourceTable {
 #[derive(Clone, Debug)]
 pub(crate) struct Cluster {
     pub(crate) rhythm: usize,
+    /// Indices of the regions on the source and on the destination.
+    pub(crate) regions: (u32, u32),
     pub(crate) source_steps: Steps,
     pub(crate) destination_steps: Steps,
     /// Loops around the walk over the segments: what lies further apart than blocks do.
@@ -135,7 +137,8 @@ impl Plan {
                 u64::from(kind.format.bytes),
                 loops.collect(),
             );
-            let key = Key { group: part.to.0, rhythm, source_steps, destination_steps };
+            let regions = (from.view.region, to.view.region);
+            let key = Key { group: part.to.0, rhythm, regions, source_steps, destination_steps };
             nests[part.source].push((key, nest));
         }
         let rhythms = rhythms.list;
@@ -282,8 +285,8 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = piece.bounds.0.iter().zip(&piece.view.axes);
             let loops = loops.map(|(span, &stride)| both(span.len(), stride)).collect();
             let nest = Nest::new(start, start, u64::from(kind.format.bytes), loops);
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            let region = piece.view.region;
+            nests.push((Key::own(index, rhythm, region, steps), nest));
         }
         for scratch in &group.scratch {
             let rhythm = leftovers.number(Leftover::Blocks { group: index });
@@ -291,8 +294,7 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = scratch.dims.iter().map(|&(count, stride)| both(count, stride)).collect();
             let nest = Nest::new(start, start, scratch.run, loops);
             let steps = Steps { block: scratch.block, ..Steps::default() };
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            nests.push((Key::own(index, rhythm, scratch.region, steps), nest));
         }
     }
     (leftovers.list, nests)
@@ -303,8 +305,17 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
 struct Key {
     group: usize,
     rhythm: usize,
+    regions: (u32, u32),
     source_steps: Steps,
     destination_steps: Steps,
+}
+
+impl Key {
+    /// For nests from the destination to itself.
+    fn own(group: usize, rhythm: usize, region: u32, steps: Steps) -> Self {
+        let regions = (region, region);
+        Self { group, rhythm, regions, source_steps: steps, destination_steps: steps }
+    }
 }
 
 /// Merges nests and joins those that touch, in the order of the destination's groups and addresses.
@@ -344,9 +355,10 @@ fn clusters(
             let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
             outer = std::mem::replace(&mut nest.loops, inner);
         }
-        let Key { rhythm, source_steps, destination_steps, .. } = key;
+        let Key { rhythm, regions, source_steps, destination_steps, .. } = key;
         let mut cluster = Cluster {
             rhythm,
+            regions,
             source_steps,
             destination_steps,
             outer,

@@ -300,6 +300,8 @@ struct Cursor<'t> {
     walking: bool,
     start: (u64, u64),
     inner: [u64; MAX_LOOPS],
+    /// Regions of the nest at hand.
+    regions: (u32, u32),
     /// The copy that the next run may still continue; empty at the start.
     pending: Pending,
 }
@@ -320,6 +322,7 @@ impl<'t> Cursor<'t> {
             walking: false,
             start: (0, 0),
             inner: [0; MAX_LOOPS],
+            regions: (0, 0),
             pending: Pending::default(),
         }
     }
@@ -373,6 +376,12 @@ impl<'t> Cursor<'t> {
         false
     }
 
+    /// Whether the nest at hand lies in other regions than the one before it.
+    fn enters_regions(&mut self) -> bool {
+        let regions = self.clusters[self.cluster].regions;
+        std::mem::replace(&mut self.regions, regions) != regions
+    }
+
     /// Where the nest at hand starts in block 0.
     fn block_start(&self, cluster: &Cluster) -> (u64, u64) {
         let nest = &cluster.nests[self.nest];
@@ -394,6 +403,7 @@ impl<'t> Cursor<'t> {
                 if !self.next_nest() {
                     break true;
                 }
+                out.pending.sealed |= self.enters_regions();
                 self.walking = true;
                 self.inner = [0; MAX_LOOPS];
             }
@@ -407,8 +417,8 @@ impl<'t> Cursor<'t> {
             }
             self.walking = false;
         };
-        if ended && out.filled < out.buffer.len() && out.pending.bytes > 0 {
-            out.buffer[out.filled] = out.pending;
+        if ended && out.filled < out.buffer.len() && out.pending.copy.bytes > 0 {
+            out.buffer[out.filled] = out.pending.copy;
             out.filled += 1;
             out.pending = Pending::default();
         }
@@ -477,6 +487,7 @@ impl<'t> Cursor<'t> {
         let mut summary = Summary::default();
         let mut pending = Pending::default();
         while self.next_nest() {
+            pending.sealed |= self.enters_regions();
             let fitted = self.fitted;
             let run = fitted.run;
             let mut inner = [0; MAX_LOOPS];
@@ -493,26 +504,26 @@ impl<'t> Cursor<'t> {
                 let first = at(&inner);
                 let runs = if one_by_one { 1 } else { fitted.runs() };
                 if pending.continued_by(first.0, first.1) {
-                    pending.bytes += run;
+                    pending.copy.bytes += run;
                 } else {
-                    summary.add(u64::from(pending.bytes > 0), pending.bytes);
-                    pending = Copy { source: first.0, destination: first.1, bytes: run };
+                    summary.add(u64::from(pending.copy.bytes > 0), pending.copy.bytes);
+                    pending = Pending::new(first.0, first.1, run);
                 }
                 if runs > 1 {
-                    summary.add(1, pending.bytes);
+                    summary.add(1, pending.copy.bytes);
                     summary.add(runs - 2, run);
                     for (index, repeat) in inner.iter_mut().zip(&fitted.loops[..fitted.len]) {
                         *index = repeat.count - 1;
                     }
                     let last = at(&inner);
-                    pending = Copy { source: last.0, destination: last.1, bytes: run };
+                    pending = Pending::new(last.0, last.1, run);
                 }
                 if !one_by_one || !advance(&mut inner, &fitted.loops[..fitted.len]) {
                     break;
                 }
             }
         }
-        summary.add(u64::from(pending.bytes > 0), pending.bytes);
+        summary.add(u64::from(pending.copy.bytes > 0), pending.copy.bytes);
         summary
     }
 }
@@ -530,27 +541,40 @@ impl Out<'_> {
     #[inline(always)]
     fn add(&mut self, source: u64, destination: u64, run: u64) -> bool {
         if self.pending.continued_by(source, destination) {
-            self.pending.bytes += run;
+            self.pending.copy.bytes += run;
             return true;
         }
-        if self.pending.bytes > 0 {
+        if self.pending.copy.bytes > 0 {
             let Some(slot) = self.buffer.get_mut(self.filled) else { return false };
-            *slot = self.pending;
+            *slot = self.pending.copy;
             self.filled += 1;
         }
-        self.pending = Copy { source, destination, bytes: run };
+        self.pending = Pending::new(source, destination, run);
         true
     }
 }
 
 /// A copy that the next run may continue; none when it has no bytes.
-type Pending = Copy;
+#[derive(Clone, Copy, Debug, Default)]
+struct Pending {
+    copy: Copy,
+    /// The next run lies in another region, which is registered by itself: it makes a new copy even
+    /// where it touches.
+    sealed: bool,
+}
 
 impl Pending {
+    #[inline(always)]
     fn continued_by(&self, source: u64, destination: u64) -> bool {
-        self.source.wrapping_add(self.bytes) == source
-            && self.destination.wrapping_add(self.bytes) == destination
-            && self.bytes > 0
+        let Copy { source: from, destination: to, bytes } = self.copy;
+        from.wrapping_add(bytes) == source
+            && to.wrapping_add(bytes) == destination
+            && bytes > 0
+            && !self.sealed
+    }
+
+    fn new(source: u64, destination: u64, bytes: u64) -> Self {
+        Self { copy: Copy { source, destination, bytes }, sealed: false }
     }
 }
 

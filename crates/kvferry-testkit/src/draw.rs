@@ -185,8 +185,8 @@ fn draw_block(
         let law = model.layers[at.0].tensors[at.1].law;
         let spread = &spreads[at];
         let entries = tokens * u64::from(law.entries);
-        entries % u64::from(law.tokens) == 0
-            && entries / u64::from(law.tokens) % (spread.context * spread.interleave) == 0
+        entries.is_multiple_of(u64::from(law.tokens))
+            && (entries / u64::from(law.tokens)).is_multiple_of(spread.context * spread.interleave)
     };
     let unit = (1..).find(|&tokens| tensors.iter().all(|at| fits(tokens, at))).expect("some block");
     unit * dice.within(1, (12 / unit).max(1))

@@ -1,6 +1,7 @@
 //! Engines: how a model is spread over ranks and laid out in their memories.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 
 use kvferry_layout::{
@@ -127,6 +128,52 @@ pub struct Engine {
     pub ranks: Vec<Rank>,
 }
 
+impl fmt::Display for Engine {
+    /// What a person wants to know of an engine that failed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let recipe = &self.recipe;
+        let (stages, lanes, speculative) = (&recipe.stages, recipe.lanes, recipe.speculative);
+        writeln!(
+            f,
+            "{}: stages {stages:?}, {lanes} lanes, {speculative} extra columns",
+            recipe.name
+        )?;
+        for (index, group) in recipe.groups.iter().enumerate() {
+            writeln!(
+                f,
+                "  group {index}: {} blocks of {:?} tokens, pool {}, null {:?}, {}",
+                group.blocks,
+                group.tokens_per_block,
+                group.pool,
+                group.null_block,
+                group.sight.window(group.extra)
+            )?;
+            for rank in &self.ranks {
+                for (piece, holding) in
+                    rank.manifest.groups()[index].pieces.iter().zip(&rank.holdings[index])
+                {
+                    writeln!(
+                        f,
+                        "    rank {}: {}{} of {:?}, {}, {}; {} slots; {:?}",
+                        rank.manifest.rank(),
+                        piece.state,
+                        piece.bounds,
+                        holding.lengths,
+                        holding.law,
+                        piece.phase,
+                        holding.slots,
+                        piece.view
+                    )?;
+                }
+                for scratch in &rank.manifest.groups()[index].scratch {
+                    writeln!(f, "    rank {}: {scratch:?}", rank.manifest.rank())?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// One rank: the manifest that it would send, and the truth about its memory.
 #[derive(Clone, Debug)]
 pub struct Rank {
@@ -233,7 +280,7 @@ pub fn balanced_parts(state: &State, lanes: u64) -> Vec<Vec<Range<u64>>> {
     let part = |lane: u64| {
         let first = lane * cut.units / lanes;
         let end = ((lane + 1) * cut.units / lanes).max(first + 1);
-        vec![first * unit..end * unit]
+        Vec::from([first * unit..end * unit])
     };
     (0..lanes).map(part).collect()
 }
@@ -289,7 +336,7 @@ impl Recipe {
                 for (section, state) in tensor.states.iter().enumerate() {
                     let ranges = match state.cut {
                         Some(_) => spread.parts[section][part as usize].clone(),
-                        None => vec![0..0],
+                        None => Vec::from([0..0]),
                     };
                     for (number, range) in ranges.into_iter().enumerate() {
                         let mut bounds: Vec<Range<u64>> =

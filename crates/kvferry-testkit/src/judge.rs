@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::engine::{Engine, Holding, Rank};
-use crate::request::{OwnedRequest, entries, held, places};
+use crate::request::{OwnedRequest, held, places};
 
 /// A copy: absolute addresses on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,10 +240,10 @@ impl<'a> Sources<'a> {
                 }
             }
             for (position, &block) in (table.first..).zip(&table.blocks) {
-                if Some(block) == group.null_block {
+                if Some(block) == group.null_block || tokens == 0 {
                     continue;
                 }
-                // The entries in the slots of this block, and whether one of them is missing.
+                // The entries in the slots of this block, and whether one of them is not held.
                 let slots: Vec<(&Holding, Vec<u64>)> = rank.holdings[index]
                     .iter()
                     .map(|holding| {
@@ -252,8 +252,8 @@ impl<'a> Sources<'a> {
                     })
                     .collect();
                 let missing = slots.iter().any(|(holding, slots)| {
-                    let missing = held(holding.law, cached, tokens)..entries(holding.law, tokens);
-                    slots.iter().any(|entry| missing.contains(entry))
+                    let held = held(holding.law, cached, tokens);
+                    slots.iter().any(|&entry| entry >= held)
                 });
                 if !missing {
                     continue;
@@ -364,9 +364,9 @@ pub fn compatible(
                 return Err(format!("{name}: the window is too small"));
             }
             let shares = holders.iter().map(|(_, holder)| holder.share).chain([holding.share]);
-            let turns = shares.map(|share| share.turns * share.interleave).product::<u64>();
+            let turns = shares.map(|share| share.turns * share.interleave).fold(1, common);
             // Every entry in a common period of all turns, which repeats for ever.
-            for entry in (0..turns.min(2000)).filter(|&entry| holding.share.holds(entry)) {
+            for entry in (0..turns).filter(|&entry| holding.share.holds(entry)) {
                 let with_entry: Vec<_> =
                     holders.iter().filter(|(_, holder)| holder.share.holds(entry)).collect();
                 for element in 0..holding.volume() {
@@ -380,6 +380,11 @@ pub fn compatible(
         }
     }
     Ok(())
+}
+
+/// The smallest common multiple.
+fn common(a: u64, b: u64) -> u64 {
+    (1..=b).map(|times| times * a).find(|multiple| multiple % b == 0).expect("a * b at the latest")
 }
 
 impl Holding {

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod draw;
+pub mod drive;
 pub mod engine;
 pub mod judge;
 pub mod memory;

@@ -22,11 +22,11 @@ pub enum Dim {
 #[derive(Clone, Debug)]
 pub enum Node {
     /// The body again and again, one after the other.
-    Loop(Dim, u64, Box<Node>),
+    Loop(Dim, u64, Box<Self>),
     /// Parts one after the other.
-    Sequence(Vec<Node>),
+    Sequence(Vec<Self>),
     /// Parts on the same bytes, as long as the longest.
-    Overlay(Vec<Node>),
+    Overlay(Vec<Self>),
     /// One element of an item, of so many bytes.
     Element(usize, u64),
     /// Bytes of a group that hold nothing to move.

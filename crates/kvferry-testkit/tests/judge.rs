@@ -125,7 +125,7 @@ fn by_hand(source: &Engine, destination: &Engine, rank: usize, request: &OwnedRe
                     let entry =
                         local / turn * piece.phase.modulus + piece.phase.held.start + local % turn;
                     let held = entry < law.held(cached, n);
-                    missing |= !held && entry < law.entries(n);
+                    missing |= !held && n > 0;
                     if !held && !needed(piece).contains(&entry) {
                         slots.push((piece, slot));
                     }
