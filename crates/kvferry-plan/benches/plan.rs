@@ -114,12 +114,14 @@ fn main() {
     }
 
     println!();
+    println!("yielding a request's copies (median of 15 interleaved rounds)");
     println!(
-        "yielding a request's copies, as a ratio to a plain loop that writes the same triples (median of 15)"
+        "  check: block tables to segments; yield: segments to copies in the caller's buffer;"
     );
+    println!("  loop: a plain loop that writes the same triples from memory; ratio: yield / loop");
     println!(
-        "{:32} {:>7} {:>10} {:>9} {:>8} {:>8} {:>7} {:>7}",
-        "pair", "tokens", "blocks", "copies", "ns/copy", "loop ns", "ratio", "allocs"
+        "{:32} {:>7} {:>10} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}",
+        "pair", "tokens", "blocks", "copies", "check us", "yield ns", "loop ns", "ratio", "allocs"
     );
     for pair in &pairs {
         let sources: Vec<&Manifest> = pair.sources.iter().collect();
@@ -165,45 +167,53 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     let transfer = plan.transfer(&request).unwrap_or_else(|error| panic!("{}: {error}", pair.name));
     let count = copies(&transfer) as usize;
     let mut buffer = vec![Copy::default(); count + 1];
-    let before = CALLS.load(Ordering::Relaxed);
-    let fill = |buffer: &mut [Copy]| {
-        let transfer = plan.transfer(&request).expect("checked above");
+    let fill = |transfer: &kvferry_plan::Transfer<'_>, buffer: &mut [Copy]| {
         let mut filled = 0;
         for source in 0..pair.sources.len() {
             filled += transfer.copies(source).fill(&mut buffer[filled..]);
         }
         filled
     };
-    assert_eq!(fill(&mut buffer), count);
+    let before = CALLS.load(Ordering::Relaxed);
+    let checked = plan.transfer(&request).expect("checked above");
+    assert_eq!(fill(&checked, &mut buffer), count);
     let allocations = CALLS.load(Ordering::Relaxed) - before;
     let expected = buffer.clone();
-    // The plain loop: the same triples from their parts, as an engine that knew them all would write
-    // them: one base and one stride each for source and destination.
-    let bases: Vec<(u64, u64, u64)> =
-        expected[..count].iter().map(|copy| (copy.source, copy.destination, copy.bytes)).collect();
     let plain = |buffer: &mut [Copy]| {
-        for (slot, &(source, destination, bytes)) in buffer.iter_mut().zip(&bases) {
-            *slot = Copy { source: source + 1, destination: destination + 1, bytes };
+        for (slot, copy) in buffer.iter_mut().zip(&expected) {
+            *slot = Copy {
+                source: copy.source + 1,
+                destination: copy.destination + 1,
+                bytes: copy.bytes,
+            };
         }
     };
     let repeat = (200_000 / count.max(1)).clamp(1, 1000);
-    let mut times = (0..15)
+    let mut rounds: Vec<[f64; 3]> = (0..15)
         .map(|_| {
+            let checked = median(1, || {
+                for _ in 0..repeat {
+                    black_box(plan.transfer(black_box(&request)).is_ok());
+                }
+            });
             let yielded = median(1, || {
-                (0..repeat).for_each(|_| drop(black_box(fill(black_box(&mut buffer)))))
+                for _ in 0..repeat {
+                    black_box(fill(&transfer, black_box(&mut buffer)));
+                }
             });
             let looped = median(1, || (0..repeat).for_each(|_| plain(black_box(&mut buffer))));
-            (yielded / repeat as f64, looped / repeat as f64)
+            [checked, yielded, looped].map(|time| time / repeat as f64)
         })
-        .collect::<Vec<_>>();
-    times.sort_by(|a, b| (a.0 / a.1).total_cmp(&(b.0 / b.1)));
-    let (yielded, looped) = times[times.len() / 2];
+        .collect();
+    rounds.sort_by(|a, b| (a[1] / a[2]).total_cmp(&(b[1] / b[2])));
+    let [checked, yielded, looped] = rounds[rounds.len() / 2];
     println!(
-        "{:32} {:>7} {:>10} {:>9} {:>8.2} {:>8.2} {:>7.2} {:>7}",
+        "{:32} {:>7} {:>10} {:>9} {:>9.1} {:>8.2} {:>8.2} {:>7.2} {:>7}",
         pair.name,
         tokens,
         if scattered { "scattered" } else { "contiguous" },
         count,
+        checked / 1e3,
         yielded / count as f64,
         looped / count as f64,
         yielded / looped,

@@ -366,7 +366,7 @@ fn clusters(
             usual: (Shape { entries: evenly(&key), repeats: 1, ..Shape::default() }, vec![]),
         };
         cluster.usual.1 = (0..cluster.nests.len())
-            .map(|nest| Fitted::new(&cluster, nest, &cluster.usual.0))
+            .map(|nest| Fitted::new(&cluster, nest, &cluster.usual.0, &[]))
             .collect();
         cluster
     };

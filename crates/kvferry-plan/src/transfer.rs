@@ -4,7 +4,7 @@ use crate::compile::{Cluster, DestinationGroup, Leftover, Plan};
 use crate::copy::{Area, Copy, Summary};
 use crate::nest::{Loop, MAX_LOOPS, fuse};
 use crate::request::{Request, RequestError, Side, Table};
-use crate::walk::{Entries, Segments, Shape, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Segment, Segments, Shape, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
@@ -229,7 +229,8 @@ impl Fitted {
         len: 0,
     };
 
-    pub(crate) fn new(cluster: &Cluster, nest: usize, shape: &Shape) -> Self {
+    /// Fits a nest, with loops around it, to a shape.
+    pub(crate) fn new(cluster: &Cluster, nest: usize, shape: &Shape, around: &[Loop]) -> Self {
         let nest = &cluster.nests[nest];
         let mut fitted = Self {
             offset: (
@@ -248,7 +249,7 @@ impl Fitted {
         let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
         let (source, destination) = cluster.steps(shape);
         let repeats = Loop { count, source, destination };
-        for repeat in nest.loops.iter().chain([&entries, &repeats]) {
+        for repeat in around.iter().chain(&nest.loops).chain([&entries, &repeats]) {
             if repeat.count > 1 {
                 let at = fitted.loops[..fitted.len]
                     .iter()
@@ -277,31 +278,28 @@ impl Fitted {
     }
 }
 
-/// Cluster, nest, and shape.
-type Fit = (usize, usize, u32);
-
 /// Walks clusters, their outer loops, segments, repetitions and nests, in this order.
 #[derive(Clone, Debug)]
 struct Cursor<'t> {
     clusters: &'t [Cluster],
     segments: &'t Segments,
-    cluster: usize,
+    /// The cluster at hand, its part of the segments, and its loops around them.
+    cluster: Option<&'t Cluster>,
+    list: &'t [Segment],
+    shapes: &'t [Shape],
+    around: &'t [Loop],
+    /// Its nests fitted to every shape: those of a shape together.
+    fits: Vec<Fitted>,
+    /// What comes next in it.
     outer: [u64; MAX_LOOPS],
     segment: usize,
     repeat: u64,
     nest: usize,
-    /// The nest at hand, fitted to a shape of its segments.
-    fitted: Fitted,
-    fitted_to: Option<Fit>,
-    /// For every shape, the nest that was last fitted to it: block sizes that differ make shapes take
-    /// turns.
-    fits: Vec<Option<(Fit, Fitted)>>,
-    /// Whether a nest is being walked, where it starts, and how far it is.
+    /// The nest that is being walked, if one is: its fit, where it starts, and how far it is.
     walking: bool,
+    fit: usize,
     start: (u64, u64),
     inner: [u64; MAX_LOOPS],
-    /// Regions of the nest at hand.
-    regions: (u32, u32),
     /// The copy that the next run may still continue; empty at the start.
     pending: Pending,
 }
@@ -311,103 +309,117 @@ impl<'t> Cursor<'t> {
         Self {
             clusters,
             segments,
-            cluster: 0,
+            cluster: None,
+            list: &[],
+            shapes: &[],
+            around: &[],
+            fits: vec![],
             outer: [0; MAX_LOOPS],
             segment: 0,
             repeat: 0,
             nest: 0,
-            fitted: Fitted::EMPTY,
-            fitted_to: None,
-            fits: vec![],
             walking: false,
+            fit: 0,
             start: (0, 0),
             inner: [0; MAX_LOOPS],
-            regions: (0, 0),
             pending: Pending::default(),
         }
     }
 
-    /// Moves to the next nest to walk: sets `start` and `fitted`. `false` at the end.
-    fn next_nest(&mut self) -> bool {
-        let (clusters, segments) = (self.clusters, self.segments);
-        while let Some(cluster) = clusters.get(self.cluster) {
-            let list = segments.of(cluster.rhythm);
-            let Some(segment) = list.get(self.segment) else {
-                self.segment = 0;
-                if list.is_empty() || !advance(&mut self.outer, &cluster.outer) {
-                    self.cluster += 1;
-                    self.outer = [0; MAX_LOOPS];
-                }
-                continue;
+    /// Moves to the next cluster that has segments. `None` at the end.
+    fn next_cluster(&mut self) -> Option<&'t Cluster> {
+        loop {
+            let Some((cluster, rest)) = self.clusters.split_first() else {
+                (self.cluster, self.list, self.around) = (None, &[], &[]);
+                return None;
             };
-            let shape = &segments.shapes[segment.shape as usize];
-            let wanted = (self.cluster, self.nest, segment.shape);
-            if self.fitted_to != Some(wanted) {
-                self.fitted = if *shape == cluster.usual.0 {
-                    cluster.usual.1[self.nest]
+            self.clusters = rest;
+            (self.list, self.shapes) = self.segments.of(cluster.rhythm);
+            if self.list.is_empty() {
+                continue;
+            }
+            // Where there is but one segment, loops around it are loops of its nest.
+            let inside = self.list.len() == 1 && cluster.nests.len() == 1;
+            let (inside, around) =
+                if inside { (&cluster.outer[..], &[][..]) } else { (&[][..], &cluster.outer[..]) };
+            self.around = around;
+            self.fits.clear();
+            for shape in self.shapes {
+                if *shape == cluster.usual.0 && inside.is_empty() {
+                    self.fits.extend_from_slice(&cluster.usual.1);
                 } else {
-                    self.fits.resize(segments.shapes.len(), None);
-                    let fit = &mut self.fits[segment.shape as usize];
-                    match fit {
-                        Some((known, fitted)) if *known == wanted => *fitted,
-                        _ => fit.insert((wanted, Fitted::new(cluster, self.nest, shape))).1,
-                    }
-                };
-                self.fitted_to = Some(wanted);
-            }
-            self.start = cluster.at_blocks(self.block_start(cluster), segment);
-            if self.repeat > 0 {
-                let (source, destination) = cluster.steps(shape);
-                self.start.0 = self.start.0.wrapping_add(self.repeat * source);
-                self.start.1 = self.start.1.wrapping_add(self.repeat * destination);
-            }
-            // The one after this: next nest, then next repetition, then next segment.
-            self.nest += 1;
-            if self.nest == cluster.nests.len() {
-                self.nest = 0;
-                self.repeat += 1;
-                if cluster.nests.len() == 1 || self.repeat == shape.repeats {
-                    self.repeat = 0;
-                    self.segment += 1;
+                    let nests = 0..cluster.nests.len();
+                    self.fits.extend(nests.map(|nest| Fitted::new(cluster, nest, shape, inside)));
                 }
             }
-            return true;
+            (self.segment, self.repeat, self.nest) = (0, 0, 0);
+            self.outer = [0; MAX_LOOPS];
+            let left = self.cluster.replace(cluster);
+            self.pending.sealed |= left.is_some_and(|left| left.regions != cluster.regions);
+            return Some(cluster);
         }
-        false
     }
 
-    /// Whether the nest at hand lies in other regions than the one before it.
-    fn enters_regions(&mut self) -> bool {
-        let regions = self.clusters[self.cluster].regions;
-        std::mem::replace(&mut self.regions, regions) != regions
+    /// Moves to the next nest to walk. `false` at the end.
+    fn next_nest(&mut self) -> bool {
+        let mut at_hand = self.cluster;
+        if self.segment == self.list.len() {
+            self.segment = 0;
+            if !advance(&mut self.outer, self.around) {
+                at_hand = None;
+            }
+        }
+        let Some(cluster) = at_hand.or_else(|| self.next_cluster()) else { return false };
+        let segment = &self.list[self.segment];
+        let shape = &self.shapes[segment.shape as usize];
+        let nests = cluster.nests.len();
+        self.fit = segment.shape as usize * nests + self.nest;
+        self.start = cluster.at_blocks(self.base(cluster), segment);
+        self.start.0 = self.start.0.wrapping_add(self.fits[self.fit].offset.0);
+        self.start.1 = self.start.1.wrapping_add(self.fits[self.fit].offset.1);
+        if self.repeat > 0 {
+            let (source, destination) = cluster.steps(shape);
+            self.start.0 = self.start.0.wrapping_add(self.repeat * source);
+            self.start.1 = self.start.1.wrapping_add(self.repeat * destination);
+        }
+        // The one after this: next nest, then next repetition, then next segment.
+        self.nest += 1;
+        if self.nest == nests {
+            self.nest = 0;
+            self.repeat += 1;
+            if nests == 1 || self.repeat == shape.repeats {
+                self.repeat = 0;
+                self.segment += 1;
+            }
+        }
+        true
     }
 
-    /// Where the nest at hand starts in block 0.
-    fn block_start(&self, cluster: &Cluster) -> (u64, u64) {
+    /// Where the next nest starts in block 0.
+    #[inline(always)]
+    fn base(&self, cluster: &Cluster) -> (u64, u64) {
         let nest = &cluster.nests[self.nest];
-        let mut start = (
-            nest.source.wrapping_add(self.fitted.offset.0),
-            nest.destination.wrapping_add(self.fitted.offset.1),
-        );
-        for (index, repeat) in self.outer.iter().zip(&cluster.outer) {
-            start.0 = start.0.wrapping_add(index * repeat.source);
-            start.1 = start.1.wrapping_add(index * repeat.destination);
+        let mut base = (nest.source, nest.destination);
+        for (index, repeat) in self.outer.iter().zip(self.around) {
+            base.0 = base.0.wrapping_add(index * repeat.source);
+            base.1 = base.1.wrapping_add(index * repeat.destination);
         }
-        start
+        base
     }
 
     fn fill(&mut self, buffer: &mut [Copy]) -> usize {
         let mut out = Out { buffer, filled: 0, pending: self.pending };
         let ended = loop {
             if !self.walking {
+                self.pending = out.pending;
                 if !self.next_nest() {
                     break true;
                 }
-                out.pending.sealed |= self.enters_regions();
+                out.pending = self.pending;
                 self.walking = true;
                 self.inner = [0; MAX_LOOPS];
             }
-            let all = if self.fitted.len == 0 {
+            let all = if self.fits[self.fit].len == 0 {
                 self.add_lone_runs(&mut out)
             } else {
                 self.add_loops(&mut out)
@@ -429,7 +441,7 @@ impl<'t> Cursor<'t> {
     /// Adds the runs of the nest at hand from where it stopped. `false` when the buffer is full.
     #[inline(always)]
     fn add_loops(&mut self, out: &mut Out<'_>) -> bool {
-        let Fitted { run, loops, len, .. } = &self.fitted;
+        let Fitted { run, loops, len, .. } = &self.fits[self.fit];
         let last = len - 1;
         let innermost = loops[last];
         loop {
@@ -454,76 +466,76 @@ impl<'t> Cursor<'t> {
     }
 
     /// Adds the one run of the nest at hand and, where the cluster has no other nest, those of the
-    /// segments of the same shape that follow. `false` when the buffer is full.
+    /// segments that follow, as long as they have one run each. `false` when the buffer is full.
     #[inline(always)]
     fn add_lone_runs(&mut self, out: &mut Out<'_>) -> bool {
-        let run = self.fitted.run;
-        if !out.add(self.start.0, self.start.1, run) {
+        if !out.add(self.start.0, self.start.1, self.fits[self.fit].run) {
             return false;
         }
-        let (clusters, segments) = (self.clusters, self.segments);
-        let Some(cluster) = clusters.get(self.cluster).filter(|cluster| cluster.nests.len() == 1)
-        else {
+        let Some(cluster) = self.cluster.filter(|cluster| cluster.nests.len() == 1) else {
             return true;
         };
-        let Some((_, _, shape)) = self.fitted_to else { return true };
-        let rest = &segments.of(cluster.rhythm)[self.segment..];
-        let start = self.block_start(cluster);
-        for segment in rest {
-            if segment.shape != shape {
-                break;
+        let base = self.base(cluster);
+        for (index, segment) in self.list.iter().enumerate().skip(self.segment) {
+            let fit = &self.fits[segment.shape as usize];
+            if fit.len > 0 {
+                self.segment = index;
+                return true;
             }
-            let (source, destination) = cluster.at_blocks(start, segment);
-            self.segment += 1;
-            if !out.add(source, destination, run) {
+            let (source, destination) = cluster.at_blocks(base, segment);
+            let source = source.wrapping_add(fit.offset.0);
+            let destination = destination.wrapping_add(fit.offset.1);
+            if !out.add(source, destination, fit.run) {
                 self.start = (source, destination);
+                self.fit = segment.shape as usize;
+                self.segment = index + 1;
                 return false;
             }
         }
+        self.segment = self.list.len();
         true
     }
 
     fn summary(mut self) -> Summary {
         let mut summary = Summary::default();
-        let mut pending = Pending::default();
         while self.next_nest() {
-            pending.sealed |= self.enters_regions();
-            let fitted = self.fitted;
+            let fitted = self.fits[self.fit];
             let run = fitted.run;
+            let loops = &fitted.loops[..fitted.len];
+            let at = |inner: &[u64]| {
+                inner.iter().zip(loops).fold(self.start, |at, (index, repeat)| {
+                    let source = at.0.wrapping_add(index * repeat.source);
+                    (source, at.1.wrapping_add(index * repeat.destination))
+                })
+            };
             let mut inner = [0; MAX_LOOPS];
             let one_by_one = fitted.touches_itself();
             loop {
-                let at = |inner: &[u64; MAX_LOOPS]| {
-                    let mut at = self.start;
-                    for (index, repeat) in inner.iter().zip(&fitted.loops[..fitted.len]) {
-                        at.0 = at.0.wrapping_add(index * repeat.source);
-                        at.1 = at.1.wrapping_add(index * repeat.destination);
-                    }
-                    at
-                };
-                let first = at(&inner);
-                let runs = if one_by_one { 1 } else { fitted.runs() };
-                if pending.continued_by(first.0, first.1) {
-                    pending.copy.bytes += run;
+                let (source, destination) = at(&inner);
+                if self.pending.continued_by(source, destination) {
+                    self.pending.copy.bytes += run;
                 } else {
-                    summary.add(u64::from(pending.copy.bytes > 0), pending.copy.bytes);
-                    pending = Pending::new(first.0, first.1, run);
+                    let bytes = self.pending.copy.bytes;
+                    summary.add(u64::from(bytes > 0), bytes);
+                    self.pending = Pending::new(source, destination, run);
                 }
-                if runs > 1 {
-                    summary.add(1, pending.copy.bytes);
-                    summary.add(runs - 2, run);
-                    for (index, repeat) in inner.iter_mut().zip(&fitted.loops[..fitted.len]) {
-                        *index = repeat.count - 1;
+                if one_by_one {
+                    if advance(&mut inner, loops) {
+                        continue;
                     }
-                    let last = at(&inner);
-                    pending = Pending::new(last.0, last.1, run);
+                } else if fitted.len > 0 {
+                    // No two runs of the nest touch: all between the first and the last are alike.
+                    summary.add(1, self.pending.copy.bytes);
+                    summary.add(fitted.runs() - 2, run);
+                    let last: Vec<u64> = loops.iter().map(|repeat| repeat.count - 1).collect();
+                    let (source, destination) = at(&last);
+                    self.pending = Pending::new(source, destination, run);
                 }
-                if !one_by_one || !advance(&mut inner, &fitted.loops[..fitted.len]) {
-                    break;
-                }
+                break;
             }
         }
-        summary.add(u64::from(pending.copy.bytes > 0), pending.copy.bytes);
+        let bytes = self.pending.copy.bytes;
+        summary.add(u64::from(bytes > 0), bytes);
         summary
     }
 }

@@ -269,32 +269,37 @@ pub(crate) struct Shape {
 pub(crate) struct Segment {
     pub(crate) source: u32,
     pub(crate) destination: u32,
-    /// Index into [`Segments::shapes`].
+    /// Index among the shapes of its rhythm.
     pub(crate) shape: u32,
 }
 
 /// The segments of a request, for one rhythm after the other, each in the order of its tables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Segments {
-    pub(crate) shapes: Vec<Shape>,
+    shapes: Vec<Shape>,
     list: Vec<Segment>,
-    /// Where in `list` each rhythm's segments end.
-    ends: Vec<usize>,
+    /// Where in `shapes` and in `list` each rhythm's part ends.
+    ends: Vec<(usize, usize)>,
     /// The segment that the next stretch may still continue.
     open: Option<(Slot, Slot, Shape)>,
 }
 
 impl Segments {
-    /// The segments of rhythm `index`.
-    pub(crate) fn of(&self, index: usize) -> &[Segment] {
-        let start = if index == 0 { 0 } else { self.ends[index - 1] };
-        &self.list[start..self.ends[index]]
+    /// The segments of rhythm `index`, and the shapes that they name.
+    pub(crate) fn of(&self, index: usize) -> (&[Segment], &[Shape]) {
+        let start = self.start(index);
+        let end = self.ends[index];
+        (&self.list[start.1..end.1], &self.shapes[start.0..end.0])
+    }
+
+    fn start(&self, index: usize) -> (usize, usize) {
+        if index == 0 { (0, 0) } else { self.ends[index - 1] }
     }
 
     /// Ends a rhythm.
     pub(crate) fn end(&mut self) {
         self.close();
-        self.ends.push(self.list.len());
+        self.ends.push((self.shapes.len(), self.list.len()));
     }
 
     /// Adds a stretch, as a further repetition of the last one where it continues it.
@@ -356,14 +361,12 @@ impl Segments {
     fn close(&mut self) {
         let Some((source, destination, shape)) = self.open.take() else { return };
         // Mostly the shape of the segment before; where block sizes differ, some take turns.
-        let recent = self.shapes.iter().rev().take(32).position(|known| *known == shape);
-        let index = match recent {
-            Some(back) => self.shapes.len() - 1 - back,
-            None => {
-                self.shapes.push(shape);
-                self.shapes.len() - 1
-            }
-        };
+        let known = &self.shapes[self.start(self.ends.len()).0..];
+        let recent = known.iter().rposition(|known| *known == shape);
+        let index = recent.unwrap_or(known.len());
+        if recent.is_none() {
+            self.shapes.push(shape);
+        }
         let (source, destination) = (source.block, destination.block);
         self.list.push(Segment { source, destination, shape: index as u32 });
     }

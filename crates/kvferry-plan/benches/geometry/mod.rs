@@ -165,14 +165,14 @@ pub(crate) fn manifest(model: &Model, (tp, pp): (u64, u64), rank: u64, blocks: u
                             .iter()
                             .map(|other| {
                                 let bounds = share(other);
-                                bounds.0.last().map_or(1, |span| span.len()) * element
+                                bounds.0.last().map_or(1, kvferry_layout::Span::len) * element
                             })
                             .sum();
                         if axes.len() > 1 {
                             axes[0] = tokens * row;
                         }
                         let here = offset;
-                        offset += bounds.0.last().map_or(1, |span| span.len()) * element;
+                        offset += bounds.0.last().map_or(1, kvferry_layout::Span::len) * element;
                         (row, here)
                     } else {
                         let here = offset;
