@@ -14,12 +14,9 @@ fn main() {
     // The problem without its numbers, how often it was met, and the shortest telling of it.
     let mut problems: BTreeMap<String, (u64, String)> = BTreeMap::new();
     for seed in first..first + cases {
-        let drawn = match catch_unwind(|| Drawn::new(seed)) {
-            Ok(drawn) => drawn,
-            Err(_) => {
-                println!("seed {seed}: drawing panics");
-                continue;
-            }
+        let Ok(drawn) = catch_unwind(|| Drawn::new(seed)) else {
+            println!("seed {seed}: drawing panics");
+            continue;
         };
         let problem = match catch_unwind(|| drawn.judge(3)) {
             Ok(Ok(_)) => continue,

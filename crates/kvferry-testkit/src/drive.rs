@@ -116,8 +116,10 @@ impl Drawn {
     pub fn new(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let model = Model::draw(&mut dice);
+        // Sides that look almost alike have long runs; independent ones have many short ones.
+        let mut alike = dice.chance(30).then(|| dice.clone());
         let source = engine(&model, Side::Source, &mut dice);
-        let destination = engine(&model, Side::Destination, &mut dice);
+        let destination = engine(&model, Side::Destination, alike.as_mut().unwrap_or(&mut dice));
         let mut sources: Vec<usize> = (0..source.ranks.len()).collect();
         // Manifests come in any order, and not always all of them.
         if dice.chance(30) {
@@ -212,37 +214,62 @@ fn judge_one(
 /// it cached. Returns the tally of every rank for the first number of tokens with ascending blocks and
 /// nothing cached. Panics at anything wrong.
 pub fn prove(source: &Engine, destination: &Engine, lengths: &[u64]) -> Vec<Tally> {
-    let sources: Vec<usize> = (0..source.ranks.len()).collect();
-    let mut dice = Dice::new(7);
-    let mut tallies = vec![];
-    let plans: Vec<Plan> = (0..destination.ranks.len())
-        .map(|rank| match compile(source, &sources, destination, rank) {
+    let prover = Prover::new(source, destination);
+    let groups = destination.recipe.groups.len();
+    let mut first = None;
+    for &tokens in lengths {
+        let tallies = prover.prove(tokens, &vec![0; groups], Shape::Ascending);
+        first.get_or_insert(tallies);
+        prover.prove(tokens, &vec![0; groups], Shape::Scattered);
+        prover.prove(tokens, &vec![tokens / 2; groups], Shape::Scattered);
+        let held = prover.prove(tokens, &vec![tokens; groups], Shape::Scattered);
+        assert!(held.iter().all(|tally| *tally == Tally::default()), "what is held is moved");
+    }
+    first.expect("at least one length")
+}
+
+/// The same for one number of tokens and what each destination group holds of them, with ascending
+/// blocks.
+pub fn prove_cached(
+    source: &Engine,
+    destination: &Engine,
+    tokens: u64,
+    cached: &[u64],
+) -> Vec<Tally> {
+    Prover::new(source, destination).prove(tokens, cached, Shape::Ascending)
+}
+
+struct Prover<'a> {
+    source: &'a Engine,
+    destination: &'a Engine,
+    sources: Vec<usize>,
+    plans: Vec<Plan>,
+}
+
+impl<'a> Prover<'a> {
+    fn new(source: &'a Engine, destination: &'a Engine) -> Self {
+        let sources: Vec<usize> = (0..source.ranks.len()).collect();
+        let plan = |rank| match compile(source, &sources, destination, rank) {
             Ok(plan) => plan,
             Err(refusal) => panic!("rank {rank} is refused: {refusal}"),
-        })
-        .collect();
-    let groups = destination.recipe.groups.len();
-    for (number, &tokens) in lengths.iter().enumerate() {
-        for (shape, part) in [
-            (Shape::Ascending, 0),
-            (Shape::Scattered, 0),
-            (Shape::Scattered, tokens / 2),
-            (Shape::Scattered, tokens),
-        ] {
-            let cached = vec![part; groups];
-            let request = with_room(source, destination, tokens, cached, shape, &mut dice)
-                .unwrap_or_else(|| panic!("the pools have no room for {tokens} tokens"));
-            let filled = Sources::fill(source, &request);
-            for (rank, plan) in plans.iter().enumerate() {
-                match judge_one(&filled, &sources, destination, rank, plan, &request) {
-                    Ok(tally) if number == 0 && part == 0 && shape == Shape::Ascending => {
-                        tallies.push(tally);
-                    }
-                    Ok(tally) => assert!(part < tokens || tally.copies == 0),
-                    Err(problem) => panic!("{problem}"),
-                }
-            }
-        }
+        };
+        let plans = (0..destination.ranks.len()).map(plan).collect();
+        Self { source, destination, sources, plans }
     }
-    tallies
+
+    fn prove(&self, tokens: u64, cached: &[u64], shape: Shape) -> Vec<Tally> {
+        let (source, destination) = (self.source, self.destination);
+        let mut dice = Dice::new(tokens);
+        let mut tables =
+            || with_room(source, destination, tokens, cached.to_vec(), shape, &mut dice);
+        let request = (0..50)
+            .find_map(|_| tables())
+            .unwrap_or_else(|| panic!("the pools have no room for {tokens} tokens"));
+        let filled = Sources::fill(source, &request);
+        let judge = |(rank, plan)| {
+            judge_one(&filled, &self.sources, destination, rank, plan, &request)
+                .unwrap_or_else(|problem| panic!("{problem}"))
+        };
+        self.plans.iter().enumerate().map(judge).collect()
+    }
 }

@@ -1,8 +1,8 @@
 //! Engines: how a model is spread over ranks and laid out in their memories.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
+use std::{fmt, iter};
 
 use kvferry_layout::{
     Draft, Group, Kernel, Law, Manifest, Phase, Piece, Place, Region, Scratch, Span, StateBox, View,
@@ -280,7 +280,7 @@ pub fn balanced_parts(state: &State, lanes: u64) -> Vec<Vec<Range<u64>>> {
     let part = |lane: u64| {
         let first = lane * cut.units / lanes;
         let end = ((lane + 1) * cut.units / lanes).max(first + 1);
-        Vec::from([first * unit..end * unit])
+        iter::once(first * unit..end * unit).collect()
     };
     (0..lanes).map(part).collect()
 }
@@ -336,7 +336,7 @@ impl Recipe {
                 for (section, state) in tensor.states.iter().enumerate() {
                     let ranges = match state.cut {
                         Some(_) => spread.parts[section][part as usize].clone(),
-                        None => Vec::from([0..0]),
+                        None => iter::once(0..0).collect(),
                     };
                     for (number, range) in ranges.into_iter().enumerate() {
                         let mut bounds: Vec<Range<u64>> =
