@@ -8,7 +8,8 @@ use crate::cover::{Part, cover};
 use crate::incompatible::Incompatible;
 use crate::nest::{Loop, Nest, Steps};
 use crate::prove::prove;
-use crate::walk::{Holding, Rhythm};
+use crate::transfer::Fitted;
+use crate::walk::{Holding, Rhythm, Segment, Shape};
 
 /// What one destination rank does to take over a request from another engine, compiled once per pair
 /// of engines. Its size grows with the number of layers, never with the number of blocks.
@@ -24,6 +25,18 @@ pub struct Plan {
     pub(crate) groups: Vec<DestinationGroup>,
     /// Groups of the source engine.
     pub(crate) source_groups: usize,
+    /// The source tables that are read, for which destination group, and whether for one slot.
+    pub(crate) reads: Vec<SourceTable>,
+}
+
+/// What a source's table is checked against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SourceTable {
+    pub(crate) group: usize,
+    pub(crate) blocks: u32,
+    pub(crate) null_block: Option<u32>,
+    pub(crate) one_slot: bool,
+    pub(crate) destination_group: usize,
 }
 
 /// Nests that are walked together, segment by segment, because the end of each touches the start of
@@ -31,11 +44,33 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 pub(crate) struct Cluster {
     pub(crate) rhythm: usize,
+    /// Indices of the regions on the source and on the destination.
+    pub(crate) regions: (u32, u32),
     pub(crate) source_steps: Steps,
     pub(crate) destination_steps: Steps,
     /// Loops around the walk over the segments: what lies further apart than blocks do.
     pub(crate) outer: Vec<Loop>,
     pub(crate) nests: Vec<Nest>,
+    /// The nests fitted to whole blocks, the shape of most segments.
+    pub(crate) usual: (Shape, Vec<Fitted>),
+}
+
+impl Cluster {
+    /// Moves a place in block 0 to the blocks of a segment.
+    #[inline(always)]
+    pub(crate) fn at_blocks(&self, start: (u64, u64), segment: &Segment) -> (u64, u64) {
+        let source = u64::from(segment.source).wrapping_mul(self.source_steps.block);
+        let destination = u64::from(segment.destination).wrapping_mul(self.destination_steps.block);
+        (start.0.wrapping_add(source), start.1.wrapping_add(destination))
+    }
+
+    /// The bytes from one repetition of a shape to the next, on the source and on the destination.
+    pub(crate) fn steps(&self, shape: &Shape) -> (u64, u64) {
+        (
+            shape.source_step.offset(&self.source_steps),
+            shape.destination_step.offset(&self.destination_steps),
+        )
+    }
 }
 
 /// What is left of a destination group's blocks once a request is copied.
@@ -102,14 +137,20 @@ impl Plan {
                 u64::from(kind.format.bytes),
                 loops.collect(),
             );
-            let key = Key { group: part.to.0, rhythm, source_steps, destination_steps };
+            let regions = (from.view.region, to.view.region);
+            let key = Key { group: part.to.0, rhythm, regions, source_steps, destination_steps };
             nests[part.source].push((key, nest));
         }
         let rhythms = rhythms.list;
-        let repeated = |key: &Key| {
-            let held = &rhythms[key.rhythm].destination;
-            u64::from(held.blocks) * held.split > 1
-        };
+        let mut reads = Numbered::default();
+        for rhythm in &rhythms {
+            let Holding { group, blocks, null_block, .. } = rhythm.source;
+            let one_slot = rhythm.law.entries == 0;
+            let destination_group = rhythm.destination.group;
+            reads.number(SourceTable { group, blocks, null_block, one_slot, destination_group });
+        }
+        let repeated =
+            |key: &Key| several_blocks(rhythms[key.rhythm].law, &rhythms[key.rhythm].destination);
         let evenly = |key: &Key| {
             let rhythm = &rhythms[key.rhythm];
             rhythm.source.even.min(rhythm.destination.even)
@@ -119,7 +160,7 @@ impl Plan {
 
         let (leftovers, rest) = leftovers(destination);
         let repeated = |key: &Key| match &leftovers[key.rhythm] {
-            Leftover::Entries(_, held) => u64::from(held.blocks) * held.split > 1,
+            Leftover::Entries(law, held) => several_blocks(*law, held),
             Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
         };
         let evenly = |key: &Key| match &leftovers[key.rhythm] {
@@ -136,6 +177,7 @@ impl Plan {
             groups: groups.collect(),
             leftovers,
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
+            reads: reads.list,
             parts,
         };
         plan.check_merging(destination)?;
@@ -207,6 +249,11 @@ fn holding(manifest: &Manifest, (group, piece): (usize, usize)) -> (Holding, Ste
     Holding::new(group, facts, entries, held.phase, &held.view)
 }
 
+/// Whether a request's entries can lie in more than one block.
+fn several_blocks(law: Law, held: &Holding) -> bool {
+    law.entries > 0 && u64::from(held.blocks) * held.split > 1
+}
+
 fn facts(destination: &Manifest, index: usize) -> DestinationGroup {
     let group = &destination.groups()[index];
     let mut holdings = Numbered::default();
@@ -238,8 +285,8 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = piece.bounds.0.iter().zip(&piece.view.axes);
             let loops = loops.map(|(span, &stride)| both(span.len(), stride)).collect();
             let nest = Nest::new(start, start, u64::from(kind.format.bytes), loops);
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            let region = piece.view.region;
+            nests.push((Key::own(index, rhythm, region, steps), nest));
         }
         for scratch in &group.scratch {
             let rhythm = leftovers.number(Leftover::Blocks { group: index });
@@ -247,8 +294,7 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = scratch.dims.iter().map(|&(count, stride)| both(count, stride)).collect();
             let nest = Nest::new(start, start, scratch.run, loops);
             let steps = Steps { block: scratch.block, ..Steps::default() };
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            nests.push((Key::own(index, rhythm, scratch.region, steps), nest));
         }
     }
     (leftovers.list, nests)
@@ -259,8 +305,17 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
 struct Key {
     group: usize,
     rhythm: usize,
+    regions: (u32, u32),
     source_steps: Steps,
     destination_steps: Steps,
+}
+
+impl Key {
+    /// For nests from the destination to itself.
+    fn own(group: usize, rhythm: usize, region: u32, steps: Steps) -> Self {
+        let regions = (region, region);
+        Self { group, rhythm, regions, source_steps: steps, destination_steps: steps }
+    }
 }
 
 /// Merges nests and joins those that touch, in the order of the destination's groups and addresses.
@@ -300,8 +355,20 @@ fn clusters(
             let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
             outer = std::mem::replace(&mut nest.loops, inner);
         }
-        let Key { rhythm, source_steps, destination_steps, .. } = key;
-        Cluster { rhythm, source_steps, destination_steps, outer, nests }
+        let Key { rhythm, regions, source_steps, destination_steps, .. } = key;
+        let mut cluster = Cluster {
+            rhythm,
+            regions,
+            source_steps,
+            destination_steps,
+            outer,
+            nests,
+            usual: (Shape { entries: evenly(&key), repeats: 1, ..Shape::default() }, vec![]),
+        };
+        cluster.usual.1 = (0..cluster.nests.len())
+            .map(|nest| Fitted::new(&cluster, nest, &cluster.usual.0, &[]))
+            .collect();
+        cluster
     };
     clusters.into_iter().map(cluster).collect()
 }

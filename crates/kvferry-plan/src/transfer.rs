@@ -4,16 +4,16 @@ use crate::compile::{Cluster, DestinationGroup, Leftover, Plan};
 use crate::copy::{Area, Copy, Summary};
 use crate::nest::{Loop, MAX_LOOPS, fuse};
 use crate::request::{Request, RequestError, Side, Table};
-use crate::walk::{Entries, Holding, Segments, Shape, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Segment, Segments, Shape, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
 pub struct Transfer<'p> {
     plan: &'p Plan,
-    /// For every rhythm.
-    segments: Vec<Segments>,
+    /// For every rhythm of the plan.
+    segments: Segments,
     /// For every leftover.
-    rest: Vec<Segments>,
+    rest: Segments,
 }
 
 impl Plan {
@@ -23,21 +23,22 @@ impl Plan {
         let group_entries = |law, group: usize| {
             Entries::new(law, &self.groups[group].window, request.tokens, request.cached[group])
         };
-        let mut segments = Vec::with_capacity(self.rhythms.len());
+        let mut segments = Segments::default();
         for rhythm in &self.rhythms {
             let group = rhythm.destination.group;
-            let entries = group_entries(rhythm.law, group);
-            let (source, destination) =
-                (&request.source[rhythm.source.group], &request.destination[group]);
-            segments.push(rhythm.walk(entries.first, entries.end, source, destination)?);
+            let Entries { first, end, .. } = group_entries(rhythm.law, group);
+            let source = &request.source[rhythm.source.group];
+            rhythm.walk(first, end, source, &request.destination[group], &mut segments)?;
+            segments.end();
         }
-        let mut rest = Vec::with_capacity(self.leftovers.len());
+        let mut rest = Segments::default();
         for leftover in &self.leftovers {
-            rest.push(match leftover {
-                _ if request.tokens == 0 => Segments::default(),
+            match leftover {
+                _ if request.tokens == 0 => {}
                 Leftover::Entries(law, holding) => {
                     let table = &request.destination[holding.group];
-                    walk_rest(holding, &group_entries(*law, holding.group), table)?
+                    let entries = group_entries(*law, holding.group);
+                    walk_rest(holding, &entries, table, &mut rest)?;
                 }
                 Leftover::Blocks { group } => {
                     let facts = &self.groups[*group];
@@ -46,9 +47,11 @@ impl Plan {
                         holding.phase.local(held) / holding.entries
                     });
                     let first_own = first_own.min().unwrap_or(u64::MAX);
-                    walk_own_blocks(first_own, facts.null_block, &request.destination[*group])
+                    let table = &request.destination[*group];
+                    walk_own_blocks(first_own, facts.null_block, table, &mut rest);
                 }
-            });
+            }
+            rest.end();
         }
         Ok(Transfer { plan: self, segments, rest })
     }
@@ -84,12 +87,10 @@ impl Plan {
                 check_table(Side::Destination, facts, one_slot, table)?;
             }
         }
-        for rhythm in &self.rhythms {
-            let Holding { group, blocks, null_block, .. } = rhythm.source;
-            let one_slot =
-                rhythm.law.entries == 0 && request.cached[rhythm.destination.group] < tokens;
-            let table = &request.source[group];
-            check_table(Side::Source, (group, blocks, null_block), one_slot, table)?;
+        for read in &self.reads {
+            let one_slot = read.one_slot && request.cached[read.destination_group] < tokens;
+            let facts = (read.group, read.blocks, read.null_block);
+            check_table(Side::Source, facts, one_slot, &request.source[read.group])?;
         }
         check_used_once(&self.groups, request.destination)
     }
@@ -179,7 +180,7 @@ pub struct Copies<'t> {
 
 impl Copies<'_> {
     /// Writes the next copies into `buffer` and returns how many; fewer than fit only at the end.
-    /// Never allocates.
+    /// Allocates nothing per copy.
     pub fn fill(&mut self, buffer: &mut [Copy]) -> usize {
         self.cursor.fill(buffer)
     }
@@ -212,28 +213,43 @@ impl Iterator for Rest<'_> {
 
 /// A nest for one shape of segment: loops around a run, as few as can be.
 #[derive(Clone, Copy, Debug)]
-struct Fitted {
+pub(crate) struct Fitted {
+    /// Bytes from the starts of the two blocks to the first run.
+    offset: (u64, u64),
     run: u64,
     loops: [Loop; MAX_LOOPS],
     len: usize,
 }
 
 impl Fitted {
-    fn new(cluster: &Cluster, nest: usize, shape: &Shape) -> Self {
+    const EMPTY: Self = Self {
+        offset: (0, 0),
+        run: 0,
+        loops: [Loop { count: 0, source: 0, destination: 0 }; MAX_LOOPS],
+        len: 0,
+    };
+
+    /// Fits a nest, with loops around it, to a shape.
+    pub(crate) fn new(cluster: &Cluster, nest: usize, shape: &Shape, around: &[Loop]) -> Self {
         let nest = &cluster.nests[nest];
-        let mut fitted = Self { run: nest.run, loops: [Loop::default(); MAX_LOOPS], len: 0 };
+        let mut fitted = Self {
+            offset: (
+                shape.source.offset(&cluster.source_steps),
+                shape.destination.offset(&cluster.destination_steps),
+            ),
+            run: nest.run,
+            ..Self::EMPTY
+        };
         let entries = Loop {
             count: shape.entries,
             source: cluster.source_steps.entry,
             destination: cluster.destination_steps.entry,
         };
         // Where several nests take turns, so do the repetitions.
-        let repeats = Loop {
-            count: if cluster.nests.len() == 1 { shape.repeats } else { 1 },
-            source: shape.source_step.offset(&cluster.source_steps),
-            destination: shape.destination_step.offset(&cluster.destination_steps),
-        };
-        for repeat in nest.loops.iter().chain([&entries, &repeats]) {
+        let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
+        let (source, destination) = cluster.steps(shape);
+        let repeats = Loop { count, source, destination };
+        for repeat in around.iter().chain(&nest.loops).chain([&entries, &repeats]) {
             if repeat.count > 1 {
                 let at = fitted.loops[..fitted.len]
                     .iter()
@@ -266,207 +282,311 @@ impl Fitted {
 #[derive(Clone, Debug)]
 struct Cursor<'t> {
     clusters: &'t [Cluster],
-    segments: &'t [Segments],
-    cluster: usize,
+    segments: &'t Segments,
+    /// The cluster at hand, its part of the segments, and its loops around them.
+    cluster: Option<&'t Cluster>,
+    list: &'t [Segment],
+    shapes: &'t [Shape],
+    around: &'t [Loop],
+    /// Its nests fitted to every shape: those of a shape together.
+    fits: Vec<Fitted>,
+    /// What comes next in it.
     outer: [u64; MAX_LOOPS],
     segment: usize,
     repeat: u64,
     nest: usize,
-    /// The nest at hand, fitted to a shape of its segments.
-    fitted: Fitted,
-    fitted_to: Option<(usize, usize, u32)>,
-    /// Whether a nest is being walked, where it starts, and how far it is.
+    /// The nest that is being walked, if one is: its fit, where it starts, and how far it is.
     walking: bool,
+    fit: usize,
     start: (u64, u64),
     inner: [u64; MAX_LOOPS],
     /// The copy that the next run may still continue; empty at the start.
-    pending: Copy,
+    pending: Pending,
 }
 
 impl<'t> Cursor<'t> {
-    fn new(clusters: &'t [Cluster], segments: &'t [Segments]) -> Self {
+    fn new(clusters: &'t [Cluster], segments: &'t Segments) -> Self {
         Self {
             clusters,
             segments,
-            cluster: 0,
+            cluster: None,
+            list: &[],
+            shapes: &[],
+            around: &[],
+            fits: vec![],
             outer: [0; MAX_LOOPS],
             segment: 0,
             repeat: 0,
             nest: 0,
-            fitted: Fitted { run: 0, loops: [Loop::default(); MAX_LOOPS], len: 0 },
-            fitted_to: None,
             walking: false,
+            fit: 0,
             start: (0, 0),
             inner: [0; MAX_LOOPS],
-            pending: Copy::default(),
+            pending: Pending::default(),
         }
     }
 
-    /// Moves to the next nest to walk: sets `start` and `fitted`. `false` at the end.
-    fn next_nest(&mut self) -> bool {
-        let (clusters, segments) = (self.clusters, self.segments);
-        while let Some(cluster) = clusters.get(self.cluster) {
-            let segments = &segments[cluster.rhythm];
-            let Some(segment) = segments.list.get(self.segment) else {
-                self.segment = 0;
-                if segments.list.is_empty() || !advance(&mut self.outer, &cluster.outer) {
-                    self.cluster += 1;
-                    self.outer = [0; MAX_LOOPS];
-                }
-                continue;
+    /// Moves to the next cluster that has segments. `None` at the end.
+    fn next_cluster(&mut self) -> Option<&'t Cluster> {
+        loop {
+            let Some((cluster, rest)) = self.clusters.split_first() else {
+                (self.cluster, self.list, self.around) = (None, &[], &[]);
+                return None;
             };
-            let shape = &segments.shapes[segment.shape as usize];
-            let wanted = (self.cluster, self.nest, segment.shape);
-            if self.fitted_to != Some(wanted) {
-                self.fitted = Fitted::new(cluster, self.nest, shape);
-                self.fitted_to = Some(wanted);
+            self.clusters = rest;
+            (self.list, self.shapes) = self.segments.of(cluster.rhythm);
+            if self.list.is_empty() {
+                continue;
             }
-            let nest = &cluster.nests[self.nest];
-            let (mut source, mut destination) = (nest.source, nest.destination);
-            for (index, repeat) in self.outer.iter().zip(&cluster.outer) {
-                source = source.wrapping_add(index * repeat.source);
-                destination = destination.wrapping_add(index * repeat.destination);
-            }
-            let steps = (&cluster.source_steps, &cluster.destination_steps);
-            source = source.wrapping_add(segment.source.offset(steps.0));
-            destination = destination.wrapping_add(segment.destination.offset(steps.1));
-            if self.repeat > 0 {
-                source = source.wrapping_add(self.repeat * shape.source_step.offset(steps.0));
-                destination =
-                    destination.wrapping_add(self.repeat * shape.destination_step.offset(steps.1));
-            }
-            self.start = (source, destination);
-            // The one after this: next nest, then next repetition, then next segment.
-            self.nest += 1;
-            if self.nest == cluster.nests.len() {
-                self.nest = 0;
-                self.repeat += 1;
-                if cluster.nests.len() == 1 || self.repeat == shape.repeats {
-                    self.repeat = 0;
-                    self.segment += 1;
+            // Where there is but one segment, loops around it are loops of its nest.
+            let inside = self.list.len() == 1 && cluster.nests.len() == 1;
+            let (inside, around) =
+                if inside { (&cluster.outer[..], &[][..]) } else { (&[][..], &cluster.outer[..]) };
+            self.around = around;
+            self.fits.clear();
+            for shape in self.shapes {
+                if *shape == cluster.usual.0 && inside.is_empty() {
+                    self.fits.extend_from_slice(&cluster.usual.1);
+                } else {
+                    let nests = 0..cluster.nests.len();
+                    self.fits.extend(nests.map(|nest| Fitted::new(cluster, nest, shape, inside)));
                 }
             }
-            return true;
+            (self.segment, self.repeat, self.nest) = (0, 0, 0);
+            self.outer = [0; MAX_LOOPS];
+            let left = self.cluster.replace(cluster);
+            self.pending.sealed |= left.is_some_and(|left| left.regions != cluster.regions);
+            return Some(cluster);
         }
-        false
+    }
+
+    /// Moves to the next nest to walk. `false` at the end.
+    fn next_nest(&mut self) -> bool {
+        let mut at_hand = self.cluster;
+        if self.segment == self.list.len() {
+            self.segment = 0;
+            if !advance(&mut self.outer, self.around) {
+                at_hand = None;
+            }
+        }
+        let Some(cluster) = at_hand.or_else(|| self.next_cluster()) else { return false };
+        let segment = &self.list[self.segment];
+        let shape = &self.shapes[segment.shape as usize];
+        let nests = cluster.nests.len();
+        self.fit = segment.shape as usize * nests + self.nest;
+        self.start = cluster.at_blocks(self.base(cluster), segment);
+        self.start.0 = self.start.0.wrapping_add(self.fits[self.fit].offset.0);
+        self.start.1 = self.start.1.wrapping_add(self.fits[self.fit].offset.1);
+        if self.repeat > 0 {
+            let (source, destination) = cluster.steps(shape);
+            self.start.0 = self.start.0.wrapping_add(self.repeat * source);
+            self.start.1 = self.start.1.wrapping_add(self.repeat * destination);
+        }
+        // The one after this: next nest, then next repetition, then next segment.
+        self.nest += 1;
+        if self.nest == nests {
+            self.nest = 0;
+            self.repeat += 1;
+            if nests == 1 || self.repeat == shape.repeats {
+                self.repeat = 0;
+                self.segment += 1;
+            }
+        }
+        true
+    }
+
+    /// Where the next nest starts in block 0.
+    #[inline(always)]
+    fn base(&self, cluster: &Cluster) -> (u64, u64) {
+        let nest = &cluster.nests[self.nest];
+        let mut base = (nest.source, nest.destination);
+        for (index, repeat) in self.outer.iter().zip(self.around) {
+            base.0 = base.0.wrapping_add(index * repeat.source);
+            base.1 = base.1.wrapping_add(index * repeat.destination);
+        }
+        base
     }
 
     fn fill(&mut self, buffer: &mut [Copy]) -> usize {
-        let mut filled = 0;
-        let mut pending = self.pending;
-        // Adds a run: as a continuation of the pending copy, or as the new pending one.
-        // `false` when the buffer is full.
-        let mut add = |source: u64, destination: u64, run: u64| {
-            if pending.source.wrapping_add(pending.bytes) == source
-                && pending.destination.wrapping_add(pending.bytes) == destination
-                && pending.bytes > 0
-            {
-                pending.bytes += run;
-                return true;
-            }
-            if pending.bytes > 0 {
-                let Some(slot) = buffer.get_mut(filled) else { return false };
-                *slot = pending;
-                filled += 1;
-            }
-            pending = Copy { source, destination, bytes: run };
-            true
-        };
-        let full = 'filling: loop {
+        let mut out = Out { buffer, filled: 0, pending: self.pending };
+        let ended = loop {
             if !self.walking {
+                self.pending = out.pending;
                 if !self.next_nest() {
-                    break false;
+                    break true;
                 }
+                out.pending = self.pending;
                 self.walking = true;
                 self.inner = [0; MAX_LOOPS];
             }
-            let Fitted { run, loops, len } = &self.fitted;
-            let Some(last) = len.checked_sub(1) else {
-                if !add(self.start.0, self.start.1, *run) {
-                    break true;
-                }
-                self.walking = false;
-                continue;
+            let all = if self.fits[self.fit].len == 0 {
+                self.add_lone_runs(&mut out)
+            } else {
+                self.add_loops(&mut out)
             };
-            loop {
-                let (mut source, mut destination) = self.start;
-                for (index, repeat) in self.inner[..last].iter().zip(&loops[..last]) {
-                    source = source.wrapping_add(index * repeat.source);
-                    destination = destination.wrapping_add(index * repeat.destination);
-                }
-                let innermost = loops[last];
-                source = source.wrapping_add(self.inner[last] * innermost.source);
-                destination = destination.wrapping_add(self.inner[last] * innermost.destination);
-                for index in self.inner[last]..innermost.count {
-                    if !add(source, destination, *run) {
-                        self.inner[last] = index;
-                        break 'filling true;
-                    }
-                    source = source.wrapping_add(innermost.source);
-                    destination = destination.wrapping_add(innermost.destination);
-                }
-                self.inner[last] = 0;
-                if !advance(&mut self.inner, &loops[..last]) {
-                    break;
-                }
+            if !all {
+                break false;
             }
             self.walking = false;
         };
-        self.pending = pending;
-        if !full && pending.bytes > 0 && filled < buffer.len() {
-            buffer[filled] = pending;
-            filled += 1;
-            self.pending = Copy::default();
+        if ended && out.filled < out.buffer.len() && out.pending.copy.bytes > 0 {
+            out.buffer[out.filled] = out.pending.copy;
+            out.filled += 1;
+            out.pending = Pending::default();
         }
-        filled
+        self.pending = out.pending;
+        out.filled
+    }
+
+    /// Adds the runs of the nest at hand from where it stopped. `false` when the buffer is full.
+    #[inline(always)]
+    fn add_loops(&mut self, out: &mut Out<'_>) -> bool {
+        let Fitted { run, loops, len, .. } = &self.fits[self.fit];
+        let last = len - 1;
+        let innermost = loops[last];
+        loop {
+            let (mut source, mut destination) = self.start;
+            for (index, repeat) in self.inner[..*len].iter().zip(&loops[..*len]) {
+                source = source.wrapping_add(index * repeat.source);
+                destination = destination.wrapping_add(index * repeat.destination);
+            }
+            for index in self.inner[last]..innermost.count {
+                if !out.add(source, destination, *run) {
+                    self.inner[last] = index;
+                    return false;
+                }
+                source = source.wrapping_add(innermost.source);
+                destination = destination.wrapping_add(innermost.destination);
+            }
+            self.inner[last] = 0;
+            if !advance(&mut self.inner, &loops[..last]) {
+                return true;
+            }
+        }
+    }
+
+    /// Adds the one run of the nest at hand and, where the cluster has no other nest, those of the
+    /// segments that follow, as long as they have one run each. `false` when the buffer is full.
+    #[inline(always)]
+    fn add_lone_runs(&mut self, out: &mut Out<'_>) -> bool {
+        if !out.add(self.start.0, self.start.1, self.fits[self.fit].run) {
+            return false;
+        }
+        let Some(cluster) = self.cluster.filter(|cluster| cluster.nests.len() == 1) else {
+            return true;
+        };
+        let base = self.base(cluster);
+        for (index, segment) in self.list.iter().enumerate().skip(self.segment) {
+            let fit = &self.fits[segment.shape as usize];
+            if fit.len > 0 {
+                self.segment = index;
+                return true;
+            }
+            let (source, destination) = cluster.at_blocks(base, segment);
+            let source = source.wrapping_add(fit.offset.0);
+            let destination = destination.wrapping_add(fit.offset.1);
+            if !out.add(source, destination, fit.run) {
+                self.start = (source, destination);
+                self.fit = segment.shape as usize;
+                self.segment = index + 1;
+                return false;
+            }
+        }
+        self.segment = self.list.len();
+        true
     }
 
     fn summary(mut self) -> Summary {
         let mut summary = Summary::default();
-        let mut pending = Copy::default();
-        let touches = |pending: &Copy, (source, destination): (u64, u64)| {
-            pending.bytes > 0
-                && pending.source.wrapping_add(pending.bytes) == source
-                && pending.destination.wrapping_add(pending.bytes) == destination
-        };
         while self.next_nest() {
-            let fitted = self.fitted;
+            let fitted = self.fits[self.fit];
             let run = fitted.run;
+            let loops = &fitted.loops[..fitted.len];
+            let at = |inner: &[u64]| {
+                inner.iter().zip(loops).fold(self.start, |at, (index, repeat)| {
+                    let source = at.0.wrapping_add(index * repeat.source);
+                    (source, at.1.wrapping_add(index * repeat.destination))
+                })
+            };
             let mut inner = [0; MAX_LOOPS];
             let one_by_one = fitted.touches_itself();
             loop {
-                let at = |inner: &[u64; MAX_LOOPS]| {
-                    let mut at = self.start;
-                    for (index, repeat) in inner.iter().zip(&fitted.loops[..fitted.len]) {
-                        at.0 = at.0.wrapping_add(index * repeat.source);
-                        at.1 = at.1.wrapping_add(index * repeat.destination);
-                    }
-                    at
-                };
-                let first = at(&inner);
-                let runs = if one_by_one { 1 } else { fitted.runs() };
-                if touches(&pending, first) {
-                    pending.bytes += run;
+                let (source, destination) = at(&inner);
+                if self.pending.continued_by(source, destination) {
+                    self.pending.copy.bytes += run;
                 } else {
-                    summary.add(u64::from(pending.bytes > 0), pending.bytes);
-                    pending = Copy { source: first.0, destination: first.1, bytes: run };
+                    let bytes = self.pending.copy.bytes;
+                    summary.add(u64::from(bytes > 0), bytes);
+                    self.pending = Pending::new(source, destination, run);
                 }
-                if runs > 1 {
-                    summary.add(1, pending.bytes);
-                    summary.add(runs - 2, run);
-                    for (index, repeat) in inner.iter_mut().zip(&fitted.loops[..fitted.len]) {
-                        *index = repeat.count - 1;
+                if one_by_one {
+                    if advance(&mut inner, loops) {
+                        continue;
                     }
-                    let last = at(&inner);
-                    pending = Copy { source: last.0, destination: last.1, bytes: run };
+                } else if fitted.len > 0 {
+                    // No two runs of the nest touch: all between the first and the last are alike.
+                    summary.add(1, self.pending.copy.bytes);
+                    summary.add(fitted.runs() - 2, run);
+                    let last: Vec<u64> = loops.iter().map(|repeat| repeat.count - 1).collect();
+                    let (source, destination) = at(&last);
+                    self.pending = Pending::new(source, destination, run);
                 }
-                if !one_by_one || !advance(&mut inner, &fitted.loops[..fitted.len]) {
-                    break;
-                }
+                break;
             }
         }
-        summary.add(u64::from(pending.bytes > 0), pending.bytes);
+        let bytes = self.pending.copy.bytes;
+        summary.add(u64::from(bytes > 0), bytes);
         summary
+    }
+}
+
+/// A caller's buffer, and the copy that may still grow.
+struct Out<'b> {
+    buffer: &'b mut [Copy],
+    filled: usize,
+    pending: Pending,
+}
+
+impl Out<'_> {
+    /// Adds a run: to the pending copy where it continues it, or as the new pending one. `false`,
+    /// and nothing is added, when the buffer is full.
+    #[inline(always)]
+    fn add(&mut self, source: u64, destination: u64, run: u64) -> bool {
+        if self.pending.continued_by(source, destination) {
+            self.pending.copy.bytes += run;
+            return true;
+        }
+        if self.pending.copy.bytes > 0 {
+            let Some(slot) = self.buffer.get_mut(self.filled) else { return false };
+            *slot = self.pending.copy;
+            self.filled += 1;
+        }
+        self.pending = Pending::new(source, destination, run);
+        true
+    }
+}
+
+/// A copy that the next run may continue; none when it has no bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pending {
+    copy: Copy,
+    /// The next run lies in another region, which is registered by itself: it makes a new copy even
+    /// where it touches.
+    sealed: bool,
+}
+
+impl Pending {
+    #[inline(always)]
+    fn continued_by(&self, source: u64, destination: u64) -> bool {
+        let Copy { source: from, destination: to, bytes } = self.copy;
+        from.wrapping_add(bytes) == source
+            && to.wrapping_add(bytes) == destination
+            && bytes > 0
+            && !self.sealed
+    }
+
+    fn new(source: u64, destination: u64, bytes: u64) -> Self {
+        Self { copy: Copy { source, destination, bytes }, sealed: false }
     }
 }
 
