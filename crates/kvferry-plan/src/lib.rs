@@ -14,18 +14,19 @@
 #![forbid(unsafe_code)]
 
 mod compile;
-mod copy;
 mod cover;
 mod incompatible;
 mod nest;
 mod prove;
 mod request;
+mod summary;
 mod transfer;
 mod walk;
 
 pub use compile::Plan;
-pub use copy::{Area, Copy, Summary};
 pub use cover::Part;
 pub use incompatible::Incompatible;
+pub use kvferry_layout::Copy;
 pub use request::{Request, RequestError, Side, Table};
+pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

@@ -1,9 +1,11 @@
 //! One request, and the copies that serve it.
 
+use kvferry_layout::Copy;
+
 use crate::compile::{Cluster, DestinationGroup, Leftover, Plan};
-use crate::copy::{Area, Copy, Summary};
 use crate::nest::{Loop, MAX_LOOPS, fuse};
 use crate::request::{Request, RequestError, Side, Table};
+use crate::summary::{Area, Summary};
 use crate::walk::{Entries, Segment, Segments, Shape, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
