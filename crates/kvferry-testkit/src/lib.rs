@@ -13,6 +13,7 @@ pub mod judge;
 pub mod kinds;
 pub mod memory;
 pub mod model;
+pub mod mutate;
 pub mod plain;
 pub mod random;
 pub mod request;
