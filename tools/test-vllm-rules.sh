@@ -7,4 +7,4 @@ cargo build --quiet --package kvferry-models --example manifests
 target=$(cargo metadata --format-version 1 --no-deps |
   "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
 export KVFERRY_MANIFESTS="$target/debug/examples/manifests"
-exec "$python" -m pytest -q -p no:cacheprovider tests/vllm "$@"
+exec "$python" -m pytest -q -p no:cacheprovider -p no:logging --show-capture=no -W ignore::DeprecationWarning tests/vllm "$@"

@@ -27,7 +27,7 @@ from vllm.config import CacheConfig, ModelConfig  # noqa: E402
 from vllm.distributed.utils import get_pp_indices  # noqa: E402
 from vllm.model_executor.layers.attention.attention import Attention  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # noqa: E402
-from vllm.model_executor.layers.mamba import mamba_utils  # noqa: E402
+from vllm.model_executor.layers.mamba import mamba_utils, short_conv  # noqa: E402
 from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
 from vllm.model_executor.models import ModelRegistry, registry  # noqa: E402
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # noqa: E402
@@ -39,11 +39,16 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E4
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
+    AttentionSpec,
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
-from vllm.v1.worker.utils import prepare_kernel_block_sizes  # noqa: E402
+from vllm.v1.worker.utils import (  # noqa: E402
+    AttentionGroup,
+    prepare_kernel_block_sizes,
+    select_common_block_size,
+)
 
 # Model classes are looked at in this process: a process for each would take ten seconds a model.
 registry._run_in_subprocess = lambda function: function()
@@ -180,10 +185,15 @@ def answer(name, draft, topology):
     resolve_kv_cache_layout(vllm_config, [names], specs.values())
 
     # The pools.
-    if tp_refused(layers, model, tp):
+    if tp_refused(layers, model, tp) or (
+        draft not in (None, "mtp") and tp_refused([{"sort": "mla"}], model_config(draft), tp)
+    ):
         raise Refused("tensor parallelism")
-    count = max(layer["index"] for layer in layers) + 1
-    count = max(count, total_layers(name, model))
+    if pp > 1 and not gone and not ModelRegistry.is_pp_supported_model(
+        model.architectures, model
+    ):
+        raise Refused("pipeline parallelism")
+    count = total_layers(name, model)
     stages = [get_pp_indices(count, stage, pp) for stage in range(pp)]
     workers = [
         {
@@ -204,6 +214,10 @@ def answer(name, draft, topology):
             for group in config.kv_cache_groups
         ]
         kernels = prepare_kernel_block_sizes(config, attention_groups)
+        placed = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
+        if placed - set(worker):
+            # vLLM would go on to bind memory to layers that this stage does not have.
+            raise Refused("a group that a stage has no layer of")
         for number, group in enumerate(config.kv_cache_groups):
             groups.append(
                 {
@@ -228,6 +242,7 @@ def answer(name, draft, topology):
                     tensor,
                     kernel_block_size=kernels[number],
                 )
+                check_split(layer_spec_, tensor, number, kernels[number], made[0])
                 for layer, view in zip(tensor.layers, made):
                     views[layer] = bind(by_name[layer], view, layer_spec_)
         answers.append(
@@ -239,6 +254,16 @@ def answer(name, draft, topology):
             }
         )
     return {"layers": by_name, "stages": answers, "bounds": stages}
+
+
+def check_split(spec, tensor, number, kernel, view):
+    """Lets vLLM map a block to the kernel's blocks where the pool leaves it whole."""
+    if not isinstance(spec, AttentionSpec):
+        return
+    size = select_common_block_size(kernel, [Backend], [spec])
+    if size != spec.block_size and size != kernel:
+        group = AttentionGroup(Backend, tensor.layers, spec, number, kernel_block_size=size)
+        group.map_kv_cache_to_kernel_blocks(view)
 
 
 ATTENTION = ("attention", "sliding", "mla", "indexer")
@@ -395,9 +420,9 @@ def list_layers(name, model, draft, tp):
             add(index, "mla", size=size, indexed=hasattr(config, "index_topk"))
         elif kind == "nemotron_h":
             block = config.layers_block_type[index]
-            if block == "mamba":
+            if block in ("mamba", "linear_attention"):
                 add(index, "mamba2")
-            elif block == "attention":
+            elif block in ("attention", "full_attention"):
                 attention(index)
         elif kind == "falcon_h1":
             attention(index)
@@ -406,7 +431,7 @@ def list_layers(name, model, draft, tp):
             if kind == "bamba":
                 attends = index in config.attn_layer_indices
             else:
-                attends = config.layer_types[index] == "attention"
+                attends = config.layer_types[index] in ("attention", "full_attention")
             attention(index) if attends else add(index, "mamba2")
         elif kind in ("mamba2", "falcon_mamba", "mamba"):
             add(index, "mamba2" if kind == "mamba2" else "mamba1")
@@ -471,6 +496,9 @@ def tp_refused(layers, model, tp):
     kv = {layer["heads"] for layer in layers if "heads" in layer}
     if any((tp % count if tp >= count else count % tp) for count in kv):
         return True
+    keys = getattr(model.hf_text_config, "linear_num_key_heads", None)
+    if keys is not None and keys % tp:
+        return True
     groups = next(
         (getattr(model.hf_text_config, key) for key in ("n_groups", "mamba_n_groups", "mamba_ngroups")
          if hasattr(model.hf_text_config, key)),
@@ -513,6 +541,16 @@ def layer_spec(layer, vllm_config, model, shapes, dtypes):
             dtype=torch.uint8,
         )
         return DeepseekV32IndexerCache.get_kv_cache_spec(stand_in, vllm_config)
+    if sort == "short conv":
+        # The layer reserves columns for speculative tokens, which the model class does not count.
+        short_conv.get_tensor_model_parallel_world_size = lambda: tp
+        config = model.hf_text_config
+        stand_in = SimpleNamespace(
+            conv_dim=getattr(config, "conv_dim", None) or config.hidden_size,
+            L_cache=config.conv_L_cache,
+            num_spec=vllm_config.num_speculative_tokens,
+        )
+        shapes = short_conv.ShortConv.get_state_shape(stand_in)
     stand_in = SimpleNamespace(
         get_state_shape=lambda: shapes,
         get_state_dtype=lambda: dtypes,

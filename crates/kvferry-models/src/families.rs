@@ -569,8 +569,8 @@ fn granite_hybrid(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let each = |layer: u64| {
         let at = Place::Layer(layer);
         match words[layer as usize] {
-            "attention" => Ok(Some(heads.cache(at, None))),
-            "mamba" => Ok(Some(mamba.cache(at))),
+            "attention" | "full_attention" => Ok(Some(heads.cache(at, None))),
+            "mamba" | "linear_attention" => Ok(Some(mamba.cache(at))),
             other => Err(fields.bad("layer_types", other, "attention or mamba")),
         }
     };
@@ -660,8 +660,8 @@ fn nemotron_blocks(
 ) -> Result<Option<Vec<Block>>, ConfigError> {
     if let Some(words) = fields.words(list)? {
         let block = |word: &str| match word {
-            "mamba" => Ok(Block::Mamba),
-            "attention" => Ok(Block::Attention),
+            "mamba" | "linear_attention" => Ok(Block::Mamba),
+            "attention" | "full_attention" => Ok(Block::Attention),
             "moe" | "mlp" => Ok(Block::Other),
             other => Err(fields.bad(list, other, "mamba, attention, moe or mlp")),
         };
@@ -701,7 +701,7 @@ fn zamba2(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     for (layer, word) in (0u64..).zip(words) {
         match word {
             "hybrid" => calls.push(layer),
-            "mamba" => {}
+            "mamba" | "linear_attention" => {}
             other => return Err(fields.bad("layers_block_type", other, "hybrid or mamba")),
         }
     }

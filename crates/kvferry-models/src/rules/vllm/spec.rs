@@ -4,7 +4,7 @@ use kvferry_layout::Format;
 
 use super::cannot_run;
 use crate::error::RulesError;
-use crate::model::{Cache, Model, Packing, Sort};
+use crate::model::{Cache, Model, Packing, Recurrence, Sort};
 use crate::rules::topology::Topology;
 
 /// No page may be larger than this: far above every real one, and low enough that a pool's bytes fit
@@ -105,7 +105,8 @@ pub(super) fn specs(
     let block = block_size(&specs, topology, kernels);
     let states = specs.iter().filter(|spec| spec.class.sort.is_recurrent());
     let is_hybrid = states.clone().count() > 0 && states.clone().count() < specs.len();
-    let largest_state = states.map(Spec::dense).max().unwrap_or(0);
+    let counted = |spec: &Spec| counted_bytes(&model.caches[spec.cache], topology);
+    let largest_state = states.map(counted).max().unwrap_or(0);
     let first = specs.iter().find(|spec| !spec.class.sort.is_recurrent());
     let token = first.map_or(0, |spec| spec.class.heads * spec.class.content);
     let block = if is_hybrid { hybrid_block(&specs, block, token, largest_state, kernels) } else { block };
@@ -127,6 +128,10 @@ pub(super) fn specs(
             _ => spec.class.block = block,
         }
         let page = spec.page();
+        if page < spec.dense() {
+            let reason = "the columns for speculative tokens do not fit in the page".to_owned();
+            return Err(cannot_run(model, format!("spec={}", topology.spec), reason));
+        }
         if page > MAX_PAGE {
             let reason = format!("a layer's block would have {page} bytes");
             return Err(cannot_run(model, format!("block={block}"), reason));
@@ -158,6 +163,16 @@ fn class(cache: &Cache, topology: &Topology) -> Class {
         }
     }
     Class { sort: cache.sort, block: 0, heads, content, shapes, padded: None }
+}
+
+/// Bytes of a state as the engine counts them when it fits blocks to states: it forgets the columns
+/// that a short convolution keeps for speculative tokens.
+fn counted_bytes(cache: &Cache, topology: &Topology) -> u64 {
+    let without = Topology { spec: 0, ..topology.clone() };
+    match cache.sort {
+        Sort::Recurrent(Recurrence::ShortConv) => class(cache, &without).content,
+        _ => class(cache, topology).content,
+    }
 }
 
 /// The block size that is asked for, or else the smallest that the kernels take.
