@@ -13,6 +13,7 @@
 mod group;
 mod place;
 mod spec;
+pub mod verdict;
 
 
 use kvferry_layout::{Draft, Group, Manifest, Place, Region};
@@ -20,7 +21,6 @@ use kvferry_layout::{Draft, Group, Manifest, Place, Region};
 use crate::error::RulesError;
 use crate::model::Model;
 use crate::rules::topology::{Conv, Layout, Topology};
-
 
 
 /// The engine's name in messages.
