@@ -61,6 +61,7 @@
 #![forbid(unsafe_code)]
 
 mod codec;
+mod copy;
 mod error;
 mod manifest;
 mod sound;
@@ -70,6 +71,7 @@ mod view;
 mod window;
 
 pub use codec::{MAX_BINARY_BYTES, MAX_JSON_BYTES};
+pub use copy::Copy;
 pub use error::{ManifestError, Spot};
 pub use manifest::{Draft, Group, Manifest, Piece, Scratch};
 pub use state::{Axis, Format, Kind, Law, Phase, Span, StateBox};

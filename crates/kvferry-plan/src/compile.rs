@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use kvferry_layout::{Law, Manifest, Window};
 
+use crate::cluster::{Cluster, Key, clusters};
 use crate::cover::{Part, cover};
 use crate::incompatible::Incompatible;
 use crate::nest::{Loop, Nest, Steps};
@@ -24,18 +25,18 @@ pub struct Plan {
     pub(crate) groups: Vec<DestinationGroup>,
     /// Groups of the source engine.
     pub(crate) source_groups: usize,
+    /// The source tables that are read, for which destination group, and whether for one slot.
+    pub(crate) reads: Vec<SourceTable>,
 }
 
-/// Nests that are walked together, segment by segment, because the end of each touches the start of
-/// the next on both sides; most often a single one.
-#[derive(Clone, Debug)]
-pub(crate) struct Cluster {
-    pub(crate) rhythm: usize,
-    pub(crate) source_steps: Steps,
-    pub(crate) destination_steps: Steps,
-    /// Loops around the walk over the segments: what lies further apart than blocks do.
-    pub(crate) outer: Vec<Loop>,
-    pub(crate) nests: Vec<Nest>,
+/// What a source's table is checked against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SourceTable {
+    pub(crate) group: usize,
+    pub(crate) blocks: u32,
+    pub(crate) null_block: Option<u32>,
+    pub(crate) one_slot: bool,
+    pub(crate) destination_group: usize,
 }
 
 /// What is left of a destination group's blocks once a request is copied.
@@ -102,14 +103,20 @@ impl Plan {
                 u64::from(kind.format.bytes),
                 loops.collect(),
             );
-            let key = Key { group: part.to.0, rhythm, source_steps, destination_steps };
+            let regions = (from.view.region, to.view.region);
+            let key = Key { group: part.to.0, rhythm, regions, source_steps, destination_steps };
             nests[part.source].push((key, nest));
         }
         let rhythms = rhythms.list;
-        let repeated = |key: &Key| {
-            let held = &rhythms[key.rhythm].destination;
-            u64::from(held.blocks) * held.split > 1
-        };
+        let mut reads = Numbered::default();
+        for rhythm in &rhythms {
+            let Holding { group, blocks, null_block, .. } = rhythm.source;
+            let one_slot = rhythm.law.entries == 0;
+            let destination_group = rhythm.destination.group;
+            reads.number(SourceTable { group, blocks, null_block, one_slot, destination_group });
+        }
+        let repeated =
+            |key: &Key| several_blocks(rhythms[key.rhythm].law, &rhythms[key.rhythm].destination);
         let evenly = |key: &Key| {
             let rhythm = &rhythms[key.rhythm];
             rhythm.source.even.min(rhythm.destination.even)
@@ -119,7 +126,7 @@ impl Plan {
 
         let (leftovers, rest) = leftovers(destination);
         let repeated = |key: &Key| match &leftovers[key.rhythm] {
-            Leftover::Entries(_, held) => u64::from(held.blocks) * held.split > 1,
+            Leftover::Entries(law, held) => several_blocks(*law, held),
             Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
         };
         let evenly = |key: &Key| match &leftovers[key.rhythm] {
@@ -136,6 +143,7 @@ impl Plan {
             groups: groups.collect(),
             leftovers,
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
+            reads: reads.list,
             parts,
         };
         plan.check_merging(destination)?;
@@ -207,6 +215,11 @@ fn holding(manifest: &Manifest, (group, piece): (usize, usize)) -> (Holding, Ste
     Holding::new(group, facts, entries, held.phase, &held.view)
 }
 
+/// Whether a request's entries can lie in more than one block.
+fn several_blocks(law: Law, held: &Holding) -> bool {
+    law.entries > 0 && u64::from(held.blocks) * held.split > 1
+}
+
 fn facts(destination: &Manifest, index: usize) -> DestinationGroup {
     let group = &destination.groups()[index];
     let mut holdings = Numbered::default();
@@ -238,8 +251,8 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = piece.bounds.0.iter().zip(&piece.view.axes);
             let loops = loops.map(|(span, &stride)| both(span.len(), stride)).collect();
             let nest = Nest::new(start, start, u64::from(kind.format.bytes), loops);
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            let region = piece.view.region;
+            nests.push((Key::own(index, rhythm, region, steps), nest));
         }
         for scratch in &group.scratch {
             let rhythm = leftovers.number(Leftover::Blocks { group: index });
@@ -247,119 +260,10 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
             let loops = scratch.dims.iter().map(|&(count, stride)| both(count, stride)).collect();
             let nest = Nest::new(start, start, scratch.run, loops);
             let steps = Steps { block: scratch.block, ..Steps::default() };
-            let key = Key { group: index, rhythm, source_steps: steps, destination_steps: steps };
-            nests.push((key, nest));
+            nests.push((Key::own(index, rhythm, scratch.region, steps), nest));
         }
     }
     (leftovers.list, nests)
-}
-
-/// What nests must have in common to be merged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Key {
-    group: usize,
-    rhythm: usize,
-    source_steps: Steps,
-    destination_steps: Steps,
-}
-
-/// Merges nests and joins those that touch, in the order of the destination's groups and addresses.
-fn clusters(
-    mut nests: Vec<(Key, Nest)>,
-    repeated: &dyn Fn(&Key) -> bool,
-    evenly: &dyn Fn(&Key) -> u64,
-) -> Vec<Cluster> {
-    nests.sort_by_key(|(key, nest)| (*key, nest.destination));
-    let mut clusters = vec![];
-    let mut rest = nests.into_iter().peekable();
-    while let Some((key, first)) = rest.next() {
-        let mut nests = vec![first];
-        while let Some((_, nest)) = rest.next_if(|(other, _)| *other == key) {
-            nests.push(nest);
-        }
-        while append_neighbours(&mut nests) {}
-        let entries = evenly(&key);
-        let mut alone = vec![];
-        for chain in chains(nests, &key, entries) {
-            match <[Nest; 1]>::try_from(chain) {
-                Ok([nest]) => alone.push(nest),
-                Err(chain) => match progressions(chain.clone()) {
-                    single if single.len() == 1 => alone.extend(single),
-                    _ => clusters.push((key, chain)),
-                },
-            }
-        }
-        clusters.extend(progressions(alone).into_iter().map(|nest| (key, vec![nest])));
-    }
-    clusters.sort_by_key(|(key, nests)| (key.group, nests[0].destination));
-    let cluster = |(key, mut nests): (Key, Vec<Nest>)| {
-        let mut outer = vec![];
-        if let ([nest], true) = (&mut nests[..], repeated(&key)) {
-            let block = key.destination_steps.block;
-            let inner = nest.loops.iter().position(|repeat| repeat.destination < block);
-            let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
-            outer = std::mem::replace(&mut nest.loops, inner);
-        }
-        let Key { rhythm, source_steps, destination_steps, .. } = key;
-        Cluster { rhythm, source_steps, destination_steps, outer, nests }
-    };
-    clusters.into_iter().map(cluster).collect()
-}
-
-/// One pass that appends nests to their predecessors where the two make one.
-fn append_neighbours(nests: &mut Vec<Nest>) -> bool {
-    let before = nests.len();
-    nests.dedup_by(|next, nest| nest.append(next));
-    nests.len() < before
-}
-
-/// Splits nests where the end of one does not touch the start of the next on both sides, when
-/// `entries` entries are copied.
-fn chains(nests: Vec<Nest>, key: &Key, entries: u64) -> Vec<Vec<Nest>> {
-    let mut chains: Vec<Vec<Nest>> = vec![];
-    for nest in nests {
-        let touches = |last: &Nest| {
-            let (source, destination) = last.extent();
-            let along = |steps: &Steps| (entries - 1) * steps.entry;
-            last.source + source + along(&key.source_steps) == nest.source
-                && last.destination + destination + along(&key.destination_steps)
-                    == nest.destination
-        };
-        match chains.last_mut() {
-            Some(chain) if chain.last().is_some_and(touches) => chain.push(nest),
-            _ => chains.push(vec![nest]),
-        }
-    }
-    chains
-}
-
-/// Makes one nest of several that are alike and evenly apart (the layers of a group).
-fn progressions(mut nests: Vec<Nest>) -> Vec<Nest> {
-    nests.sort_by(|a, b| (a.run, &a.loops, a.destination).cmp(&(b.run, &b.loops, b.destination)));
-    let mut merged: Vec<Nest> = vec![];
-    let mut rest = &nests[..];
-    while let [first, others @ ..] = rest {
-        let step = |from: &Nest, to: &Nest| {
-            let alike = from.run == to.run && from.loops == to.loops;
-            let source = to.source.checked_sub(from.source).filter(|&step| step > 0 && alike)?;
-            Some((source, to.destination.checked_sub(from.destination)?))
-        };
-        let stride = others.first().and_then(|second| step(first, second));
-        let mut count = 1;
-        while count < rest.len()
-            && stride.is_some()
-            && step(&rest[count - 1], &rest[count]) == stride
-        {
-            count += 1;
-        }
-        let mut loops = first.loops.clone();
-        if let (Some((source, destination)), true) = (stride, count > 1) {
-            loops.push(Loop { count: count as u64, source, destination });
-        }
-        merged.push(Nest::new(first.source, first.destination, first.run, loops));
-        rest = &rest[count..];
-    }
-    merged
 }
 
 /// Distinct values, numbered in the order of their first appearance.

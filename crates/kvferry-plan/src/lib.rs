@@ -8,24 +8,93 @@
 //! [`Transfer::copies`] yields the copies from each source rank, and [`Transfer::rest`] what is left of
 //! the request's own blocks.
 //!
+//! ```
+//! # use kvferry_layout::*;
+//! use kvferry_plan::{Copy, Plan, Request, Table};
+//!
+//! // Two engines hold `heads` of one layer's four heads, 8 bytes each, in blocks of `tokens` tokens.
+//! let rank = |engine: &str, heads: std::ops::Range<u64>, tokens: u64, base: u64| {
+//!     let row = (heads.end - heads.start) * 8;
+//!     Manifest::new(Draft {
+//!         engine: engine.to_owned(),
+//!         regions: vec![Region { base, bytes: 10 * tokens * row, place: Place::Host }],
+//!         kinds: vec![Kind {
+//!             format: Format::new("opaque", 8),
+//!             axes: vec![Axis::new("head", 4)],
+//!             law: Law::PER_TOKEN,
+//!         }],
+//!         groups: vec![Group {
+//!             name: "attention".to_owned(),
+//!             blocks: 10,
+//!             null_block: Some(0),
+//!             tokens_per_block: Some(tokens),
+//!             window: Window::FULL,
+//!             pieces: vec![Piece {
+//!                 state: "layers.0/kv".to_owned(),
+//!                 kind: 0,
+//!                 bounds: StateBox::new([heads]),
+//!                 phase: Phase::ALL,
+//!                 view: View {
+//!                     region: 0,
+//!                     offset: 0,
+//!                     block: tokens * row,
+//!                     kernel: None,
+//!                     entry: row,
+//!                     axes: vec![8],
+//!                 },
+//!             }],
+//!             scratch: vec![],
+//!         }],
+//!         ..Draft::default()
+//!     })
+//! };
+//! // One prefill rank with all heads and blocks of 4 tokens; a decode rank with heads 2 and 3 and
+//! // blocks of 16.
+//! let prefill = rank("prefill", 0..4, 4, 0x1000)?;
+//! let decode = rank("decode", 2..4, 16, 0x9000)?;
+//! let plan = Plan::compile(&decode, &[&prefill])?;
+//!
+//! // A request of 2 tokens: in block 7 of prefill, to go to block 3 of decode.
+//! let request = Request {
+//!     tokens: 2,
+//!     cached: &[0],
+//!     source: &[Table::new(&[7])],
+//!     destination: &[Table::new(&[3])],
+//! };
+//! let transfer = plan.transfer(&request)?;
+//! let (from, to) = (0x1000 + 7 * 4 * 32 + 16, 0x9000 + 3 * 16 * 16);
+//! let copies: Vec<Copy> = transfer.copies(0).collect();
+//! assert_eq!(
+//!     copies,
+//!     [
+//!         Copy { source: from, destination: to, bytes: 16 },
+//!         Copy { source: from + 32, destination: to + 16, bytes: 16 },
+//!     ]
+//! );
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Nothing here looks at what kind of layer a state belongs to, nor at the two sides' parallelism: a
 //! plan is made of boxes, strides and block tables alone.
 
 #![forbid(unsafe_code)]
 
+mod cluster;
 mod compile;
-mod copy;
 mod cover;
+mod cursor;
 mod incompatible;
 mod nest;
 mod prove;
 mod request;
+mod summary;
 mod transfer;
 mod walk;
 
 pub use compile::Plan;
-pub use copy::{Area, Copy, Summary};
 pub use cover::Part;
 pub use incompatible::Incompatible;
+pub use kvferry_layout::Copy;
 pub use request::{Request, RequestError, Side, Table};
+pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

@@ -1,16 +1,4 @@
-//! What a plan yields.
-
-/// Move `bytes` bytes from an address of the source rank to an address of the destination rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(C)]
-pub struct Copy {
-    /// First byte to read.
-    pub source: u64,
-    /// First byte to write.
-    pub destination: u64,
-    /// How many.
-    pub bytes: u64,
-}
+//! What a plan yields beside copies, and what they amount to.
 
 /// A span of the destination's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,0 +1,222 @@
+//! What describing, compiling and yielding cost, as ratios to the least that any implementation pays.
+//!
+//! `cargo bench -p kvferry-plan`
+
+mod geometry;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use kvferry_layout::Manifest;
+use kvferry_plan::{Copy, Plan, Request, Table};
+
+/// Counts the memory in use, to say how much a manifest and a plan take.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: forwards to the system allocator and only counts.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `dealloc`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The median of `rounds` timings in nanoseconds.
+fn median(rounds: usize, mut work: impl FnMut()) -> f64 {
+    let mut times: Vec<f64> = (0..rounds)
+        .map(|_| {
+            let start = Instant::now();
+            work();
+            start.elapsed().as_nanos() as f64
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[rounds / 2]
+}
+
+fn live(work: impl FnOnce() -> Box<dyn std::any::Any>) -> usize {
+    let before = LIVE.load(Ordering::Relaxed);
+    let kept = work();
+    let after = LIVE.load(Ordering::Relaxed);
+    drop(kept);
+    after - before
+}
+
+struct Pair {
+    name: &'static str,
+    destination: Manifest,
+    sources: Vec<Manifest>,
+}
+
+fn pairs() -> Vec<Pair> {
+    let pair = |name, model: geometry::Model, prefill: (u64, u64), decode: (u64, u64)| Pair {
+        name,
+        destination: geometry::manifest(&model, decode, 0, 20_000),
+        sources: (0..prefill.0 * prefill.1)
+            .map(|rank| geometry::manifest(&model, prefill, rank, 30_000))
+            .collect(),
+    };
+    vec![
+        pair("nemotron-h-8b   tp8 -> tp2    ", geometry::nemotron_h(), (8, 1), (2, 1)),
+        pair("kimi-linear-48b tp4 -> tp1    ", geometry::kimi_linear(), (4, 1), (1, 1)),
+        pair("llama-3.1-70b   tp8 -> tp4 pp2", geometry::dense(), (8, 1), (4, 2)),
+        pair("llama-3.1-70b   tp4 -> tp4    ", geometry::dense(), (4, 1), (4, 1)),
+    ]
+}
+
+/// Block ids: in one run, or each far from its neighbours.
+fn table(blocks: u64, scattered: bool, first: u32) -> Vec<u32> {
+    // 7919 is prime and larger than any step between neighbours that could look contiguous.
+    let id = |i: u64| if scattered { (i * 7919 % 19_391) as u32 } else { i as u32 };
+    (0..blocks).map(|i| first + id(i)).collect()
+}
+
+fn main() {
+    let pairs = pairs();
+    println!("compiling one destination rank's plan (median of 21)");
+    println!(
+        "{:32} {:>7} {:>9} {:>9} {:>9} {:>10} {:>9}",
+        "pair", "sources", "wire KiB", "mem KiB", "plan KiB", "compile ms", "x decode"
+    );
+    for pair in &pairs {
+        let sources: Vec<&Manifest> = pair.sources.iter().collect();
+        let bytes = pair.destination.to_bytes();
+        let decode = median(21, || drop(black_box(Manifest::from_bytes(&bytes))));
+        let compile = median(21, || drop(black_box(Plan::compile(&pair.destination, &sources))));
+        let manifest = live(|| Box::new(pair.destination.clone()));
+        let plan = live(|| Box::new(Plan::compile(&pair.destination, &sources)));
+        println!(
+            "{:32} {:>7} {:>9.1} {:>9.1} {:>9.1} {:>10.3} {:>9.2}",
+            pair.name,
+            sources.len(),
+            bytes.len() as f64 / 1024.0,
+            manifest as f64 / 1024.0,
+            plan as f64 / 1024.0,
+            compile / 1e6,
+            compile / decode,
+        );
+    }
+
+    println!();
+    println!("yielding a request's copies (median of 15 interleaved rounds)");
+    println!(
+        "  check: block tables to segments; yield: segments to copies in the caller's buffer;"
+    );
+    println!("  loop: a plain loop that writes the same triples from memory; ratio: yield / loop");
+    println!(
+        "{:32} {:>7} {:>10} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}",
+        "pair", "tokens", "blocks", "copies", "check us", "yield ns", "loop ns", "ratio", "allocs"
+    );
+    for pair in &pairs {
+        let sources: Vec<&Manifest> = pair.sources.iter().collect();
+        let plan = Plan::compile(&pair.destination, &sources).expect("these pairs fit");
+        for tokens in [1_000u64, 8_000, 32_000, 128_000] {
+            for scattered in [false, true] {
+                measure(pair, &plan, tokens, scattered);
+            }
+        }
+    }
+}
+
+fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
+    let tables = |manifest: &Manifest| {
+        let mut next = 1;
+        let tables = manifest.groups().iter().map(|group| {
+            let blocks = group.tokens_per_block.map_or(1, |size| tokens.div_ceil(size));
+            let table = table(blocks, scattered && blocks > 1, next);
+            if blocks == 1 {
+                next += 1;
+            }
+            table
+        });
+        tables.collect::<Vec<_>>()
+    };
+    // State groups take the first ids, the attention group the rest.
+    let order = |mut tables: Vec<Vec<u32>>| {
+        let singles = tables.iter().filter(|table| table.len() == 1).count() as u32;
+        for table in tables.iter_mut().filter(|table| table.len() > 1) {
+            let shift = singles + 1 - table.iter().min().copied().unwrap_or(0);
+            table.iter_mut().for_each(|id| *id += shift);
+        }
+        tables
+    };
+    let (source, destination) = (order(tables(&pair.sources[0])), order(tables(&pair.destination)));
+    let source: Vec<Table<'_>> = source.iter().map(|table| Table::new(table)).collect();
+    let destination: Vec<Table<'_>> = destination.iter().map(|table| Table::new(table)).collect();
+    let cached = vec![0; destination.len()];
+    let request = Request { tokens, cached: &cached, source: &source, destination: &destination };
+    let copies = |transfer: &kvferry_plan::Transfer<'_>| {
+        (0..pair.sources.len()).map(|source| transfer.summary(source).copies).sum::<u64>()
+    };
+    let transfer = plan.transfer(&request).unwrap_or_else(|error| panic!("{}: {error}", pair.name));
+    let count = copies(&transfer) as usize;
+    let mut buffer = vec![Copy::default(); count + 1];
+    let fill = |transfer: &kvferry_plan::Transfer<'_>, buffer: &mut [Copy]| {
+        let mut filled = 0;
+        for source in 0..pair.sources.len() {
+            filled += transfer.copies(source).fill(&mut buffer[filled..]);
+        }
+        filled
+    };
+    let before = CALLS.load(Ordering::Relaxed);
+    let checked = plan.transfer(&request).expect("checked above");
+    assert_eq!(fill(&checked, &mut buffer), count);
+    let allocations = CALLS.load(Ordering::Relaxed) - before;
+    let expected = buffer.clone();
+    let plain = |buffer: &mut [Copy]| {
+        for (slot, copy) in buffer.iter_mut().zip(&expected) {
+            *slot = Copy {
+                source: copy.source + 1,
+                destination: copy.destination + 1,
+                bytes: copy.bytes,
+            };
+        }
+    };
+    let repeat = (200_000 / count.max(1)).clamp(1, 1000);
+    let mut rounds: Vec<[f64; 3]> = (0..15)
+        .map(|_| {
+            let checked = median(1, || {
+                for _ in 0..repeat {
+                    black_box(plan.transfer(black_box(&request)).is_ok());
+                }
+            });
+            let yielded = median(1, || {
+                for _ in 0..repeat {
+                    black_box(fill(&transfer, black_box(&mut buffer)));
+                }
+            });
+            let looped = median(1, || (0..repeat).for_each(|_| plain(black_box(&mut buffer))));
+            [checked, yielded, looped].map(|time| time / repeat as f64)
+        })
+        .collect();
+    rounds.sort_by(|a, b| (a[1] / a[2]).total_cmp(&(b[1] / b[2])));
+    let [checked, yielded, looped] = rounds[rounds.len() / 2];
+    println!(
+        "{:32} {:>7} {:>10} {:>9} {:>9.1} {:>8.2} {:>8.2} {:>7.2} {:>7}",
+        pair.name,
+        tokens,
+        if scattered { "scattered" } else { "contiguous" },
+        count,
+        checked / 1e3,
+        yielded / count as f64,
+        looped / count as f64,
+        yielded / looped,
+        allocations,
+    );
+}

@@ -1,0 +1,276 @@
+//! Runs plans and hands what they say to the judge.
+
+use std::fmt;
+
+use kvferry_layout::Manifest;
+use kvferry_plan::{Copy, Incompatible, Plan, Request, RequestError, Summary, Table};
+
+use crate::draw::{Side, engine};
+use crate::engine::Engine;
+use crate::judge::{Leftover, Move, Said, Sources, Tally, compatible};
+use crate::model::Model;
+use crate::random::Dice;
+use crate::request::{OwnedRequest, OwnedTable, Shape, draw, with_room};
+
+/// Compiles the plan of a destination rank against some ranks of the source.
+pub fn compile(
+    source: &Engine,
+    sources: &[usize],
+    destination: &Engine,
+    rank: usize,
+) -> Result<Plan, Incompatible> {
+    let manifests: Vec<&Manifest> =
+        sources.iter().map(|&source_rank| &source.ranks[source_rank].manifest).collect();
+    Plan::compile(&destination.ranks[rank].manifest, &manifests)
+}
+
+/// Everything that a plan says about a request. Panics where it contradicts itself: where filling a
+/// buffer yields other copies than the iterator, or the summary other numbers.
+pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, RequestError> {
+    let (source_tables, destination_tables) =
+        (tables(&request.source), tables(&request.destination));
+    let transfer = plan.transfer(&Request {
+        tokens: request.tokens,
+        cached: &request.cached,
+        source: &source_tables,
+        destination: &destination_tables,
+    })?;
+    let mut said = Said::default();
+    for source in 0..sources {
+        let copies: Vec<Copy> = transfer.copies(source).collect();
+        for size in [1, 3, 7, 256] {
+            let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 256];
+            let (mut filled, mut cursor) = (vec![], transfer.copies(source));
+            loop {
+                let count = cursor.fill(&mut buffer[..size]);
+                filled.extend_from_slice(&buffer[..count]);
+                if count < size {
+                    break;
+                }
+            }
+            assert_eq!(cursor.fill(&mut buffer), 0, "a cursor that ended yields more");
+            assert_eq!(filled, copies, "filling {size} at a time yields other copies");
+        }
+        let mut mixed = transfer.copies(source);
+        let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 2];
+        let mut both: Vec<Copy> = mixed.next().into_iter().collect();
+        let count = mixed.fill(&mut buffer);
+        both.extend_from_slice(&buffer[..count]);
+        both.extend(mixed);
+        assert_eq!(both, copies, "iterating and filling in turns differ");
+
+        let lengths = copies.iter().map(|copy| copy.bytes);
+        let summary = Summary {
+            bytes: lengths.clone().sum(),
+            copies: copies.len() as u64,
+            shortest: lengths.clone().min().unwrap_or(0),
+            longest: lengths.max().unwrap_or(0),
+        };
+        assert_eq!(transfer.summary(source), summary, "the summary is not what is yielded");
+        let moves = copies.iter().map(|&Copy { source, destination, bytes }| Move {
+            source,
+            destination,
+            bytes,
+        });
+        said.copies.push(moves.collect());
+    }
+    assert_eq!(transfer.copies(sources).count(), 0, "copies from a source that is not there");
+    let rest = transfer.rest();
+    said.rest = rest.map(|area| Leftover { address: area.address, bytes: area.bytes }).collect();
+    Ok(said)
+}
+
+/// Tables as a plan takes them.
+pub(crate) fn tables(owned: &[OwnedTable]) -> Vec<Table<'_>> {
+    owned.iter().map(|table| Table { first: table.first, blocks: &table.blocks }).collect()
+}
+
+/// What came of a drawn pair.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Outcome {
+    /// Destination ranks whose plan compiled.
+    pub fitting: u64,
+    /// Destination ranks that were refused, as they should be.
+    pub refused: u64,
+    /// Transfers judged.
+    pub transfers: u64,
+    /// What they moved, in all.
+    pub tally: Tally,
+}
+
+/// A pair of engines drawn from a seed.
+#[derive(Clone, Debug)]
+pub struct Drawn {
+    /// The seed.
+    pub seed: u64,
+    /// The engine that is read.
+    pub source: Engine,
+    /// The ranks that are read, in the order of their manifests.
+    pub sources: Vec<usize>,
+    /// The engine that is filled.
+    pub destination: Engine,
+    dice: Dice,
+}
+
+impl Drawn {
+    /// The pair of a seed.
+    pub fn new(seed: u64) -> Self {
+        let mut dice = Dice::new(seed);
+        let model = Model::draw(&mut dice);
+        // Sides that look almost alike have long runs; independent ones have many short ones.
+        let mut alike = dice.chance(30).then(|| dice.clone());
+        let source = engine(&model, Side::Source, &mut dice);
+        let destination = engine(&model, Side::Destination, alike.as_mut().unwrap_or(&mut dice));
+        let mut sources: Vec<usize> = (0..source.ranks.len()).collect();
+        // Manifests come in any order, and not always all of them.
+        if dice.chance(30) {
+            dice.shuffle(&mut sources);
+        }
+        if dice.chance(10) {
+            sources.truncate(1 + dice.index(sources.len()));
+        }
+        Self { seed, source, sources, destination, dice }
+    }
+
+    /// Judges it with `requests` random requests on every destination rank.
+    pub fn judge(&self, requests: u64) -> Result<Outcome, String> {
+        let dice = &mut self.dice.clone();
+        judge_pair(&self.source, &self.sources, &self.destination, requests, dice)
+            .map_err(|problem| format!("seed {}: {problem}", self.seed))
+    }
+}
+
+impl fmt::Display for Drawn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "seed {}, reading from {:?}", self.seed, self.sources)?;
+        write!(f, "{}{}", self.source, self.destination)
+    }
+}
+
+/// Judges a pair with `requests` random requests on every destination rank, reading from `sources`.
+/// The error says what went wrong.
+pub fn judge_pair(
+    source: &Engine,
+    sources: &[usize],
+    destination: &Engine,
+    requests: u64,
+    dice: &mut Dice,
+) -> Result<Outcome, String> {
+    let mut outcome = Outcome::default();
+    let mut plans = vec![];
+    for rank in 0..destination.ranks.len() {
+        let fits = compatible(source, sources, destination, rank);
+        match (compile(source, sources, destination, rank), fits) {
+            (Ok(plan), Ok(())) => plans.push((rank, plan)),
+            (Err(_), Err(_)) => outcome.refused += 1,
+            (Ok(_), Err(reason)) => {
+                return Err(format!("rank {rank} should be refused: {reason}"));
+            }
+            (Err(refusal), Ok(())) => {
+                return Err(format!("rank {rank} should not be refused: {refusal}"));
+            }
+        }
+    }
+    outcome.fitting = plans.len() as u64;
+    if plans.is_empty() {
+        return Ok(outcome);
+    }
+    for _ in 0..requests {
+        let shape = if dice.chance(40) { Shape::Ascending } else { Shape::Scattered };
+        let request = draw(source, destination, 60, shape, dice);
+        let filled = Sources::fill(source, &request);
+        for (rank, plan) in &plans {
+            let tally = judge_one(&filled, sources, destination, *rank, plan, &request)?;
+            outcome.transfers += 1;
+            outcome.tally.bytes += tally.bytes;
+            outcome.tally.copies += tally.copies;
+            outcome.tally.fewest += tally.fewest;
+            outcome.tally.sources += tally.sources;
+        }
+    }
+    Ok(outcome)
+}
+
+fn judge_one(
+    filled: &Sources<'_>,
+    sources: &[usize],
+    destination: &Engine,
+    rank: usize,
+    plan: &Plan,
+    request: &OwnedRequest,
+) -> Result<Tally, String> {
+    let context = |problem: String| format!("rank {rank}: {problem}\n{request:?}");
+    let said = ask(plan, sources.len(), request)
+        .map_err(|error| context(format!("a good request was refused: {error}")))?;
+    for (list, copies) in said.copies.iter().enumerate() {
+        if !plan.reads(list) && !copies.is_empty() {
+            return Err(context(format!("source {list} is read, but the plan says it is not")));
+        }
+    }
+    filled.judge(sources, destination, rank, &said).map_err(context)
+}
+
+/// Judges a pair that was written by hand: every destination rank must be served from all sources,
+/// for each number of tokens, with blocks in order and scattered, with nothing, part of it and all of
+/// it cached. Returns the tally of every rank for the first number of tokens with ascending blocks and
+/// nothing cached. Panics at anything wrong.
+pub fn prove(source: &Engine, destination: &Engine, lengths: &[u64]) -> Vec<Tally> {
+    let prover = Prover::new(source, destination);
+    let groups = destination.recipe.groups.len();
+    let mut first = None;
+    for &tokens in lengths {
+        let tallies = prover.prove(tokens, &vec![0; groups], Shape::Ascending);
+        first.get_or_insert(tallies);
+        prover.prove(tokens, &vec![0; groups], Shape::Scattered);
+        prover.prove(tokens, &vec![tokens / 2; groups], Shape::Scattered);
+        let held = prover.prove(tokens, &vec![tokens; groups], Shape::Scattered);
+        assert!(held.iter().all(|tally| *tally == Tally::default()), "what is held is moved");
+    }
+    first.expect("at least one length")
+}
+
+/// The same for one number of tokens and what each destination group holds of them, with ascending
+/// blocks.
+pub fn prove_cached(
+    source: &Engine,
+    destination: &Engine,
+    tokens: u64,
+    cached: &[u64],
+) -> Vec<Tally> {
+    Prover::new(source, destination).prove(tokens, cached, Shape::Ascending)
+}
+
+struct Prover<'a> {
+    source: &'a Engine,
+    destination: &'a Engine,
+    sources: Vec<usize>,
+    plans: Vec<Plan>,
+}
+
+impl<'a> Prover<'a> {
+    fn new(source: &'a Engine, destination: &'a Engine) -> Self {
+        let sources: Vec<usize> = (0..source.ranks.len()).collect();
+        let plan = |rank| match compile(source, &sources, destination, rank) {
+            Ok(plan) => plan,
+            Err(refusal) => panic!("rank {rank} is refused: {refusal}"),
+        };
+        let plans = (0..destination.ranks.len()).map(plan).collect();
+        Self { source, destination, sources, plans }
+    }
+
+    fn prove(&self, tokens: u64, cached: &[u64], shape: Shape) -> Vec<Tally> {
+        let (source, destination) = (self.source, self.destination);
+        let mut dice = Dice::new(tokens);
+        let mut tables =
+            || with_room(source, destination, tokens, cached.to_vec(), shape, &mut dice);
+        let request = (0..50)
+            .find_map(|_| tables())
+            .unwrap_or_else(|| panic!("the pools have no room for {tokens} tokens"));
+        let filled = Sources::fill(source, &request);
+        let judge = |(rank, plan)| {
+            judge_one(&filled, &self.sources, destination, rank, plan, &request)
+                .unwrap_or_else(|problem| panic!("{problem}"))
+        };
+        self.plans.iter().enumerate().map(judge).collect()
+    }
+}

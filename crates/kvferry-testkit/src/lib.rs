@@ -1,0 +1,21 @@
+//! The judge of kvferry's core.
+//!
+//! A [`model`] is drawn at random, two [`engine`]s that run it are drawn independently of each other,
+//! and a [`request`] between them. The [`judge`] knows the address of every element because it walked
+//! the memory of every rank, and compares what a plan does with what it should do, byte for byte.
+
+#![deny(unsafe_code)]
+
+pub mod draw;
+pub mod drive;
+pub mod engine;
+pub mod fuzz;
+pub mod heap;
+pub mod judge;
+pub mod kinds;
+pub mod memory;
+pub mod model;
+pub mod mutate;
+pub mod plain;
+pub mod random;
+pub mod request;

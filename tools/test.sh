@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Every test of the project, from a clean clone: installs what is missing (outside the tree, keyed by
+# version), and fails when a part cannot be had.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+step() { printf '\n== %s\n' "$*"; "$@"; }
+
+step cargo fmt --all --check
+step cargo clippy --workspace --all-targets --locked -- -D warnings
+step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
+step python3 tools/check-dependencies.py
+step cargo test --workspace --locked
