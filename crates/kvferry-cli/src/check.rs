@@ -6,8 +6,7 @@ use kvferry_layout::{MAX_JSON_BYTES, Manifest};
 use serde_json::json;
 
 use crate::failure::Failure;
-use crate::plan;
-use crate::report::{self, Problem};
+use crate::plan::{self, Answer};
 
 /// Tell whether the manifests of running engines fit, and what a request would move.
 #[derive(Debug, clap::Args)]
@@ -35,31 +34,23 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let asked = plan::asked(args.tokens, args.cached, args.contiguous)?;
     let (prefill, decode) = (engine(&args.prefill)?, engine(&args.decode)?);
-    let result = report::report(&prefill, &decode, &asked);
+    let answer = Answer::of(&prefill, &decode, &asked)?;
     if args.json {
-        let reason = match &result {
-            Err(Problem::Incompatible { rank, reason }) => {
-                Some(format!("decode rank {rank}: {reason}"))
-            }
-            _ => None,
-        };
-        let answer = json!({
+        let text = json!({
             "prefill": labels(&prefill),
             "decode": labels(&decode),
             "tokens": asked.tokens,
             "cached": asked.cached,
             "blocks": asked.spread.word(),
-            "works": result.is_ok(),
-            "reason": reason,
-            "transfer": result.as_ref().ok(),
+            "works": answer.0.is_ok(),
+            "reason": answer.0.as_ref().err(),
+            "transfer": answer.0.as_ref().ok(),
         });
-        println!("{answer:#}");
-    } else if let Ok(report) = &result {
-        println!("{}", report.table());
-        println!("{}", report.minimum_line());
-        println!("kvferry   works");
+        println!("{text:#}");
+    } else {
+        answer.print();
     }
-    result.map(|_| ()).map_err(plan::failure)
+    answer.end()
 }
 
 fn labels(ranks: &[Manifest]) -> Vec<&str> {

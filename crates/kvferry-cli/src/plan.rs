@@ -139,35 +139,54 @@ fn load(name: &str) -> Result<Model, Failure> {
         .map_err(|error: ConfigError| Failure::input(format!("{name}: {error}")))
 }
 
-/// Turns a problem into the way the command ends.
-pub(crate) fn failure(problem: Problem) -> Failure {
-    match problem {
-        Problem::Incompatible { rank, reason } => {
-            Failure::Refused(format!("decode rank {rank}: {reason}"))
-        }
-        Problem::TooFewBlocks { engine, needed } => Failure::input(format!(
-            "the request needs {needed} blocks, more than the {engine} engine has"
-        )),
-        Problem::Request(error) => Failure::input(error),
-    }
-}
-
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
-    let result = report::report(&pair.prefill.ranks, &pair.decode.ranks, &pair.asked);
+    let answer = Answer::of(&pair.prefill.ranks, &pair.decode.ranks, &pair.asked)?;
     if args.json {
-        println!("{:#}", as_json(&pair, &result));
-    } else {
-        print!("{}", heading(&pair));
-        if let Ok(report) = &result {
+        println!("{:#}", as_json(&pair, &answer));
+        return answer.end();
+    }
+    print!("{}", heading(&pair));
+    answer.print();
+    let verdict = verdict(&pair);
+    println!("{} {}: {}", vllm::ENGINE, verdict.outcome, verdict.reason);
+    answer.end()
+}
+
+/// Whether a pair fits: what it moves, or why it is refused.
+pub(crate) struct Answer(pub(crate) Result<Report, String>);
+
+impl Answer {
+    /// Asks. Input that cannot be answered for is a failure.
+    pub(crate) fn of(
+        prefill: &[Manifest],
+        decode: &[Manifest],
+        asked: &Asked,
+    ) -> Result<Self, Failure> {
+        match report::report(prefill, decode, asked) {
+            Ok(report) => Ok(Self(Ok(report))),
+            Err(Problem::Incompatible { rank, reason }) => {
+                Ok(Self(Err(format!("decode rank {rank}: {reason}"))))
+            }
+            Err(Problem::TooFewBlocks { engine, needed }) => Err(Failure::input(format!(
+                "the request needs {needed} blocks, more than the {engine} engine has"
+            ))),
+            Err(Problem::Request(error)) => Err(Failure::input(error)),
+        }
+    }
+
+    pub(crate) fn print(&self) {
+        if let Ok(report) = &self.0 {
             println!("\n{}", report.table());
             println!("{}", report.minimum_line());
             println!("kvferry   works");
         }
-        let verdict = verdict(&pair);
-        println!("{} {}: {}", vllm::ENGINE, verdict.outcome, verdict.reason);
     }
-    result.map(|_| ()).map_err(failure)
+
+    /// The way the command ends.
+    pub(crate) fn end(self) -> Result<(), Failure> {
+        self.0.map(|_| ()).map_err(Failure::Refused)
+    }
 }
 
 /// What the leading engine would do with the pair.
@@ -228,7 +247,7 @@ pub(crate) fn describe(engine: &Engine) -> String {
 }
 
 /// The report for programs.
-pub(crate) fn as_json(pair: &Pair, result: &Result<Report, Problem>) -> serde_json::Value {
+pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> serde_json::Value {
     let engine = |engine: &Engine| {
         let groups: Vec<_> = engine
             .pools
@@ -253,16 +272,6 @@ pub(crate) fn as_json(pair: &Pair, result: &Result<Report, Problem>) -> serde_js
         })
     };
     let verdict = verdict(pair);
-    let reason = match result {
-        Ok(_) => None,
-        Err(Problem::Incompatible { rank, reason }) => {
-            Some(format!("decode rank {rank}: {reason}"))
-        }
-        Err(Problem::TooFewBlocks { engine, needed }) => {
-            Some(format!("the {engine} engine has fewer than the {needed} blocks needed"))
-        }
-        Err(Problem::Request(error)) => Some(error.to_string()),
-    };
     json!({
         "model": pair.model.name,
         "draft": pair.model.draft,
@@ -271,12 +280,16 @@ pub(crate) fn as_json(pair: &Pair, result: &Result<Report, Problem>) -> serde_js
         "tokens": pair.asked.tokens,
         "cached": pair.asked.cached,
         "blocks": pair.asked.spread.word(),
-        "works": result.is_ok(),
-        "reason": reason,
-        "transfer": result.as_ref().ok(),
+        "works": answer.0.is_ok(),
+        "reason": answer.0.as_ref().err(),
+        "transfer": answer.0.as_ref().ok(),
         "engine": {
             "name": vllm::ENGINE,
-            "outcome": verdict.outcome.to_string(),
+            "outcome": match verdict.outcome {
+                verdict::Outcome::Works => "works",
+                verdict::Outcome::Refuses => "refuses",
+                verdict::Outcome::SilentlyWrong => "silently wrong",
+            },
             "reason": verdict.reason,
         },
     })

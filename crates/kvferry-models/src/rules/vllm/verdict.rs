@@ -27,7 +27,7 @@ impl fmt::Display for Outcome {
         f.write_str(match self {
             Self::Works => "works",
             Self::Refuses => "refuses",
-            Self::SilentlyWrong => "silently wrong",
+            Self::SilentlyWrong => "is silently wrong",
         })
     }
 }
