@@ -66,8 +66,9 @@ fn engine(paths: &[PathBuf]) -> Result<Vec<Manifest>, Failure> {
     for (index, rank) in ranks.iter().enumerate() {
         if tables(rank) != tables(&ranks[0]) {
             let (one, other) = (paths[0].display(), paths[index].display());
-            let problem =
-                format!("{one} and {other} do not describe ranks of one engine: their groups differ");
+            let problem = format!(
+                "{one} and {other} do not describe ranks of one engine: their groups differ"
+            );
             return Err(Failure::input(problem));
         }
         if let Some(twice) = ranks[..index].iter().position(|known| known.rank() == rank.rank()) {
@@ -80,9 +81,8 @@ fn engine(paths: &[PathBuf]) -> Result<Vec<Manifest>, Failure> {
 }
 
 fn read(path: &Path) -> Result<Manifest, Failure> {
-    let problem = |error: &dyn std::fmt::Display| {
-        Failure::input(format!("{}: {error}", path.display()))
-    };
+    let problem =
+        |error: &dyn std::fmt::Display| Failure::input(format!("{}: {error}", path.display()));
     let size = std::fs::metadata(path).map_err(|error| problem(&error))?.len();
     if size > MAX_JSON_BYTES as u64 {
         return Err(problem(&format!("{size} bytes are too many for a manifest")));

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod check;
+mod explain;
 mod failure;
 mod models;
 mod plan;
@@ -27,6 +28,7 @@ enum Command {
     Models(models::Args),
     Plan(plan::Args),
     Check(check::Args),
+    Explain(explain::Args),
 }
 
 fn main() -> ExitCode {
@@ -38,6 +40,7 @@ fn main() -> ExitCode {
         Command::Models(args) => models::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Check(args) => check::run(&args),
+        Command::Explain(args) => explain::run(&args),
     };
     failure::exit(result)
 }

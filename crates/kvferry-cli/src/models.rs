@@ -39,10 +39,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             model.layers_by_kind().iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         let some = |bytes| if bytes == 0 { "–".to_owned() } else { table::bytes(bytes) };
         let window = match window(model) {
-            Some(tokens) => format!(
-                "{tokens} tokens, {} each",
-                table::bytes(sizes.per_window_token)
-            ),
+            Some(tokens) => {
+                format!("{tokens} tokens, {} each", table::bytes(sizes.per_window_token))
+            }
             None => String::new(),
         };
         table.row([

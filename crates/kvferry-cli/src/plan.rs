@@ -76,7 +76,8 @@ impl PairArgs {
             None => {}
             Some("mtp") => {
                 let name = model.name.clone();
-                let missing = || Failure::input(format!("{name} brings no draft layers of its own"));
+                let missing =
+                    || Failure::input(format!("{name} brings no draft layers of its own"));
                 model = model.with_own_draft().ok_or_else(missing)?;
             }
             Some(draft) => model = model.with_draft(&load(draft)?),
@@ -95,7 +96,8 @@ impl PairArgs {
             let pools = vllm::pools(&model, &topology).map_err(problem)?;
             Ok(Engine { topology, pools, ranks })
         };
-        let (prefill, decode) = (engine("prefill", &self.prefill)?, engine("decode", &self.decode)?);
+        let (prefill, decode) =
+            (engine("prefill", &self.prefill)?, engine("decode", &self.decode)?);
         Ok(Pair { model, prefill, decode, asked })
     }
 }
@@ -198,12 +200,8 @@ pub(crate) fn verdict(pair: &Pair) -> verdict::Verdict {
 }
 
 fn heading(pair: &Pair) -> String {
-    let kinds: Vec<String> = pair
-        .model
-        .layers_by_kind()
-        .iter()
-        .map(|(kind, count)| format!("{count} {kind}"))
-        .collect();
+    let kinds: Vec<String> =
+        pair.model.layers_by_kind().iter().map(|(kind, count)| format!("{count} {kind}")).collect();
     let mut text = format!("model     {}: {}\n", pair.model.name, kinds.join(", "));
     for (name, engine) in [("prefill", &pair.prefill), ("decode", &pair.decode)] {
         text.push_str(&format!("{name:<9} {}\n", describe(engine)));
@@ -223,9 +221,8 @@ fn heading(pair: &Pair) -> String {
 
 /// An engine in one line.
 pub(crate) fn describe(engine: &Engine) -> String {
-    let count = |count: usize, word: &str| {
-        format!("{count} {word}{}", if count == 1 { "" } else { "s" })
-    };
+    let count =
+        |count: usize, word: &str| format!("{count} {word}{}", if count == 1 { "" } else { "s" });
     let mut blocks: Vec<String> = vec![];
     for group in &engine.pools.groups {
         let (Some(block), Some(kernel)) = (group.block, group.kernel) else { continue };

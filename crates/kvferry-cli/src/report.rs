@@ -59,10 +59,8 @@ pub(crate) enum Problem {
 pub(crate) fn compile(prefill: &[Manifest], decode: &[Manifest]) -> Result<Vec<Plan>, Problem> {
     let sources: Vec<&Manifest> = prefill.iter().collect();
     let plan = |rank: &Manifest| {
-        Plan::compile(rank, &sources).map_err(|reason| Problem::Incompatible {
-            rank: rank.label().to_owned(),
-            reason,
-        })
+        Plan::compile(rank, &sources)
+            .map_err(|reason| Problem::Incompatible { rank: rank.label().to_owned(), reason })
     };
     decode.iter().map(plan).collect()
 }
@@ -85,8 +83,9 @@ pub(crate) fn report(
 ) -> Result<Report, Problem> {
     let plans = compile(prefill, decode)?;
     let tables = |ranks: &[Manifest]| {
-        Tables::new(&ranks[0], asked.tokens, asked.spread).map_err(|needed| {
-            Problem::TooFewBlocks { engine: ranks[0].engine().to_owned(), needed }
+        Tables::new(&ranks[0], asked.tokens, asked.spread).map_err(|needed| Problem::TooFewBlocks {
+            engine: ranks[0].engine().to_owned(),
+            needed,
         })
     };
     let (from, to) = (tables(prefill)?, tables(decode)?);
@@ -168,8 +167,7 @@ fn minimum(decode: &[Manifest], asked: &Asked) -> u64 {
 impl Report {
     /// The table of rank pairs, with totals.
     pub(crate) fn table(&self) -> String {
-        let heading =
-            ["decode", "prefill", ">bytes", ">copies", ">shortest", ">mean", ">longest"];
+        let heading = ["decode", "prefill", ">bytes", ">copies", ">shortest", ">mean", ">longest"];
         let mut table = Table::new(&heading);
         for row in &self.pairs {
             table.row([

@@ -70,6 +70,12 @@ impl Tables {
         Ok(Self { groups })
     }
 
+    /// The table position of a block, if it is one of the group's.
+    pub(crate) fn position(&self, group: usize, block: u32) -> Option<u64> {
+        let (first, blocks) = &self.groups[group];
+        blocks.iter().position(|&id| id == block).map(|index| first + index as u64)
+    }
+
     pub(crate) fn tables(&self) -> Vec<Table<'_>> {
         self.groups.iter().map(|(first, blocks)| Table { first: *first, blocks }).collect()
     }

@@ -23,10 +23,7 @@ const CASES: &[(&str, &str)] = &[
     ("b-spec", "--model qwen3-next --prefill tp=4 --decode tp=2,spec=3"),
     // Heads and latents in one group, and sparse-attention indexers.
     ("c-gqa-draft", "--model kimi-k2.5 --draft kimi-k2.5-eagle3 --prefill tp=8 --decode tp=4"),
-    (
-        "c-mla-draft",
-        "--model kimi-k2.5 --draft kimi-k2.5-eagle3-mla --prefill tp=2 --decode tp=4",
-    ),
+    ("c-mla-draft", "--model kimi-k2.5 --draft kimi-k2.5-eagle3-mla --prefill tp=2 --decode tp=4"),
     ("c-indexer", "--model deepseek-v3.2 --draft mtp --prefill tp=4 --decode tp=8"),
     // Delta attention and latents.
     ("d-kimi-linear", "--model kimi-linear --prefill tp=4 --decode tp=1"),
@@ -79,16 +76,17 @@ fn totals_equal_what_the_models_say() {
         let (_, output, _) = kvferry(&format!("plan --json {arguments}"));
         let answer: Value = serde_json::from_str(&output).expect("JSON");
         let words: Vec<&str> = arguments.split_whitespace().collect();
-        let option = |key: &str| {
-            words.iter().position(|word| *word == key).map(|index| words[index + 1])
-        };
+        let option =
+            |key: &str| words.iter().position(|word| *word == key).map(|index| words[index + 1]);
         let number = |key: &str, default| option(key).map_or(default, |text| text.parse().unwrap());
         let (tokens, cached) = (number("--tokens", 8192), number("--cached", 0));
         let mut model = presets::find(option("--model").unwrap()).unwrap().model().unwrap();
         match option("--draft") {
             None => {}
             Some("mtp") => model = model.with_own_draft().unwrap(),
-            Some(draft) => model = model.with_draft(&presets::find(draft).unwrap().model().unwrap()),
+            Some(draft) => {
+                model = model.with_draft(&presets::find(draft).unwrap().model().unwrap())
+            }
         }
         let decode: Topology = option("--decode").unwrap().parse().unwrap();
         let mut needed = 0;
