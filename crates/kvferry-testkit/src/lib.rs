@@ -13,6 +13,7 @@ pub mod fuzz;
 pub mod heap;
 pub mod judge;
 pub mod kinds;
+pub mod large;
 pub mod memory;
 pub mod model;
 pub mod mutate;
