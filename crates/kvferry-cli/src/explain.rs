@@ -286,8 +286,8 @@ fn fold(sets: &mut Vec<(usize, Set)>) {
         |set: &Set| (set.source.0, set.source.1, set.target.0, set.bytes, set.count, set.states);
     let steps = |set: &Set| (set.source_step, set.target_step);
     let apart = (
-        last.source.2.checked_sub(first.source.2).unwrap_or(0),
-        last.target.1.checked_sub(first.target.1).unwrap_or(0),
+        last.source.2.saturating_sub(first.source.2),
+        last.target.1.saturating_sub(first.target.1),
     );
     if one != other
         || last.rounds > 1

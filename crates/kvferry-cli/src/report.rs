@@ -48,7 +48,7 @@ pub(crate) struct Report {
 #[derive(Debug)]
 pub(crate) enum Problem {
     /// The pair does not fit.
-    Incompatible { rank: String, reason: Incompatible },
+    Incompatible { rank: String, reason: Box<Incompatible> },
     /// A pool is too small.
     TooFewBlocks { engine: String, needed: u64 },
     /// The request does not fit the pair.
@@ -59,8 +59,10 @@ pub(crate) enum Problem {
 pub(crate) fn compile(prefill: &[Manifest], decode: &[Manifest]) -> Result<Vec<Plan>, Problem> {
     let sources: Vec<&Manifest> = prefill.iter().collect();
     let plan = |rank: &Manifest| {
-        Plan::compile(rank, &sources)
-            .map_err(|reason| Problem::Incompatible { rank: rank.label().to_owned(), reason })
+        Plan::compile(rank, &sources).map_err(|reason| Problem::Incompatible {
+            rank: rank.label().to_owned(),
+            reason: Box::new(reason),
+        })
     };
     decode.iter().map(plan).collect()
 }

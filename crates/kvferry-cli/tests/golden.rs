@@ -85,7 +85,7 @@ fn totals_equal_what_the_models_say() {
             None => {}
             Some("mtp") => model = model.with_own_draft().unwrap(),
             Some(draft) => {
-                model = model.with_draft(&presets::find(draft).unwrap().model().unwrap())
+                model = model.with_draft(&presets::find(draft).unwrap().model().unwrap());
             }
         }
         let decode: Topology = option("--decode").unwrap().parse().unwrap();
