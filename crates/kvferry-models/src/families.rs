@@ -808,7 +808,7 @@ fn delta_net(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let each = |layer: u64| {
         let at = Place::Layer(layer);
         let full = match &words {
-            None => (layer + 1) % interval == 0,
+            None => (layer + 1).is_multiple_of(interval),
             Some(words) => match words[layer as usize] {
                 "full_attention" => true,
                 "linear_attention" => false,

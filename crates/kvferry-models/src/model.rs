@@ -229,7 +229,7 @@ impl Limit {
             Rule::Divides if !divides => {
                 Some(format!("its {count} {what} do not divide by {ranks}"))
             }
-            Rule::EitherDivides if !divides && (ranks < count || ranks % count != 0) => {
+            Rule::EitherDivides if !divides && (ranks < count || !ranks.is_multiple_of(count)) => {
                 Some(format!("its {count} {what} do not divide by {ranks}, nor {ranks} by {count}"))
             }
             Rule::DividesOrOne if !divides && count != 1 => {

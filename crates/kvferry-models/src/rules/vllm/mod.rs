@@ -13,6 +13,7 @@
 mod group;
 mod place;
 mod spec;
+pub mod verdict;
 
 use kvferry_layout::{Draft, Group, Manifest, Place, Region};
 
