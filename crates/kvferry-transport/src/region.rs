@@ -336,16 +336,14 @@ mod tests {
             let mut owner = [usize::MAX; 400];
             let mut host = [false; 400];
             let mut at = 0;
-            let mut inserted = 0;
-            for (gap, bytes, on_host) in cuts {
+            for (number, (gap, bytes, on_host)) in cuts.into_iter().enumerate() {
                 at += gap;
                 let place = if on_host { Place::Host } else { Place::Gpu(0) };
                 regions.insert(Region { base: at, bytes, place }).unwrap();
                 for byte in at..at + bytes {
-                    owner[byte as usize] = inserted;
+                    owner[byte as usize] = number;
                     host[byte as usize] = on_host;
                 }
-                inserted += 1;
                 at += bytes;
             }
             let (address, bytes) = piece;

@@ -493,9 +493,8 @@ impl<'a> LaneThread<'a> {
                 OnTheWay::Chunk(operation, ..) => operation.direction == Direction::Read,
                 _ => false,
             });
-            let fits = |operation: &Arc<Progress>| {
-                !(bytes_due && operation.direction == Direction::Write)
-            };
+            let fits =
+                |operation: &Arc<Progress>| !(bytes_due && operation.direction == Direction::Write);
             if queue.operations.front().is_some_and(fits)
                 && let Some(operation) = queue.operations.pop_front()
             {
@@ -574,7 +573,8 @@ impl<'a> LaneThread<'a> {
                     id: number,
                     bytes: message.len() as u64,
                 };
-                self.on_the_way.push_back(OnTheWay::Notify(operation, number));
+                self.on_the_way
+                    .push_back(OnTheWay::Notify(operation, number));
                 let mut frame = header.encode().to_vec();
                 frame.extend(message);
                 socket::send_bytes(stream, &frame)

@@ -24,18 +24,16 @@ use crate::progress::{Interrupt, Order, Progress, Transfer};
 use crate::random::random;
 use crate::rate::{Link as Medium, RateWatch};
 use crate::region::{Place, Region, RegionId, Regions, Spans};
-use crate::transport::{
-    Instance, MAX_NOTIFICATION_BYTES, Notification, Statistics, Transport,
-};
+use crate::transport::{Instance, MAX_NOTIFICATION_BYTES, Notification, Statistics, Transport};
 
 mod client;
 mod frame;
 mod server;
 mod socket;
 
+use client::Address;
 pub(crate) use client::{Link, Table};
 pub(crate) use server::Generation;
-use client::Address;
 use server::Server;
 pub(crate) use socket::entry;
 
@@ -70,7 +68,6 @@ pub struct Tcp {
     token: frame::Token,
     options: TcpOptions,
     regions: Arc<Regions>,
-    generation: Arc<dyn Generation>,
     counters: Arc<Counters>,
     next: AtomicU64,
     peers: Mutex<Vec<Arc<Link>>>,
@@ -104,19 +101,12 @@ impl Tcp {
     ) -> Result<Self, Error> {
         let instance = Instance(random()?);
         let token = random()?;
-        let server = Server::start(
-            options.bind,
-            token,
-            instance,
-            regions.clone(),
-            generation.clone(),
-        )?;
+        let server = Server::start(options.bind, token, instance, regions.clone(), generation)?;
         Ok(Self {
             instance,
             token,
             options,
             regions,
-            generation,
             counters: Arc::default(),
             next: AtomicU64::new(1),
             peers: Mutex::default(),
@@ -132,10 +122,6 @@ impl Tcp {
 
     fn peers(&self) -> MutexGuard<'_, Vec<Arc<Link>>> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn counters(&self) -> &Arc<Counters> {
-        &self.counters
     }
 
     pub(crate) fn regions(&self) -> &Arc<Regions> {

@@ -258,11 +258,17 @@ impl Shared {
 
     fn run(&self, id: u64, stream: &TcpStream) {
         let end = self.serve(id, stream);
-        if let Err(End::Invalid(error)) = &end {
-            let peer = stream.peer_addr().map(|a| a.to_string()).unwrap_or_default();
-            tracing::warn!("ending the connection from {peer}: {error}");
-        } else {
-            tracing::debug!("a connection ended: {end:?}");
+        let peer = || {
+            stream
+                .peer_addr()
+                .map_or_else(|e| e.to_string(), |a| a.to_string())
+        };
+        match end {
+            Ok(()) | Err(End::Closed) => {}
+            Err(End::Io(error)) => tracing::debug!("the connection from {} ended: {error}", peer()),
+            Err(End::Invalid(error)) => {
+                tracing::warn!("ending the connection from {}: {error}", peer());
+            }
         }
         let _ = stream.shutdown(Shutdown::Both);
         let mut state = self.lock();
