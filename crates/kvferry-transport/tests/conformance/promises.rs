@@ -551,6 +551,8 @@ fn a_region_in_use_is_busy<B: BackEnd>() {
         bytes: 32 * MIB as u64,
     };
     let operation = pair.read(&[copy]);
+    // Until it has been sent.
+    std::thread::sleep(Duration::from_millis(300));
     let error = pair.transport.deregister(id, Instant::now());
     assert_eq!(error, Err(Error::RegionBusy));
     // A handle that is dropped does not let go of the region before it is safe.
