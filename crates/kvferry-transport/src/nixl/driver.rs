@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::capi::{Prepared, Request};
+use super::cuda::Context;
 use super::flight::{Flight, Job};
 use super::{Shared, lost};
 use crate::error::Error;
@@ -15,6 +16,9 @@ const LAST_PATIENCE: Duration = Duration::from_secs(1);
 pub(super) struct Driver {
     shared: Arc<Shared>,
     active: Vec<Active>,
+    /// The GPU whose context this thread works in.
+    gpu: Option<u32>,
+    context: Option<Context>,
 }
 
 /// A posted operation.
@@ -33,6 +37,8 @@ impl Driver {
         Self {
             shared,
             active: Vec::new(),
+            gpu: None,
+            context: None,
         }
     }
 
@@ -82,6 +88,11 @@ impl Driver {
             flight.stop(Error::Disconnected);
         }
         let Some(job) = flight.take() else { return };
+        let gpu = self.shared.lock().gpu;
+        if gpu != self.gpu {
+            self.gpu = gpu;
+            self.context = gpu.and_then(Context::enter);
+        }
         *flight.peer.under_way() += 1;
         let mut active = Active {
             flight,

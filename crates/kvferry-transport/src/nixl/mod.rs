@@ -36,6 +36,7 @@ use crate::tcp::check_notification;
 use crate::transport::{Instance, Notification, Statistics, Transport};
 
 pub mod capi;
+mod cuda;
 mod driver;
 mod find;
 mod flight;
@@ -126,6 +127,8 @@ struct Queue {
     flights: VecDeque<Arc<Flight>>,
     /// Peers to forget as soon as nothing of theirs is under way.
     leaving: Vec<NixlPeer>,
+    /// The GPU whose memory was registered last.
+    gpu: Option<u32>,
     closing: bool,
 }
 
@@ -394,6 +397,9 @@ impl Transport for Nixl {
                 "NIXL does not take {} bytes at {:#x} ({:?}): {code}",
                 region.bytes, region.base, region.place
             )));
+        }
+        if let Place::Gpu(gpu) = region.place {
+            self.shared.lock().gpu = Some(gpu);
         }
         Ok(id)
     }
