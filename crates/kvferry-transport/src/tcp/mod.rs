@@ -30,6 +30,8 @@ mod client;
 mod frame;
 mod server;
 mod socket;
+#[cfg(test)]
+mod tests;
 
 use client::Address;
 pub(crate) use client::{Link, Table};
