@@ -141,6 +141,12 @@ impl Nixl {
         if let Some(functions) = loaded.get(path) {
             return Ok(Self { functions });
         }
+        // The wheel's UCX brings its own libnl and, where the host has libibverbs, loads that too,
+        // whose libnl then registers itself with the wheel's by mistake and is unloaded before it:
+        // the process crashes when it exits. The host's libnl, loaded by itself beforehand, finds
+        // its own functions. Where there is none, there is nothing to do.
+        // SAFETY: a library of the system, whose initialisers only fill tables of its own.
+        std::mem::forget(unsafe { libloading::Library::new("libnl-route-3.so.200") });
         // SAFETY: loading runs the library's initialisers. The caller chose the library, by an
         // option, the environment or an installed package, as one chooses any dependency.
         let library = unsafe { libloading::Library::new(path) }?;
