@@ -192,3 +192,43 @@ impl Process {
         ready != 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_its_nonce_and_not_by_its_number() {
+        let identity = Identity::new([7; 16]);
+        let at = &raw const identity as u64;
+        let pid = std::process::id();
+        let process = Process::find(pid, at, [7; 16]).unwrap();
+        assert_eq!(process.generation(), Ok(0));
+        identity.advance();
+        assert_eq!(process.generation(), Ok(1));
+        assert!(!process.has_ended());
+        // The same number, another process: as when a number is given out again.
+        let other = Process::find(pid, at, [8; 16]);
+        assert!(matches!(other, Err(Error::PeerLost(_))), "{other:?}");
+        // The identity is no more.
+        let gone = Process::find(pid, 4096, [7; 16]);
+        assert!(matches!(gone, Err(Error::PeerLost(_))), "{gone:?}");
+    }
+
+    #[test]
+    fn a_process_that_ended_is_lost() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let found = Process::find(child.id(), 4096, [0; 16]);
+        assert!(
+            matches!(
+                found,
+                Err(Error::System {
+                    code: Some(libc::ESRCH),
+                    ..
+                })
+            ),
+            "{found:?}"
+        );
+    }
+}

@@ -197,6 +197,28 @@ fn a_lane_that_connects_again_replaces_the_one_before() {
     assert_eq!(victim.byte(PAGE + 40), OPEN);
 }
 
+#[test]
+fn a_notification_that_comes_again_is_heard_once() {
+    let victim = Victim::new();
+    let session = [9; 16];
+    let set = |hello: &mut [u8; Hello::BYTES]| hello[60..76].copy_from_slice(&session);
+    // As a client does that lost its connection before the answer came.
+    for (number, text) in [(1, "one"), (1, "one"), (2, "two"), (2, "two"), (1, "one")] {
+        let mut stream = victim.connect(set);
+        let mut welcome = [0; Welcome::BYTES];
+        stream.read_exact(&mut welcome).unwrap();
+        stream
+            .write_all(&request(Verb::Notify, number, &[], text.as_bytes()))
+            .unwrap();
+        let mut answer = [0; Answer::BYTES];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(Answer::decode(&answer).unwrap().id, number);
+    }
+    let heard = victim.transport.notifications(Instant::now()).unwrap();
+    let heard: Vec<_> = heard.iter().map(|n| n.message.as_slice()).collect();
+    assert_eq!(heard, [b"one", b"two"]);
+}
+
 /// Requests that are right, for a victim at `base`.
 fn good_requests(base: u64) -> Vec<Vec<u8>> {
     let open = base + PAGE as u64;
