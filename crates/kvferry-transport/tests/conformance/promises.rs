@@ -38,6 +38,10 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
             timed_out_reads_never_land_late::<B>,
         ),
         (
+            "disconnected_reads_never_land_late",
+            disconnected_reads_never_land_late::<B>,
+        ),
+        (
             "cancelled_writes_never_land_late",
             cancelled_writes_never_land_late::<B>,
         ),
@@ -298,27 +302,39 @@ fn an_empty_list_is_done<B: BackEnd>() {
 }
 
 fn notifications_after_data_and_once<B: BackEnd>() {
-    let slots = 250;
-    let slot = 40_000;
-    let mut pair = Pair::<B>::new(slots * slot);
+    // Many small operations, and some that no back end carries out in one go: of 2,000 copies, or
+    // of several MiB.
+    let sizes: Vec<usize> = (0..100)
+        .map(|i| if i % 10 == 3 { 6_000_000 } else { 40_000 })
+        .collect();
+    let bytes = sizes.iter().sum();
+    let slots = sizes.len();
+    let mut pair = Pair::<B>::new(bytes);
     // Each write fills a slot of the peer's with a byte of its own, in pieces that do not touch,
     // and says so.
-    let content: Vec<u8> = (0..slots * slot).map(|i| (i / slot) as u8).collect();
+    let content: Vec<u8> = (0..slots)
+        .flat_map(|i| std::iter::repeat_n(i as u8, sizes[i]))
+        .collect();
     pair.ours.set(&content);
     assert_eq!(pair.process.ask("fill 3"), "ok");
     let mut messages = Vec::new();
+    let mut base = 0;
     let operations: Vec<_> = (0..slots)
         .map(|i| {
-            let copies: Vec<Copy> = (0..slot / 100)
+            let slot = sizes[i];
+            let piece = if i % 20 == 3 { slot / 2 } else { slot / 2000 };
+            let copies: Vec<Copy> = (0..slot / piece)
                 .rev()
-                .map(|piece| pair.outward(i * slot + piece * 100, i * slot + piece * 100, 100))
+                .map(|number| base + number * piece)
+                .map(|at| pair.outward(at, at, piece))
                 .collect();
-            let message = format!("{}:{slot}:{}", i * slot, i as u8);
+            let message = format!("{base}:{slot}:{i}");
             let operation = pair
                 .transport
                 .write(&pair.peer, &copies, Some(message.as_bytes()), soon())
                 .unwrap();
             messages.push(format!("{message}=true"));
+            base += slot;
             operation
         })
         .collect();
@@ -610,6 +626,11 @@ fn deadlines_hold<B: BackEnd>() {
         let now = pair.transport.statistics();
         now.failed + now.done > before.failed + before.done
     });
+    let status = unpolled.poll();
+    match status.outcome().unwrap() {
+        Err(error) => assert_eq!(*error, Error::DeadlinePassed),
+        Ok(_) => assert!(!B::NEEDS_THE_PEER, "{status:?}"),
+    }
     drop(unpolled);
     // And when the peer goes on, everything works again.
     pair.process.resume();
@@ -618,11 +639,19 @@ fn deadlines_hold<B: BackEnd>() {
     drop(operation);
 }
 
-/// Starts reads, stops the peer while they run, and ends them by `end`. When they are safe, marks
-/// the destination, lets the peer go on, and sees that the mark stays.
-fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
+/// How reads end before their time.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Cancel,
+    Deadline,
+    Disconnect,
+}
+
+/// Starts reads, stops the peer while they run, and ends them. When they are safe, marks the
+/// destination, lets the peer go on, and sees that the mark stays.
+fn reads_never_land_late<B: BackEnd>(end: End) {
     let bytes = 64 * MIB;
-    let pair = Pair::<B>::new(bytes);
+    let mut pair = Pair::<B>::new(bytes);
     let mut saw_quarantine = false;
     let mut ended_early = 0;
     for round in 0..rounds(4) {
@@ -631,7 +660,10 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
         let copies: Vec<Copy> = (0..128)
             .map(|i| pair.inward(i * 512 * 1024, i * 512 * 1024, 500 * 1024))
             .collect();
-        let until = deadline.map_or_else(soon, |after| Instant::now() + after);
+        let until = match end {
+            End::Deadline => Instant::now() + Duration::from_millis(300),
+            End::Cancel | End::Disconnect => soon(),
+        };
         let operation = pair
             .transport
             .read(&pair.peer, &copies, Some(b"never"), until)
@@ -644,9 +676,17 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
             });
         }
         pair.process.stop();
-        if deadline.is_none() {
-            operation.cancel();
-        }
+        let error = match end {
+            End::Cancel => {
+                operation.cancel();
+                Error::Cancelled
+            }
+            End::Deadline => Error::DeadlinePassed,
+            End::Disconnect => {
+                pair.transport.disconnect(&pair.peer);
+                Error::Disconnected
+            }
+        };
         wait_until("the outcome is known", || {
             operation.poll().outcome().is_some()
         });
@@ -661,7 +701,7 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
         }
         let status = operation.wait(soon());
         match &status {
-            Status::Failed(error) => assert_eq!(*error, end),
+            Status::Failed(why) => assert_eq!(*why, error),
             Status::Done(_) => ended_early += 1,
             other => panic!("never safe: {other:?}"),
         }
@@ -676,6 +716,8 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
             "bytes landed after the destination was declared safe"
         );
         assert_eq!(pair.transport.statistics().quarantined, 0);
+        let description = &pair.process.description;
+        pair.peer = pair.transport.connect(description, soon()).unwrap();
     }
     if B::NEEDS_THE_PEER {
         assert!(
@@ -690,11 +732,15 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
 }
 
 fn cancelled_reads_never_land_late<B: BackEnd>() {
-    reads_never_land_late::<B>(None, Error::Cancelled);
+    reads_never_land_late::<B>(End::Cancel);
 }
 
 fn timed_out_reads_never_land_late<B: BackEnd>() {
-    reads_never_land_late::<B>(Some(Duration::from_millis(300)), Error::DeadlinePassed);
+    reads_never_land_late::<B>(End::Deadline);
+}
+
+fn disconnected_reads_never_land_late<B: BackEnd>() {
+    reads_never_land_late::<B>(End::Disconnect);
 }
 
 fn cancelled_writes_never_land_late<B: BackEnd>() {
