@@ -75,6 +75,9 @@ impl Default for NixlOptions {
             // Without these a post on one host does the whole copy in the calling thread.
             ("num_threads", "1"),
             ("split_batch_size", "1"),
+            // Without this UCX reads another process's GPU memory in software where it sees no
+            // NVLink, one card included: 0.5 GB/s instead of 1,800 on an H200.
+            ("engine_config", "CUDA_IPC_ENABLE_GET_ZCOPY=on"),
         ];
         Self {
             library: None,
