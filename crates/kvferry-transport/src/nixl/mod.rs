@@ -9,7 +9,7 @@
 //!
 //! NIXL cannot take a transfer back: a request that is released while its peer is silent may still
 //! land later. So the driver releases a request only when NIXL says that it has ended. Until then a
-//! cancelled or late operation is [`Status::Quarantined`].
+//! cancelled or late operation is [`Status::Quarantined`](crate::Status::Quarantined).
 //!
 //! Copies that touch are merged before they are posted. Many equal copies on one grid on each side
 //! (the blocks of a pool) are posted as entries of prepared lists, one per region and size, which
