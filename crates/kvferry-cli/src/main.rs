@@ -1,5 +1,8 @@
 //! The `kvferry` command. Each subcommand lives in a module of its own.
 
+mod bench;
+mod nixl;
+
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -13,8 +16,20 @@ struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {}
+enum Command {
+    Bench(bench::Bench),
+    Nixl(nixl::Nixl),
+}
 
 fn main() -> ExitCode {
-    match Cli::parse().command {}
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .without_time()
+        .with_target(false)
+        .init();
+    match Cli::parse().command {
+        Command::Bench(bench) => bench.run(),
+        Command::Nixl(nixl) => nixl.run(),
+    }
 }

@@ -3,10 +3,13 @@
 //! The library comes from NIXL's Python wheel and is loaded at run time; [`find()`] says where it is
 //! looked for and [`install()`] fetches it. No C++ compiler is involved.
 //!
+//! A thread of its own, the driver, makes all calls that move bytes: on one host NIXL copies inside
+//! such calls, and the caller should not wait for that. The driver sleeps while there is nothing to
+//! do.
+//!
 //! NIXL cannot take a transfer back: a request that is released while its peer is silent may still
-//! land later. So this back end releases a request only when NIXL says that it has ended. Until
-//! then a cancelled or late operation is [`Status::Quarantined`], and a thread keeps looking after
-//! it, which sleeps while there is nothing to look after.
+//! land later. So the driver releases a request only when NIXL says that it has ended. Until then a
+//! cancelled or late operation is [`Status::Quarantined`].
 //!
 //! Copies that touch are merged before they are posted. Many equal copies on one grid on each side
 //! (the blocks of a pool) are posted as entries of prepared lists, one per region and size, which
@@ -17,7 +20,7 @@ use std::ffi::{CStr, CString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -28,24 +31,27 @@ use crate::error::Error;
 use crate::merge::Direction;
 use crate::random::random;
 use crate::rate::{Link, RateWatch};
-use crate::region::{Hold, Place, Region, RegionId, Regions, Spans};
+use crate::region::{Place, Region, RegionId, Regions, Spans};
 use crate::tcp::check_notification;
-use crate::transport::{Instance, Notification, Operation, Report, Statistics, Status, Transport};
+use crate::transport::{Instance, Notification, Statistics, Transport};
 
 pub mod capi;
+mod driver;
 mod find;
+mod flight;
 mod grid;
 
-use capi::{Agent, AgentError, AgentSettings, Code, Prepared, Request, Span};
+use capi::{Agent, AgentError, AgentSettings, Code, Prepared, Span};
+use driver::Driver;
 pub use find::{VARIABLE, VERSION, cache_directory, find, install};
+pub use flight::NixlTransfer;
+use flight::{Flight, Job, Order};
 use grid::Grid;
 
 /// Below this many copies, single descriptors cost next to nothing.
 const FEW: usize = 64;
 /// Prepared lists kept at once.
 const MAX_PREPARED: usize = 64;
-/// How long dropping the transport waits for operations to end of their own accord.
-const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How a [`Nixl`] transport is set up.
 #[derive(Clone, Debug)]
@@ -107,32 +113,34 @@ struct Shared {
     peers: Mutex<Vec<NixlPeer>>,
     /// The most recently used last.
     prepared: Mutex<VecDeque<(Key, Arc<Prepared>)>>,
-    under_way: Mutex<UnderWay>,
+    queue: Mutex<Queue>,
+    /// There is something for the driver, or it has done something others may wait for.
     changed: Condvar,
     /// After the agent: dropped when it is gone.
     abandoned: Abandoned,
 }
 
+/// What the driver is to do.
+#[derive(Debug, Default)]
+struct Queue {
+    flights: VecDeque<Arc<Flight>>,
+    /// Peers to forget as soon as nothing of theirs is under way.
+    leaving: Vec<NixlPeer>,
+    closing: bool,
+}
+
 /// Operations whose requests were released although NIXL had not ended them. They are safe when the
 /// agent is no more.
 #[derive(Debug, Default)]
-struct Abandoned(Mutex<Vec<(Arc<Flight>, Arc<Counters>)>>);
+struct Abandoned(Mutex<Vec<Arc<Flight>>>);
 
 impl Drop for Abandoned {
     fn drop(&mut self) {
         let flights = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (flight, counters) in flights.drain(..) {
-            let mut state = flight.lock();
-            state.abandoned = false;
-            state.release_if_settled(&counters);
+        for flight in flights.drain(..) {
+            flight.let_go(None);
         }
     }
-}
-
-#[derive(Debug, Default)]
-struct UnderWay {
-    flights: Vec<Arc<Flight>>,
-    closing: bool,
 }
 
 /// Which prepared list.
@@ -153,6 +161,10 @@ struct Inner {
     spans: Mutex<Arc<Spans>>,
     rate: Arc<RateWatch>,
     closed: AtomicBool,
+    /// Nothing new is posted while its metadata is being replaced.
+    paused: AtomicBool,
+    /// Operations that the driver has posted and that have not ended.
+    under_way: Mutex<usize>,
 }
 
 impl NixlPeer {
@@ -168,47 +180,19 @@ impl NixlPeer {
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
     }
+
+    fn under_way(&self) -> MutexGuard<'_, usize> {
+        self.0
+            .under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl fmt::Debug for NixlPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("NixlPeer").field(&self.0.instance).finish()
     }
-}
-
-/// A read or write under way in a [`Nixl`] transport.
-#[derive(Debug)]
-pub struct NixlTransfer {
-    flight: Arc<Flight>,
-    /// Gone when the transport is.
-    shared: Weak<Shared>,
-}
-
-/// An operation, shared by its owner and the driver.
-#[derive(Debug)]
-struct Flight {
-    peer: NixlPeer,
-    notification: Option<Vec<u8>>,
-    deadline: Instant,
-    began: Instant,
-    asked: u64,
-    posted_copies: u64,
-    bytes: u64,
-    state: Mutex<FlightState>,
-}
-
-#[derive(Debug)]
-struct FlightState {
-    /// Requests that NIXL may still be carrying out.
-    requests: Vec<Request>,
-    /// Requests were released although NIXL may still be carrying them out.
-    abandoned: bool,
-    outcome: Option<Result<Report, Error>>,
-    quarantined: bool,
-    posted: Instant,
-    /// The lists the requests were made from.
-    lists: Vec<Arc<Prepared>>,
-    holds: Vec<Hold>,
 }
 
 const DESCRIPTION: &[u8; 8] = b"kvfy-nxl";
@@ -237,15 +221,15 @@ impl Nixl {
             counters: Arc::default(),
             peers: Mutex::default(),
             prepared: Mutex::default(),
-            under_way: Mutex::default(),
+            queue: Mutex::default(),
             changed: Condvar::new(),
             abandoned: Abandoned::default(),
         });
         let driver = std::thread::Builder::new()
             .name("kvferry-nixl".to_owned())
             .spawn({
-                let shared = shared.clone();
-                move || shared.drive()
+                let driver = Driver::new(shared.clone());
+                move || driver.run()
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
         Ok(Self {
@@ -272,178 +256,124 @@ impl Nixl {
         if peer.0.closed.load(Ordering::SeqCst) {
             return Err(Error::Disconnected);
         }
-        let spans = peer.spans();
-        let admitted = self.shared.regions.admit(copies, direction, &spans)?;
+        let theirs = peer.spans();
+        let admitted = self.shared.regions.admit(copies, direction, &theirs)?;
         if admitted.on_gpu {
             peer.0.rate.gpu();
         }
         let ours = self.shared.regions.spans();
-        let mut lists = Vec::new();
-        let mut requests = Vec::new();
-        if let Some(request) = self.on_grids(
-            direction,
-            peer,
-            copies,
-            &admitted.copies,
-            (&ours, &spans),
-            &mut lists,
-        )? {
-            requests.push(request);
-        } else {
-            self.one_by_one(
-                direction,
-                peer,
-                &admitted.copies,
-                (&ours, &spans),
-                &mut requests,
-            )?;
-        }
-        self.shared.counters.start();
-        let flight = Arc::new(Flight {
+        let bytes = admitted.copies.iter().map(|copy| copy.bytes).sum();
+        let posted = admitted.copies.len();
+        let flight = Flight::new(Order {
             peer: peer.clone(),
-            notification: notification.map(<[u8]>::to_vec),
+            notification,
             deadline,
             began,
-            asked: copies.len() as u64,
-            posted_copies: admitted.copies.len() as u64,
-            bytes: admitted.copies.iter().map(|copy| copy.bytes).sum(),
-            state: Mutex::new(FlightState {
-                requests: Vec::new(),
-                abandoned: false,
-                outcome: None,
-                quarantined: false,
-                posted: began,
-                lists,
-                holds: admitted.holds,
-            }),
+            asked: copies.len(),
+            posted,
+            bytes,
+            job: job(direction, copies, admitted.copies, &ours, &theirs),
+            holds: admitted.holds,
+            counters: self.shared.counters.clone(),
         });
-        {
-            let mut state = flight.lock();
-            for mut request in requests {
-                match request.post() {
-                    Ok(true) => {}
-                    Ok(false) => state.requests.push(request),
-                    Err(code) => {
-                        self.shared.fail(&mut state, lost(code));
-                        break;
-                    }
-                }
-            }
-            state.posted = Instant::now();
-        }
-        self.shared.look_at(&flight);
-        if !flight.lock().is_settled() {
-            self.shared.under_way().flights.push(flight.clone());
-            self.shared.changed.notify_one();
-        }
-        Ok(NixlTransfer {
-            flight,
-            shared: Arc::downgrade(&self.shared),
+        self.shared.lock().flights.push_back(flight.clone());
+        self.shared.changed.notify_all();
+        flight.posted();
+        Ok(NixlTransfer(flight))
+    }
+
+    fn load(&self, metadata: &[u8]) -> Result<CString, Error> {
+        self.shared.agent.load(metadata).map_err(|code| {
+            Error::BadDescription(format!("NIXL cannot load the peer's metadata: {code}"))
         })
     }
 
-    /// One request over prepared lists, where the copies allow it and are many.
-    fn on_grids(
-        &self,
-        direction: Direction,
-        peer: &NixlPeer,
-        copies: &[Copy],
-        merged: &[Copy],
-        (ours, theirs): (&Spans, &Spans),
-        lists: &mut Vec<Arc<Prepared>>,
-    ) -> Result<Option<Request>, Error> {
-        if merged.len() <= FEW {
-            return Ok(None);
-        }
-        let local = |copy: &Copy| match direction {
-            Direction::Read => copy.destination,
-            Direction::Write => copy.source,
-        };
-        let remote = |copy: &Copy| match direction {
-            Direction::Read => copy.source,
-            Direction::Write => copy.destination,
-        };
-        let Some((our_grid, our_entries)) = Grid::of(copies, local, ours) else {
-            return Ok(None);
-        };
-        let Some((their_grid, their_entries)) = Grid::of(copies, remote, theirs) else {
-            return Ok(None);
-        };
-        let our_list = self.shared.prepared(None, our_grid)?;
-        let their_list = self.shared.prepared(Some(peer), their_grid)?;
-        let request = self
-            .shared
-            .agent
-            .request_prepared(
-                direction == Direction::Write,
-                &our_list,
-                &our_entries,
-                &their_list,
-                &their_entries,
-            )
-            .map_err(lost)?;
-        lists.extend([our_list, their_list]);
-        Ok(Some(request))
-    }
-
-    /// Requests over single descriptors: one for each pair of kinds of memory.
-    fn one_by_one(
-        &self,
-        direction: Direction,
-        peer: &NixlPeer,
-        merged: &[Copy],
-        (ours, theirs): (&Spans, &Spans),
-        requests: &mut Vec<Request>,
-    ) -> Result<(), Error> {
-        let place = |spans: &Spans, address, bytes, hint: &mut usize| {
-            *hint = spans.find(address, bytes, *hint).unwrap_or(usize::MAX);
-            spans
-                .0
-                .get(*hint)
-                .map_or(Place::Host, |region| region.place)
-        };
-        let (mut our_hint, mut their_hint) = (usize::MAX, usize::MAX);
-        // Whether each side is host memory, and the copies of which that is so.
-        type Group = ((bool, bool), Vec<(Span, Span)>);
-        let mut groups: Vec<Group> = Vec::new();
-        for copy in merged {
-            let (here, there) = match direction {
-                Direction::Read => (copy.destination, copy.source),
-                Direction::Write => (copy.source, copy.destination),
-            };
-            let here = (
-                here,
-                copy.bytes,
-                place(ours, here, copy.bytes, &mut our_hint),
-            );
-            let there = (
-                there,
-                copy.bytes,
-                place(theirs, there, copy.bytes, &mut their_hint),
-            );
-            let kinds = (here.2 == Place::Host, there.2 == Place::Host);
-            match groups.iter_mut().find(|(known, _)| *known == kinds) {
-                Some((_, group)) => group.push((here, there)),
-                None => groups.push((kinds, vec![(here, there)])),
+    /// Waits until nothing of a peer's is under way; then NIXL may be told new things about it.
+    fn quiesce(&self, peer: &NixlPeer, deadline: Instant) -> Result<(), Error> {
+        while *peer.under_way() > 0 {
+            if Instant::now() >= deadline {
+                return Err(Error::DeadlinePassed);
             }
-        }
-        for (kinds, group) in groups {
-            if !kinds.0 || !kinds.1 {
-                peer.0.rate.gpu();
-            }
-            let request = self
-                .shared
-                .agent
-                .request(
-                    direction == Direction::Write,
-                    &peer.0.name,
-                    group.iter().map(|pair| pair.0),
-                    group.iter().map(|pair| pair.1),
-                )
-                .map_err(lost)?;
-            requests.push(request);
+            std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
+    }
+
+    /// Replaces what NIXL knows of a peer.
+    fn reload(
+        &self,
+        peer: &NixlPeer,
+        spans: Spans,
+        metadata: &[u8],
+        deadline: Instant,
+    ) -> Result<(), Error> {
+        peer.0.paused.store(true, Ordering::SeqCst);
+        let loaded = self.quiesce(peer, deadline).and_then(|()| {
+            self.shared.forget_prepared(peer.0.instance);
+            // NIXL does not add to what it knows of a peer.
+            let _ = self.shared.agent.forget(&peer.0.name);
+            self.load(metadata)
+        });
+        if loaded.is_ok() {
+            *peer.0.spans.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(spans);
+        }
+        peer.0.paused.store(false, Ordering::SeqCst);
+        self.shared.changed.notify_all();
+        loaded.map(|_| ())
+    }
+}
+
+/// How to carry copies out: on prepared lists, where they allow it and are many, or one by one.
+fn job(
+    direction: Direction,
+    copies: &[Copy],
+    merged: Vec<Copy>,
+    ours: &Spans,
+    theirs: &Spans,
+) -> Job {
+    let write = direction == Direction::Write;
+    let here = |copy: &Copy| if write { copy.source } else { copy.destination };
+    let there = |copy: &Copy| if write { copy.destination } else { copy.source };
+    if merged.len() > FEW
+        && let Some(our_grid) = Grid::of(copies, here, ours)
+        && let Some(their_grid) = Grid::of(copies, there, theirs)
+    {
+        return Job::OnGrids {
+            write,
+            ours: our_grid,
+            theirs: their_grid,
+        };
+    }
+    let place = |spans: &Spans, address, bytes, hint: &mut usize| {
+        *hint = spans.find(address, bytes, *hint).unwrap_or(usize::MAX);
+        let region = spans.0.get(*hint);
+        region.map_or(Place::Host, |region| region.place)
+    };
+    let (mut our_hint, mut their_hint) = (usize::MAX, usize::MAX);
+    // A request's descriptors are of one kind of memory on each side.
+    type Group = ((bool, bool), Vec<(Span, Span)>);
+    let mut groups: Vec<Group> = Vec::new();
+    for copy in &merged {
+        let (here, there) = (here(copy), there(copy));
+        let here = (
+            here,
+            copy.bytes,
+            place(ours, here, copy.bytes, &mut our_hint),
+        );
+        let there = (
+            there,
+            copy.bytes,
+            place(theirs, there, copy.bytes, &mut their_hint),
+        );
+        let kinds = (here.2 == Place::Host, there.2 == Place::Host);
+        match groups.iter_mut().find(|(known, _)| *known == kinds) {
+            Some((_, group)) => group.push((here, there)),
+            None => groups.push((kinds, vec![(here, there)])),
+        }
+    }
+    Job::OneByOne {
+        write,
+        groups: groups.into_iter().map(|(_, group)| group).collect(),
     }
 }
 
@@ -472,7 +402,7 @@ impl Transport for Nixl {
         let region = self.shared.regions.remove(region, deadline, || (), || ())?;
         self.shared
             .lock_prepared()
-            .retain(|(key, _)| key.peer.is_some() || key.grid.region.base != region.base);
+            .retain(|(key, _)| key.peer.is_some() || key.grid.region != region);
         self.shared
             .agent
             .deregister((region.base, region.bytes, region.place))
@@ -502,20 +432,23 @@ impl Transport for Nixl {
         Ok(out)
     }
 
-    fn connect(&self, description: &[u8], _deadline: Instant) -> Result<NixlPeer, Error> {
+    fn connect(&self, description: &[u8], deadline: Instant) -> Result<NixlPeer, Error> {
         let (instance, spans, metadata) = parse(description)?;
         // Held throughout, so that two calls do not load the same peer at once.
         let mut peers = self.shared.lock_peers();
         let known = peers.iter().find(|peer| peer.0.instance == instance);
         if let Some(peer) = known.cloned() {
             if *peer.spans() != spans {
-                // NIXL does not add to what it knows of a peer.
-                self.shared.forget_prepared(instance);
-                let _ = self.shared.agent.forget(&peer.0.name);
-                self.load(metadata)?;
-                *peer.0.spans.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(spans);
+                self.reload(&peer, spans, metadata, deadline)?;
             }
             return Ok(peer);
+        }
+        // It may have been disconnected a moment ago: NIXL must have forgotten it first.
+        while (self.shared.lock().leaving.iter()).any(|peer| peer.0.instance == instance) {
+            if Instant::now() >= deadline {
+                return Err(Error::DeadlinePassed);
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
         let loaded = self.load(metadata)?;
         if loaded.to_bytes() != name(instance).as_bytes() {
@@ -524,12 +457,19 @@ impl Transport for Nixl {
                 "it names one process and holds the metadata of another".to_owned(),
             ));
         }
+        let gpu = spans.0.iter().any(|region| region.place != Place::Host);
+        let rate = RateWatch::new(Link::Nixl(Link::fastest_rdma()));
+        if gpu {
+            rate.gpu();
+        }
         let peer = NixlPeer(Arc::new(Inner {
             instance,
             name: loaded,
             spans: Mutex::new(Arc::new(spans)),
-            rate: Arc::new(RateWatch::new(Link::Nixl(Link::fastest_rdma()))),
+            rate: Arc::new(rate),
             closed: AtomicBool::new(false),
+            paused: AtomicBool::new(false),
+            under_way: Mutex::new(0),
         }));
         peers.push(peer.clone());
         Ok(peer)
@@ -539,18 +479,13 @@ impl Transport for Nixl {
         if peer.0.closed.swap(true, Ordering::SeqCst) {
             return;
         }
-        let flights: Vec<_> = {
-            let under_way = self.shared.under_way();
-            let of_peer = |flight: &&Arc<Flight>| Arc::ptr_eq(&flight.peer.0, &peer.0);
-            under_way.flights.iter().filter(of_peer).cloned().collect()
-        };
-        for flight in flights {
-            self.shared.stop(&flight, Error::Disconnected);
-        }
-        self.shared.forget_prepared(peer.0.instance);
-        let mut peers = self.shared.lock_peers();
-        peers.retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
-        let _ = self.shared.agent.forget(&peer.0.name);
+        // Before it leaves the list of peers, so that whoever connects to it again finds it in one
+        // of the two.
+        self.shared.lock().leaving.push(peer.clone());
+        self.shared
+            .lock_peers()
+            .retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
+        self.shared.changed.notify_all();
     }
 
     fn read(
@@ -574,7 +509,7 @@ impl Transport for Nixl {
     }
 
     fn notifications(&self, until: Instant) -> Result<Vec<Notification>, Error> {
-        let mut pause = Pause::default();
+        let mut pause = driver::Pause::default();
         loop {
             let arrived =
                 self.shared.agent.notifications().map_err(|code| {
@@ -591,7 +526,7 @@ impl Transport for Nixl {
             if !arrived.is_empty() || left.is_zero() {
                 return Ok(arrived);
             }
-            pause.sleep(left);
+            std::thread::sleep(pause.next().min(left));
         }
     }
 
@@ -600,130 +535,29 @@ impl Transport for Nixl {
     }
 }
 
-impl Nixl {
-    fn load(&self, metadata: &[u8]) -> Result<CString, Error> {
-        self.shared.agent.load(metadata).map_err(|code| {
-            Error::BadDescription(format!("NIXL cannot load the peer's metadata: {code}"))
-        })
-    }
-}
-
 impl Drop for Nixl {
     fn drop(&mut self) {
-        let flights = {
-            let mut under_way = self.shared.under_way();
-            under_way.closing = true;
-            under_way.flights.clone()
-        };
+        self.shared.lock().closing = true;
         self.shared.changed.notify_all();
+        // The driver ends everything; what it could not end is safe once the agent, of which this
+        // transport now has the last hold, is gone.
         if let Some(driver) = self.driver.take() {
             let _ = driver.join();
-        }
-        for flight in &flights {
-            self.shared.stop(flight, Error::Disconnected);
-        }
-        let until = Instant::now() + LAST_PATIENCE;
-        let mut pause = Pause::default();
-        while flights.iter().any(|flight| !flight.lock().is_settled()) && Instant::now() < until {
-            for flight in &flights {
-                self.shared.look_at(flight);
-            }
-            pause.sleep(LAST_PATIENCE);
-        }
-        for peer in std::mem::take(&mut *self.shared.lock_peers()) {
-            let _ = self.shared.agent.forget(&peer.0.name);
-        }
-        self.shared.lock_prepared().clear();
-        for flight in flights {
-            self.shared.give_up(&flight);
-        }
-        // Another thread may be in the middle of a poll, which ends at once. Then the agent goes
-        // with this transport, and not later.
-        while Arc::strong_count(&self.shared) > 1 {
-            std::thread::sleep(Duration::from_micros(50));
-        }
-    }
-}
-
-impl Operation for NixlTransfer {
-    fn poll(&self) -> Status {
-        if let Some(shared) = self.shared.upgrade() {
-            shared.look_at(&self.flight);
-        }
-        self.flight.status()
-    }
-
-    fn wait(&self, until: Instant) -> Status {
-        let mut pause = Pause::default();
-        loop {
-            let status = self.poll();
-            let left = until.saturating_duration_since(Instant::now());
-            if status.is_safe() || left.is_zero() {
-                return status;
-            }
-            pause.sleep(left);
-        }
-    }
-
-    fn cancel(&self) {
-        if let Some(shared) = self.shared.upgrade() {
-            shared.stop(&self.flight, Error::Cancelled);
-        }
-    }
-}
-
-impl Drop for NixlTransfer {
-    fn drop(&mut self) {
-        self.cancel();
-    }
-}
-
-impl Flight {
-    fn lock(&self) -> MutexGuard<'_, FlightState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn status(&self) -> Status {
-        let state = self.lock();
-        match &state.outcome {
-            None => Status::InProgress,
-            Some(Ok(report)) => Status::Done(*report),
-            Some(Err(error)) if state.is_settled() => Status::Failed(error.clone()),
-            Some(Err(error)) => Status::Quarantined(error.clone()),
-        }
-    }
-}
-
-impl FlightState {
-    /// Whether nothing is left to look after.
-    fn is_settled(&self) -> bool {
-        self.outcome.is_some() && self.requests.is_empty() && !self.abandoned
-    }
-
-    fn release_if_settled(&mut self, counters: &Counters) {
-        if self.is_settled() {
-            if std::mem::take(&mut self.quarantined) {
-                counters.settle();
-            }
-            self.holds = Vec::new();
-            self.lists = Vec::new();
         }
     }
 }
 
 impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_peers(&self) -> MutexGuard<'_, Vec<NixlPeer>> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_prepared(&self) -> MutexGuard<'_, VecDeque<(Key, Arc<Prepared>)>> {
         self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn under_way(&self) -> MutexGuard<'_, UnderWay> {
-        self.under_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn forget_prepared(&self, peer: Instance) {
@@ -756,135 +590,6 @@ impl Shared {
         }
         prepared.push_back((key, list.clone()));
         Ok(list)
-    }
-
-    /// Asks NIXL how an operation stands, and does what follows from it.
-    fn look_at(&self, flight: &Flight) {
-        let mut state = flight.lock();
-        if state.is_settled() {
-            return;
-        }
-        let mut error = None;
-        state.requests.retain_mut(|request| match request.ended() {
-            Ok(ended) => !ended,
-            Err(code) => {
-                error = Some(lost(code));
-                false
-            }
-        });
-        if state.outcome.is_none() {
-            if let Some(error) = error {
-                self.fail(&mut state, error);
-            } else if state.requests.is_empty() {
-                self.finish(flight, &mut state);
-            } else if Instant::now() >= flight.deadline {
-                self.fail(&mut state, Error::DeadlinePassed);
-            }
-        }
-        state.release_if_settled(&self.counters);
-    }
-
-    /// All bytes are in place.
-    fn finish(&self, flight: &Flight, state: &mut FlightState) {
-        if let Some(message) = &flight.notification
-            && let Err(code) = self.agent.notify(&flight.peer.0.name, message)
-        {
-            self.fail(state, lost(code));
-            return;
-        }
-        let report = Report {
-            bytes: flight.bytes,
-            copies: flight.asked,
-            copies_posted: flight.posted_copies,
-            time_to_post: state.posted.saturating_duration_since(flight.began),
-            time_on_wire: state.posted.elapsed(),
-        };
-        state.outcome = Some(Ok(report));
-        self.counters.done(&report);
-        flight.peer.0.rate.observe(&report);
-    }
-
-    fn fail(&self, state: &mut FlightState, error: Error) {
-        state.outcome = Some(Err(error));
-        state.quarantined = !state.requests.is_empty();
-        self.counters.fail(state.quarantined);
-    }
-
-    fn stop(&self, flight: &Flight, error: Error) {
-        let mut state = flight.lock();
-        if state.outcome.is_none() {
-            self.fail(&mut state, error);
-            state.release_if_settled(&self.counters);
-        }
-    }
-
-    /// Lets go of requests that NIXL is still carrying out: only for when the agent goes too.
-    fn give_up(&self, flight: &Arc<Flight>) {
-        let requests = {
-            let mut state = flight.lock();
-            if state.is_settled() {
-                return;
-            }
-            state.abandoned = true;
-            state.lists = Vec::new();
-            std::mem::take(&mut state.requests)
-        };
-        let mut abandoned = self
-            .abandoned
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        abandoned.push((flight.clone(), self.counters.clone()));
-        drop(requests);
-    }
-
-    /// The driver's life: looks after operations, so that they end, notify and settle whether their
-    /// owners poll them or not.
-    fn drive(&self) {
-        let mut under_way = self.under_way();
-        let mut pause = Pause::default();
-        while !under_way.closing {
-            if under_way.flights.is_empty() {
-                under_way = self
-                    .changed
-                    .wait(under_way)
-                    .unwrap_or_else(PoisonError::into_inner);
-                pause = Pause::default();
-                continue;
-            }
-            let flights = under_way.flights.clone();
-            drop(under_way);
-            for flight in &flights {
-                self.look_at(flight);
-            }
-            drop(flights);
-            pause.sleep(Duration::from_millis(10));
-            under_way = self.under_way();
-            let before = under_way.flights.len();
-            under_way
-                .flights
-                .retain(|flight| !flight.lock().is_settled());
-            if under_way.flights.len() < before {
-                pause = Pause::default();
-            }
-        }
-    }
-}
-
-/// Longer and longer pauses between two looks.
-#[derive(Debug, Default)]
-struct Pause(u32);
-
-impl Pause {
-    fn sleep(&mut self, longest: Duration) {
-        self.0 += 1;
-        let micros = match self.0 {
-            0..=8 => 20,
-            9..=64 => 100,
-            65..=512 => 500,
-            _ => 2000,
-        };
-        std::thread::sleep(Duration::from_micros(micros).min(longest));
     }
 }
 

@@ -92,8 +92,8 @@ enum Work {
     Notify(Arc<Progress>, u64),
     /// Ask for the table.
     Table(Arc<TableRequest>),
-    /// Connect again, for the sake of writes that may still land.
-    Settle,
+    /// Connect: there is something to do, or writes that may still land must be settled.
+    Connect,
     /// Wait for the answer that is due.
     Answer,
     /// End.
@@ -472,6 +472,17 @@ impl<'a> LaneThread<'a> {
             if queue.closing {
                 return Work::Closing;
             }
+            // A lane without a connection takes nothing before it has one: opening it may take long
+            // when the peer is slow, and other lanes may have theirs.
+            let waiting = !queue.operations.is_empty()
+                || (self.number == 0
+                    && !(queue.tables.is_empty()
+                        && queue.notify.is_empty()
+                        && self.unheard.is_empty()));
+            if self.stream.is_none() && waiting {
+                self.link.work.notify_one();
+                return Work::Connect;
+            }
             if self.number == 0 {
                 if let Some(table) = queue.tables.pop_front() {
                     return Work::Table(table);
@@ -509,7 +520,7 @@ impl<'a> LaneThread<'a> {
                 let now = Instant::now();
                 match self.retry_at.filter(|&at| at > now) {
                     Some(at) => Some(at - now),
-                    None => return Work::Settle,
+                    None => return Work::Connect,
                 }
             };
             let work = &self.link.work;
@@ -558,7 +569,7 @@ impl<'a> LaneThread<'a> {
                 operation.stop(error.clone());
             }
             Work::Table(table) => table.set(Err(error.clone())),
-            Work::Settle | Work::Answer | Work::Closing => {}
+            Work::Connect | Work::Answer | Work::Closing => {}
         }
     }
 
@@ -589,7 +600,7 @@ impl<'a> LaneThread<'a> {
                 self.on_the_way.push_back(OnTheWay::Table(table, header.id));
                 socket::send_bytes(stream, &header.encode())
             }
-            Work::Settle | Work::Answer | Work::Closing => Ok(()),
+            Work::Connect | Work::Answer | Work::Closing => Ok(()),
         };
         sent.map_err(lost)
     }

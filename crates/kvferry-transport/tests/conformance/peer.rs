@@ -1,7 +1,9 @@
 //! The other process: serves memory and does what it is told over its standard input.
 
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write as _};
+use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -110,6 +112,15 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
     let [bytes, seed] = arguments else {
         panic!("a peer needs the size of its memory and a seed");
     };
+    // UCX writes its warnings to the standard output: what goes there from now on goes to the
+    // standard error.
+    let mut output = {
+        let output = std::io::stdout().as_fd().try_clone_to_owned().unwrap();
+        // SAFETY: both descriptors are open, and nobody owns the standard output.
+        assert_eq!(unsafe { libc::dup2(2, 1) }, 1);
+        File::from(output)
+    };
+    let mut say = |line: &str| writeln!(output, "{line}").unwrap();
     let memory = Memory::new(bytes.parse().unwrap());
     memory.set(&pattern(seed.parse().unwrap(), memory.bytes()));
     let transport = B::new().unwrap();
@@ -187,12 +198,6 @@ fn judge(memory: &Memory, notification: &Notification) -> String {
     let byte: u8 = byte.parse().unwrap();
     let there = (offset..offset + length).all(|at| memory.byte(at) == byte);
     format!("{text}={there}")
-}
-
-fn say(line: &str) {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").unwrap();
-    out.flush().unwrap();
 }
 
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
