@@ -136,8 +136,10 @@ impl Life {
     /// Takes note of what has happened, and says what to do.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         if self.phase.is_end() {
-            // What matters after the end is only that the blocks are at rest.
-            if event != Event::Settled || !self.landing {
+            // What matters after the end is only that the blocks are at rest. The last byte may have
+            // been on its way to be reported when the end came.
+            let at_rest = matches!(event, Event::Settled | Event::Arrived);
+            if !at_rest || !self.landing {
                 return vec![];
             }
             self.landing = false;
@@ -232,6 +234,13 @@ mod tests {
             assert_eq!(life.on(Event::Settled), [Action::HandBack]);
             assert_eq!(life.on(Event::Settled), [], "handed back once");
         }
+    }
+
+    #[test]
+    fn an_abort_may_cross_the_last_byte() {
+        let (mut life, _) = through(&[Event::Admitted, Event::Known, Event::Abort]);
+        assert_eq!(life.on(Event::Arrived), [Action::HandBack]);
+        assert_eq!(life.phase(), &Phase::Aborted);
     }
 
     #[test]

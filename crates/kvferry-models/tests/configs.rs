@@ -109,8 +109,20 @@ fn contradictions_inside_a_configuration_are_found() {
 #[test]
 fn nothing_panics() {
     let odd = [
-        json!(null), json!(0), json!(1), json!(-1), json!(1 << 20), json!(u64::MAX), json!(0.5),
-        json!(""), json!("x"), json!([]), json!([0]), json!(["x"]), json!({}), json!(true),
+        json!(null),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(1 << 20),
+        json!(u64::MAX),
+        json!(0.5),
+        json!(""),
+        json!("x"),
+        json!([]),
+        json!([0]),
+        json!(["x"]),
+        json!({}),
+        json!(true),
     ];
     for preset in kvferry_models::presets::all() {
         let config: Value = serde_json::from_str(preset.config).unwrap();

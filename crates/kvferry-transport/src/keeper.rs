@@ -65,24 +65,17 @@ impl Keeper {
                 move || shared.run()
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
-        Ok(Self {
-            shared,
-            thread: Some(thread),
-        })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     pub(crate) fn watch(&self, operation: &Arc<Progress>) {
         let mut state = self.shared.lock();
         if state.watched.len() >= state.sweep_at.max(256) {
-            state
-                .watched
-                .retain(|Reverse(watched)| watched.operation.strong_count() > 0);
+            state.watched.retain(|Reverse(watched)| watched.operation.strong_count() > 0);
             state.sweep_at = state.watched.len() * 2;
         }
-        let sooner = state
-            .watched
-            .peek()
-            .is_none_or(|Reverse(first)| operation.deadline < first.deadline);
+        let sooner =
+            state.watched.peek().is_none_or(|Reverse(first)| operation.deadline < first.deadline);
         state.watched.push(Reverse(Watched {
             deadline: operation.deadline,
             operation: Arc::downgrade(operation),
@@ -114,10 +107,7 @@ impl Shared {
             let now = Instant::now();
             let next = state.watched.peek().map(|Reverse(first)| first.deadline);
             state = match next {
-                None => self
-                    .changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) if deadline <= now => {
                     let operation = state.watched.pop().and_then(|w| w.0.operation.upgrade());
                     drop(state);

@@ -32,13 +32,11 @@ pub(crate) fn merge(
             Direction::Write => (copy.source, copy.destination),
         };
         let find = |spans: &Spans, side, address, hint| {
-            spans
-                .find(address, copy.bytes, hint)
-                .ok_or(Error::OutsideRegion {
-                    side,
-                    address,
-                    bytes: copy.bytes,
-                })
+            spans.find(address, copy.bytes, hint).ok_or(Error::OutsideRegion {
+                side,
+                address,
+                bytes: copy.bytes,
+            })
         };
         let local_now = find(local, Side::Local, ours, local_span)?;
         let peer_now = find(peer, Side::Peer, theirs, peer_span)?;

@@ -187,10 +187,7 @@ impl Progress {
 
     fn cut(&self, state: &mut State, max_copies: usize, max_bytes: u64) -> Option<Chunk> {
         let rest = self.copies.get(state.next..)?;
-        let mut chunk = Chunk {
-            copies: Vec::with_capacity(rest.len().min(max_copies)),
-            bytes: 0,
-        };
+        let mut chunk = Chunk { copies: Vec::with_capacity(rest.len().min(max_copies)), bytes: 0 };
         for copy in rest.iter().take(max_copies) {
             if chunk.bytes == max_bytes {
                 break;
@@ -361,11 +358,7 @@ impl Progress {
             };
             // A little longer than needed, so that the deadline has passed after the wake-up.
             let pause = wake.saturating_duration_since(now) + Duration::from_micros(50);
-            drop(
-                self.changed
-                    .wait_timeout(state, pause)
-                    .unwrap_or_else(PoisonError::into_inner),
-            );
+            drop(self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner));
         }
     }
 }
@@ -411,11 +404,7 @@ mod tests {
     }
 
     fn one(bytes: u64) -> Vec<Copy> {
-        vec![Copy {
-            source: 1000,
-            destination: 5000,
-            bytes,
-        }]
+        vec![Copy { source: 1000, destination: 5000, bytes }]
     }
 
     #[test]

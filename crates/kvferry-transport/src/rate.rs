@@ -131,10 +131,7 @@ impl RateWatch {
             return None;
         }
         let rate = report.rate()?;
-        let best = self
-            .best
-            .fetch_max(rate.to_bits(), Ordering::Relaxed)
-            .max(rate.to_bits());
+        let best = self.best.fetch_max(rate.to_bits(), Ordering::Relaxed).max(rate.to_bits());
         let best = f64::from_bits(best);
         if self.looked_at.fetch_add(1, Ordering::Relaxed) + 1 != LOOKED_AT {
             return None;
@@ -158,18 +155,11 @@ mod tests {
     use std::time::Duration;
 
     fn report(bytes: u64, millis: u64) -> Report {
-        Report {
-            bytes,
-            time_on_wire: Duration::from_millis(millis),
-            ..Report::default()
-        }
+        Report { bytes, time_on_wire: Duration::from_millis(millis), ..Report::default() }
     }
 
     fn warnings(watch: &RateWatch, reports: impl IntoIterator<Item = Report>) -> Vec<String> {
-        reports
-            .into_iter()
-            .filter_map(|report| watch.judge(&report))
-            .collect()
+        reports.into_iter().filter_map(|report| watch.judge(&report)).collect()
     }
 
     #[test]

@@ -31,11 +31,7 @@ pub struct Region {
 impl Region {
     /// A region of ordinary memory.
     pub fn host(base: u64, bytes: u64) -> Self {
-        Self {
-            base,
-            bytes,
-            place: Place::Host,
-        }
+        Self { base, bytes, place: Place::Host }
     }
 
     /// The address after the last byte; `None` when it does not exist.
@@ -84,20 +80,12 @@ impl Regions {
             .is_some_and(|entry| entry.region.base + entry.region.bytes > region.base);
         let after = table.get(at).is_some_and(|entry| entry.region.base < end);
         if before || after {
-            return Err(Error::Overlap {
-                address: region.base,
-                bytes: region.bytes,
-            });
+            return Err(Error::Overlap { address: region.base, bytes: region.bytes });
         }
         let id = RegionId(self.next.fetch_add(1, Ordering::Relaxed));
         table.insert(
             at,
-            Entry {
-                id,
-                region,
-                operations: Hold::default(),
-                serving: Hold::default(),
-            },
+            Entry { id, region, operations: Hold::default(), serving: Hold::default() },
         );
         Ok(id)
     }
@@ -117,10 +105,7 @@ impl Regions {
     ) -> Result<Region, Error> {
         let entry = loop {
             let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-            let at = table
-                .iter()
-                .position(|entry| entry.id == id)
-                .ok_or(Error::NoSuchRegion)?;
+            let at = table.iter().position(|entry| entry.id == id).ok_or(Error::NoSuchRegion)?;
             if Arc::strong_count(&table[at].operations) == 1 {
                 break table.remove(at);
             }
@@ -171,11 +156,7 @@ impl Regions {
         let holds = std::iter::zip(all, touched)
             .filter_map(|(hold, touched)| touched.then_some(hold))
             .collect();
-        Ok(Admitted {
-            copies: merged,
-            holds,
-            on_gpu,
-        })
+        Ok(Admitted { copies: merged, holds, on_gpu })
     }
 
     /// Checks that each of `pieces` (address, bytes) lies in registered host memory, and holds the
@@ -185,11 +166,7 @@ impl Regions {
         let mut holds: Vec<Hold> = Vec::new();
         let mut last = usize::MAX;
         for &(address, bytes) in pieces {
-            let outside = || Error::OutsideRegion {
-                side: Side::Peer,
-                address,
-                bytes,
-            };
+            let outside = || Error::OutsideRegion { side: Side::Peer, address, bytes };
             let end = address.checked_add(bytes).ok_or_else(outside)?;
             let mut at = table.partition_point(|e| e.region.base + e.region.bytes <= address);
             let mut covered = address;
@@ -254,9 +231,7 @@ impl Spans {
         if self.0.get(hint).is_some_and(holds) {
             return Some(hint);
         }
-        let at = self
-            .0
-            .partition_point(|region| region.base + region.bytes <= address);
+        let at = self.0.partition_point(|region| region.base + region.bytes <= address);
         self.0.get(at).filter(|region| holds(region)).map(|_| at)
     }
 }
@@ -293,25 +268,13 @@ mod tests {
         let regions = Regions::default();
         let id = regions.insert(Region::host(100, 50)).unwrap();
         let other = regions.insert(Region::host(200, 50)).unwrap();
-        let copy = Copy {
-            source: 7,
-            destination: 110,
-            bytes: 5,
-        };
-        let admitted = regions
-            .admit(&[copy], Direction::Read, &Spans::everything())
-            .unwrap();
+        let copy = Copy { source: 7, destination: 110, bytes: 5 };
+        let admitted = regions.admit(&[copy], Direction::Read, &Spans::everything()).unwrap();
         assert!(regions.remove(other, Instant::now(), || (), || ()).is_ok());
-        assert_eq!(
-            regions.remove(id, Instant::now(), || (), || ()),
-            Err(Error::RegionBusy)
-        );
+        assert_eq!(regions.remove(id, Instant::now(), || (), || ()), Err(Error::RegionBusy));
         drop(admitted);
         assert!(regions.remove(id, soon(), || (), || ()).is_ok());
-        assert_eq!(
-            regions.remove(id, soon(), || (), || ()),
-            Err(Error::NoSuchRegion)
-        );
+        assert_eq!(regions.remove(id, soon(), || (), || ()), Err(Error::NoSuchRegion));
     }
 
     #[test]
@@ -319,9 +282,7 @@ mod tests {
         let regions = Regions::default();
         let id = regions.insert(Region::host(100, 50)).unwrap();
         let holds = regions.serve(&[(100, 50)]).unwrap();
-        regions
-            .remove(id, Instant::now(), || (), || drop(holds))
-            .unwrap();
+        regions.remove(id, Instant::now(), || (), || drop(holds)).unwrap();
         assert!(regions.serve(&[(100, 1)]).is_err());
     }
 

@@ -68,11 +68,9 @@ impl Contender {
     fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Nixl | Self::NixlBare => &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n")],
-            Self::NixlBareTcp => &[
-                ("UCX_NET_DEVICES", "lo"),
-                ("UCX_MEM_EVENTS", "n"),
-                ("UCX_TLS", "tcp"),
-            ],
+            Self::NixlBareTcp => {
+                &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n"), ("UCX_TLS", "tcp")]
+            }
             Self::MooncakeTcp => &[("GLOG_minloglevel", "3"), ("MC_LOG_LEVEL", "ERROR")],
             _ => &[],
         }
@@ -162,9 +160,7 @@ impl Running {
         let mut command = match contender {
             Contender::MooncakeTcp => {
                 let mut command = Command::new(python);
-                command
-                    .args(["-c", include_str!("mooncake.py"), "read"])
-                    .arg(bytes.to_string());
+                command.args(["-c", include_str!("mooncake.py"), "read"]).arg(bytes.to_string());
                 command
             }
             _ => worker(contender, "read", bytes)?,
@@ -176,16 +172,10 @@ impl Running {
             .spawn()?;
         let input = child.stdin.take().ok_or("no pipe to a worker")?;
         let output = child.stdout.take().ok_or("no pipe from a worker")?;
-        let mut running = Self {
-            pids: vec![child.id()],
-            child,
-            input,
-            output: BufReader::new(output),
-        };
+        let mut running =
+            Self { pids: vec![child.id()], child, input, output: BufReader::new(output) };
         let ready = running.line(contender)?;
-        let peer = ready
-            .strip_prefix("ready ")
-            .ok_or("a worker is not ready")?;
+        let peer = ready.strip_prefix("ready ").ok_or("a worker is not ready")?;
         running.pids.extend(peer.parse::<u32>().ok());
         Ok(running)
     }
@@ -214,10 +204,7 @@ impl Running {
             let nanos = numbers.next().ok_or("a worker said too little")??;
             Ok(Duration::from_nanos(nanos))
         };
-        Ok(Sample {
-            total: next()?,
-            post: next()?,
-        })
+        Ok(Sample { total: next()?, post: next()? })
     }
 }
 
@@ -230,9 +217,7 @@ impl Drop for Running {
 
 fn worker(contender: Contender, role: &str, bytes: usize) -> Result<Command, Failure> {
     let mut command = Command::new(std::env::current_exe()?);
-    command
-        .args(["bench", "worker", contender.name(), role])
-        .arg(bytes.to_string());
+    command.args(["bench", "worker", contender.name(), role]).arg(bytes.to_string());
     Ok(command)
 }
 
@@ -257,9 +242,7 @@ impl Worker {
         if unsafe { libc::dup2(2, 1) } < 0 {
             return Err(io::Error::last_os_error().into());
         }
-        let talk = Talk {
-            output: output.into(),
-        };
+        let talk = Talk { output: output.into() };
         match (self.contender, self.role.as_str()) {
             (Contender::Memcpy, _) => self.memcpy(talk),
             (Contender::Local, "read") => self.read(talk, &Local::new(LocalOptions::default())?),
@@ -307,12 +290,7 @@ impl Worker {
         let description = (0..hex.len() / 2)
             .map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16))
             .collect::<Result<_, _>>()?;
-        Ok(Peer {
-            child,
-            pid,
-            base,
-            description,
-        })
+        Ok(Peer { child, pid, base, description })
     }
 
     fn memcpy(&self, talk: Talk) -> Result<(), Failure> {
@@ -356,10 +334,7 @@ impl Worker {
                 Status::Done(_) => {}
                 other => return Err(format!("a read ended as {other:?}").into()),
             }
-            Ok(Sample {
-                total: began.elapsed(),
-                post,
-            })
+            Ok(Sample { total: began.elapsed(), post })
         });
         transport.deregister(region, soon())?;
         done
@@ -372,9 +347,7 @@ impl Worker {
         let library = capi::Nixl::load(&nixl::find(None)?)?;
         let mut settings = NixlOptions::default().settings();
         // Its default: copies are made by whoever posts. Nobody else uses this loop's time.
-        settings
-            .parameters
-            .retain(|(key, _)| key.starts_with("ucx_"));
+        settings.parameters.retain(|(key, _)| key.starts_with("ucx_"));
         let agent = capi::Agent::new(&library, "bare", &settings)
             .map_err(|error| format!("NIXL gives no agent: {error:?}"))?;
         let agent = Arc::new(agent);
@@ -397,15 +370,11 @@ impl Worker {
                 let theirs = agent.prepare(Some(&name), Place::Host, cells(process.base))?;
                 lists.push((case.piece, ours, theirs));
             }
-            let (_, ours, theirs) = lists
-                .iter()
-                .find(|(piece, ..)| *piece == case.piece)
-                .ok_or("a list is missing")?;
+            let (_, ours, theirs) =
+                lists.iter().find(|(piece, ..)| *piece == case.piece).ok_or("a list is missing")?;
             let our_entries: Vec<i32> = (0..sources.len() as i32).collect();
-            let their_entries: Vec<i32> = sources
-                .iter()
-                .map(|source| (source / case.piece) as i32)
-                .collect();
+            let their_entries: Vec<i32> =
+                sources.iter().map(|source| (source / case.piece) as i32).collect();
             let began = Instant::now();
             let mut request =
                 agent.request_prepared(false, ours, &our_entries, theirs, &their_entries)?;
@@ -418,10 +387,7 @@ impl Worker {
                 std::thread::yield_now();
                 ended = request.ended()?;
             }
-            Ok(Sample {
-                total: began.elapsed(),
-                post,
-            })
+            Ok(Sample { total: began.elapsed(), post })
         });
         drop(lists);
         agent.deregister(span)?;
@@ -441,10 +407,7 @@ impl Worker {
         while io::stdin().read_line(&mut line)? > 0 {
             let mut words = line.trim_end().split(' ');
             let mut next = || words.next().ok_or("the bench said too little");
-            let case = Case {
-                piece: next()?.parse()?,
-                order: next()?.parse()?,
-            };
+            let case = Case { piece: next()?.parse()?, order: next()?.parse()? };
             let check = next()? == "1";
             if check {
                 memory.fill(0);
@@ -460,11 +423,7 @@ impl Worker {
                     }
                 }
             }
-            talk.say(&format!(
-                "{} {}",
-                sample.total.as_nanos(),
-                sample.post.as_nanos()
-            ))?;
+            talk.say(&format!("{} {}", sample.total.as_nanos(), sample.post.as_nanos()))?;
             line.clear();
         }
         Ok(())

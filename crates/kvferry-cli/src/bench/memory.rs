@@ -26,10 +26,7 @@ impl Memory {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self {
-            base: base.cast(),
-            bytes,
-        })
+        Ok(Self { base: base.cast(), bytes })
     }
 
     pub(super) fn base(&self) -> u64 {
@@ -58,10 +55,7 @@ impl Memory {
     /// Copies a piece of `other` into this memory.
     pub(super) fn copy_from(&self, other: &Self, from: usize, to: usize, bytes: usize) {
         let inside = |memory: &Self, at: usize| at + bytes <= memory.bytes;
-        assert!(
-            inside(other, from) && inside(self, to),
-            "outside the memory"
-        );
+        assert!(inside(other, from) && inside(self, to), "outside the memory");
         // SAFETY: both spans lie in their mappings, which are different ones.
         unsafe {
             std::ptr::copy_nonoverlapping(other.base.add(from), self.base.add(to), bytes);

@@ -106,10 +106,9 @@ impl Transfer {
             progress.say(&format!("starting {contender}"));
             match self.start(contender, bytes) {
                 Ok(started) => running.push((contender, started)),
-                Err(why) => absent.push(Absent {
-                    contender: contender.name(),
-                    why: why.to_string(),
-                }),
+                Err(why) => {
+                    absent.push(Absent { contender: contender.name(), why: why.to_string() })
+                }
             }
         }
         let mut cases = Vec::new();
@@ -125,13 +124,7 @@ impl Transfer {
         progress.say("idle");
         let idle = idle(&running)?;
         progress.done();
-        let results = Results {
-            bytes,
-            rounds: self.rounds,
-            absent,
-            cases,
-            idle,
-        };
+        let results = Results { bytes, rounds: self.rounds, absent, cases, idle };
         if self.json {
             println!("{}", serde_json::to_string_pretty(&results)?);
         } else {
@@ -199,11 +192,7 @@ fn measure(
             post_microseconds: median(&mut posts[i]),
         })
         .collect();
-    Ok(CaseResults {
-        piece_bytes: case.piece,
-        order: case.order.to_string(),
-        contenders,
-    })
+    Ok(CaseResults { piece_bytes: case.piece, order: case.order.to_string(), contenders })
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -272,11 +261,7 @@ fn print(results: &Results) {
     }
     println!("\nidle, both processes together");
     for idle in &results.idle {
-        println!(
-            "  {:<14} {:>6.2} % of a core",
-            idle.contender,
-            idle.cpu_fraction * 100.0
-        );
+        println!("  {:<14} {:>6.2} % of a core", idle.contender, idle.cpu_fraction * 100.0);
     }
     for absent in &results.absent {
         println!("\n{} did not take part: {}", absent.contender, absent.why);
@@ -290,9 +275,7 @@ struct Progress {
 
 impl Progress {
     fn new() -> Self {
-        Self {
-            terminal: std::io::stderr().is_terminal(),
-        }
+        Self { terminal: std::io::stderr().is_terminal() }
     }
 
     fn say(&self, text: &str) {

@@ -27,10 +27,7 @@ impl Identity {
     pub(crate) const BYTES: usize = 24;
 
     pub(crate) fn new(nonce: [u8; 16]) -> Self {
-        Self {
-            nonce,
-            generation: AtomicU64::new(0),
-        }
+        Self { nonce, generation: AtomicU64::new(0) }
     }
 
     /// The regions have changed.
@@ -97,10 +94,7 @@ impl Process {
         bytes: u64,
     ) -> Result<u64, Error> {
         let mut seen = [0u8; Identity::BYTES];
-        ours.push(libc::iovec {
-            iov_base: seen.as_mut_ptr().cast(),
-            iov_len: seen.len(),
-        });
+        ours.push(libc::iovec { iov_base: seen.as_mut_ptr().cast(), iov_len: seen.len() });
         theirs.push(libc::iovec {
             iov_base: self.identity as *mut libc::c_void,
             iov_len: seen.len(),
@@ -182,11 +176,8 @@ impl Process {
 
     /// Whether the process is no more. Its number may then belong to another.
     pub(crate) fn has_ended(&self) -> bool {
-        let mut poll = libc::pollfd {
-            fd: self.handle.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
+        let mut poll =
+            libc::pollfd { fd: self.handle.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one live entry, as the count says; a zero timeout does not block.
         let ready = unsafe { libc::poll(&raw mut poll, 1, 0) };
         ready != 0

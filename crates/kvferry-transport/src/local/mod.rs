@@ -45,9 +45,7 @@ pub struct LocalOptions {
 impl Default for LocalOptions {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self {
-            workers: cores.clamp(1, 4),
-        }
+        Self { workers: cores.clamp(1, 4) }
     }
 }
 
@@ -101,9 +99,7 @@ impl LocalPeer {
     pub fn route(&self) -> Route {
         match &self.0.obstacle {
             None => Route::Direct,
-            Some(obstacle) => Route::Tcp {
-                obstacle: obstacle.clone(),
-            },
+            Some(obstacle) => Route::Tcp { obstacle: obstacle.clone() },
         }
     }
 }
@@ -125,10 +121,7 @@ impl Local {
         let nonce = random()?;
         let identity = Arc::new(Identity::new(nonce));
         let tcp = Tcp::with_table(
-            TcpOptions {
-                connections: 1,
-                ..TcpOptions::default()
-            },
+            TcpOptions { connections: 1, ..TcpOptions::default() },
             Arc::default(),
             identity.clone(),
         )?;
@@ -190,10 +183,7 @@ impl Local {
         if progress.is_empty() {
             link.notify(progress.clone());
         } else {
-            self.pool.push(Job {
-                progress: progress.clone(),
-                peer: peer.clone(),
-            });
+            self.pool.push(Job { progress: progress.clone(), peer: peer.clone() });
         }
         progress.posted();
         Ok(Transfer(progress))
@@ -218,10 +208,7 @@ impl Transport for Local {
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
         let gone = || self.identity.advance();
         let evict = || self.tcp.cut_all();
-        self.tcp
-            .regions()
-            .remove(region, deadline, gone, evict)
-            .map(|_| ())
+        self.tcp.regions().remove(region, deadline, gone, evict).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
@@ -236,11 +223,7 @@ impl Transport for Local {
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<LocalPeer, Error> {
         let description = parse(description)?;
         let tcp = self.tcp.connect(description.tcp, deadline)?;
-        let known = self
-            .peers()
-            .iter()
-            .find(|peer| Arc::ptr_eq(&peer.0.tcp.0, &tcp.0))
-            .cloned();
+        let known = self.peers().iter().find(|peer| Arc::ptr_eq(&peer.0.tcp.0, &tcp.0)).cloned();
         if let Some(peer) = known {
             if let Some(direct) = &peer.0.direct {
                 direct.set_table(tcp.0.table(deadline)?);
@@ -264,12 +247,8 @@ impl Transport for Local {
                 (None, Some(obstacle))
             }
         };
-        let peer = LocalPeer(Arc::new(Inner {
-            tcp,
-            direct,
-            obstacle,
-            closed: AtomicBool::new(false),
-        }));
+        let peer =
+            LocalPeer(Arc::new(Inner { tcp, direct, obstacle, closed: AtomicBool::new(false) }));
         self.peers().push(peer.clone());
         Ok(peer)
     }
@@ -424,10 +403,7 @@ impl Pool {
                 continue;
             };
             if more {
-                self.push(Job {
-                    progress: job.progress.clone(),
-                    peer: job.peer.clone(),
-                });
+                self.push(Job { progress: job.progress.clone(), peer: job.peer.clone() });
             }
             let link = &job.peer.0.tcp.0;
             let refresh = || link.table(job.progress.deadline);
@@ -451,20 +427,14 @@ impl Pool {
             if let Some(job) = queue.jobs.pop_front() {
                 return Some(job);
             }
-            queue = self
-                .work
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
+            queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
 impl Direct {
     fn table(&self) -> Arc<Table> {
-        self.table
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn set_table(&self, table: Table) {
@@ -543,11 +513,7 @@ fn check(direction: Direction, chunk: &Chunk, spans: &Spans) -> Result<(), Error
             Direction::Write => copy.destination,
         };
         if spans.find(address, copy.bytes, 0).is_none() {
-            return Err(Error::OutsideRegion {
-                side: Side::Peer,
-                address,
-                bytes: copy.bytes,
-            });
+            return Err(Error::OutsideRegion { side: Side::Peer, address, bytes: copy.bytes });
         }
     }
     Ok(())

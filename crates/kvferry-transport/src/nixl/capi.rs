@@ -306,11 +306,7 @@ impl Agent {
         // SAFETY: on success the call gives a block from `malloc` of the length it says, which is
         // copied and freed.
         unsafe {
-            check((self.nixl.functions.get_local_md)(
-                self.agent,
-                &raw mut data,
-                &raw mut bytes,
-            ))?;
+            check((self.nixl.functions.get_local_md)(self.agent, &raw mut data, &raw mut bytes))?;
             let metadata = std::slice::from_raw_parts(data.cast::<u8>(), bytes).to_vec();
             libc::free(data);
             Ok(metadata)
@@ -344,10 +340,7 @@ impl Agent {
     /// Makes a list of descriptors.
     fn list(&self, memory: c_int, spans: impl Iterator<Item = Span>) -> Result<List, Code> {
         let f = self.nixl.functions;
-        let mut list = List {
-            nixl: self.nixl.clone(),
-            handle: ptr::null_mut(),
-        };
+        let mut list = List { nixl: self.nixl.clone(), handle: ptr::null_mut() };
         // SAFETY: the list is made by the first call and owned by `list` from then on.
         unsafe {
             check((f.create_xfer_dlist)(memory, &raw mut list.handle))?;
@@ -382,10 +375,7 @@ impl Agent {
                 self.arguments,
             )
         })?;
-        Ok(Prepared {
-            agent: self.clone(),
-            handle,
-        })
+        Ok(Prepared { agent: self.clone(), handle })
     }
 
     /// A request over single descriptors. All `ours` are in the same kind of place, and so are all
@@ -415,10 +405,7 @@ impl Agent {
                 self.arguments,
             )
         })?;
-        Ok(Request {
-            agent: self.clone(),
-            handle,
-        })
+        Ok(Request { agent: self.clone(), handle })
     }
 
     /// A request over entries of prepared lists.
@@ -446,10 +433,7 @@ impl Agent {
                 self.arguments,
             )
         })?;
-        Ok(Request {
-            agent: self.clone(),
-            handle,
-        })
+        Ok(Request { agent: self.clone(), handle })
     }
 
     /// Sends a message to a peer.

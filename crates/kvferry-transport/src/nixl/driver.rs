@@ -30,10 +30,7 @@ struct Active {
 
 impl Driver {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self {
-            shared,
-            active: Vec::new(),
-        }
+        Self { shared, active: Vec::new() }
     }
 
     pub(super) fn run(mut self) {
@@ -83,12 +80,7 @@ impl Driver {
         }
         let Some(job) = flight.take() else { return };
         *flight.peer.under_way() += 1;
-        let mut active = Active {
-            flight,
-            requests: Vec::new(),
-            error: None,
-            lists: Vec::new(),
-        };
+        let mut active = Active { flight, requests: Vec::new(), error: None, lists: Vec::new() };
         let made = self.make(&active.flight, job, &mut active.lists);
         match made {
             Ok(requests) => {
@@ -116,11 +108,7 @@ impl Driver {
     ) -> Result<Vec<Request>, Error> {
         let agent = &self.shared.agent;
         match job {
-            Job::OnGrids {
-                write,
-                ours,
-                theirs,
-            } => {
+            Job::OnGrids { write, ours, theirs } => {
                 let our_list = self.shared.prepared(None, ours.0)?;
                 let their_list = self.shared.prepared(Some(&flight.peer), theirs.0)?;
                 let request = agent
@@ -134,9 +122,7 @@ impl Driver {
                 .map(|group| {
                     let ours = group.iter().map(|pair| pair.0);
                     let theirs = group.iter().map(|pair| pair.1);
-                    agent
-                        .request(write, &flight.peer.0.name, ours, theirs)
-                        .map_err(lost)
+                    agent.request(write, &flight.peer.0.name, ours, theirs).map_err(lost)
                 })
                 .collect(),
         }
@@ -166,10 +152,7 @@ impl Driver {
             if let (Ok(()), Some(message), false) =
                 (&outcome, &flight.notification, flight.has_outcome())
             {
-                outcome = shared
-                    .agent
-                    .notify(&flight.peer.0.name, message)
-                    .map_err(lost);
+                outcome = shared.agent.notify(&flight.peer.0.name, message).map_err(lost);
             }
             active.lists.clear();
             *flight.peer.under_way() -= 1;
@@ -192,10 +175,7 @@ impl Driver {
             if *peer.under_way() == 0 {
                 self.shared.forget_prepared(peer.0.instance);
                 let _ = self.shared.agent.forget(&peer.0.name);
-                self.shared
-                    .lock()
-                    .leaving
-                    .retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
+                self.shared.lock().leaving.retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
             }
         }
     }
@@ -215,12 +195,7 @@ impl Driver {
             self.look_after();
             std::thread::sleep(pause.next());
         }
-        let mut abandoned = self
-            .shared
-            .abandoned
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut abandoned = self.shared.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner);
         for active in self.active.drain(..) {
             abandoned.push(active.flight);
         }

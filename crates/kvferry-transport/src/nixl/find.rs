@@ -51,8 +51,7 @@ impl Search {
             .collect();
         inside.sort();
         if inside.is_empty() {
-            self.tried
-                .push(path.join(".nixl_cu*.mesonpy.libs").join(LIBRARY));
+            self.tried.push(path.join(".nixl_cu*.mesonpy.libs").join(LIBRARY));
         }
         inside.into_iter().find_map(|directory| {
             let library = directory.join(LIBRARY);
@@ -65,11 +64,8 @@ impl Search {
     }
 
     fn failed(&self) -> Error {
-        let tried: String = self
-            .tried
-            .iter()
-            .map(|path| format!("\n  {}", path.display()))
-            .collect();
+        let tried: String =
+            self.tried.iter().map(|path| format!("\n  {}", path.display())).collect();
         Error::Library(format!(
             "NIXL was not found. Looked for:{tried}\n\
              Install it with `kvferry nixl install`, or into the Python environment with \
@@ -85,9 +81,7 @@ impl Search {
 /// What is named explicitly must be there: nothing else is tried then.
 pub fn find(option: Option<&Path>) -> Result<PathBuf, Error> {
     let mut search = Search::default();
-    let named = option
-        .map(Path::to_owned)
-        .or_else(|| env::var_os(VARIABLE).map(PathBuf::from));
+    let named = option.map(Path::to_owned).or_else(|| env::var_os(VARIABLE).map(PathBuf::from));
     if let Some(named) = named {
         return search.at(&named).ok_or_else(|| search.failed());
     }
@@ -115,24 +109,15 @@ pub fn cache_directory() -> Option<PathBuf> {
 
 /// The `site-packages` of the active virtual or Conda environment, else of the Python on the path.
 fn site_packages() -> Vec<PathBuf> {
-    let prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]
-        .iter()
-        .filter_map(env::var_os)
-        .map(PathBuf::from)
-        .collect();
+    let prefixes: Vec<PathBuf> =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(env::var_os).map(PathBuf::from).collect();
     let prefixes = if prefixes.is_empty() {
         env::var_os("PATH")
             .iter()
             .flat_map(|path| env::split_paths(path).collect::<Vec<_>>())
             .filter(|bin| bin.join("python3").is_file())
             .filter_map(|bin| {
-                Some(
-                    fs::canonicalize(bin.join("python3"))
-                        .ok()?
-                        .parent()?
-                        .parent()?
-                        .to_owned(),
-                )
+                Some(fs::canonicalize(bin.join("python3")).ok()?.parent()?.parent()?.to_owned())
             })
             .take(1)
             .collect()
@@ -142,10 +127,7 @@ fn site_packages() -> Vec<PathBuf> {
     let mut found = Vec::new();
     for prefix in prefixes {
         for lib in ["lib", "lib64"] {
-            let versions = fs::read_dir(prefix.join(lib))
-                .into_iter()
-                .flatten()
-                .flatten();
+            let versions = fs::read_dir(prefix.join(lib)).into_iter().flatten().flatten();
             found.extend(
                 versions
                     .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"))
@@ -175,9 +157,7 @@ pub fn install(python: Option<&Path>) -> Result<PathBuf, Error> {
     let platform = match env::consts::ARCH {
         arch @ ("x86_64" | "aarch64") => format!("manylinux_2_28_{arch}"),
         other => {
-            return Err(Error::Library(format!(
-                "there is no NIXL wheel for {other}"
-            )));
+            return Err(Error::Library(format!("there is no NIXL wheel for {other}")));
         }
     };
     let system = |what: &str, error: &std::io::Error| Error::system(what, error);
@@ -216,29 +196,10 @@ fn fetch(python: Option<&Path>, platform: &str, temporary: &Path) -> Result<(), 
     let interpreter = python.map_or_else(|| OsString::from("python3"), OsString::from);
     // The wheel's Python version does not matter: only its shared libraries are used.
     let output = Command::new(&interpreter)
-        .args([
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--require-hashes",
-        ])
+        .args(["-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"])
         .args(["--only-binary", ":all:", "--implementation", "cp"])
-        .args([
-            "--python-version",
-            "3.11",
-            "--abi",
-            "cp311",
-            "--platform",
-            platform,
-        ])
-        .args([
-            "--disable-pip-version-check",
-            "--no-input",
-            "--root-user-action",
-            "ignore",
-        ])
+        .args(["--python-version", "3.11", "--abi", "cp311", "--platform", platform])
+        .args(["--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"])
         .arg("--target")
         .arg(temporary.join("wheel"))
         .arg("--requirement")
@@ -271,16 +232,11 @@ pub(crate) fn does_not_load(library: &Path, why: &dyn std::fmt::Display) -> Erro
 
 /// Explains why a plugin does not load.
 pub(crate) fn no_plugin(library: &Path, plugin: &str, why: &dyn std::fmt::Display) -> Error {
-    let directory = env::var_os("NIXL_PLUGIN_DIR").map_or_else(
-        || library.parent().unwrap_or(Path::new("")).join("plugins"),
-        PathBuf::from,
-    );
+    let directory = env::var_os("NIXL_PLUGIN_DIR")
+        .map_or_else(|| library.parent().unwrap_or(Path::new("")).join("plugins"), PathBuf::from);
     let file = directory.join(format!("libplugin_{plugin}.so"));
-    let there = if file.is_file() {
-        "it is there, but does not load or start"
-    } else {
-        "it is not there"
-    };
+    let there =
+        if file.is_file() { "it is there, but does not load or start" } else { "it is not there" };
     Error::Library(format!(
         "NIXL's {plugin} plugin cannot be used: {why}. Looked for {}: {there}. Install the whole \
          wheel with `kvferry nixl install`, or name the plugins' directory in NIXL_PLUGIN_DIR; \
@@ -313,10 +269,7 @@ mod tests {
     #[test]
     fn a_missing_plugin_is_named_with_its_file_and_the_remedy() {
         let message = no_plugin(Path::new("/opt/x/libnixl_capi.so"), "UCX", &"no").to_string();
-        assert!(
-            message.contains("libplugin_UCX.so: it is not there"),
-            "{message}"
-        );
+        assert!(message.contains("libplugin_UCX.so: it is not there"), "{message}");
         assert!(message.contains("kvferry nixl install"), "{message}");
     }
 }

@@ -41,16 +41,9 @@ impl Drop for NixlTransfer {
 #[derive(Debug)]
 pub(super) enum Job {
     /// Entries of two grids.
-    OnGrids {
-        write: bool,
-        ours: (Grid, Vec<c_int>),
-        theirs: (Grid, Vec<c_int>),
-    },
+    OnGrids { write: bool, ours: (Grid, Vec<c_int>), theirs: (Grid, Vec<c_int>) },
     /// Single copies (ours, theirs), in groups of the same kinds of memory.
-    OneByOne {
-        write: bool,
-        groups: Vec<Vec<(Span, Span)>>,
-    },
+    OneByOne { write: bool, groups: Vec<Vec<(Span, Span)>> },
 }
 
 #[derive(Debug)]
@@ -227,11 +220,7 @@ impl Flight {
             };
             // A little longer than needed, so that the deadline has passed after the wake-up.
             let pause = wake.saturating_duration_since(now) + Duration::from_micros(50);
-            drop(
-                self.changed
-                    .wait_timeout(state, pause)
-                    .unwrap_or_else(PoisonError::into_inner),
-            );
+            drop(self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner));
         }
     }
 }

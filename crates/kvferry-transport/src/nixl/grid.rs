@@ -33,11 +33,7 @@ impl Grid {
         let at = spans.find(address(first), cell, usize::MAX)?;
         let region = *spans.0.get(at)?;
         let phase = (address(first) - region.base) % cell;
-        let grid = Self {
-            region,
-            phase,
-            cell,
-        };
+        let grid = Self { region, phase, cell };
         let cells = grid.cells();
         if cells > MAX_CELLS || cells / 4096 > copies.len() as u64 {
             return None;

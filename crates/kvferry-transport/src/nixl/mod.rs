@@ -78,9 +78,7 @@ impl Default for NixlOptions {
         Self {
             library: None,
             plugin: "UCX".to_owned(),
-            parameters: parameters
-                .map(|(key, value)| (key.to_owned(), value.to_owned()))
-                .to_vec(),
+            parameters: parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec(),
             progress_delay_us: 1000,
         }
     }
@@ -174,18 +172,11 @@ impl NixlPeer {
     }
 
     fn spans(&self) -> Arc<Spans> {
-        self.0
-            .spans
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.0.spans.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn under_way(&self) -> MutexGuard<'_, usize> {
-        self.0
-            .under_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.0.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -232,10 +223,7 @@ impl Nixl {
                 move || driver.run()
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
-        Ok(Self {
-            shared,
-            driver: Some(driver),
-        })
+        Ok(Self { shared, driver: Some(driver) })
     }
 
     /// Who this is.
@@ -338,11 +326,7 @@ fn job(
         && let Some(our_grid) = Grid::of(copies, here, ours)
         && let Some(their_grid) = Grid::of(copies, there, theirs)
     {
-        return Job::OnGrids {
-            write,
-            ours: our_grid,
-            theirs: their_grid,
-        };
+        return Job::OnGrids { write, ours: our_grid, theirs: their_grid };
     }
     let place = |spans: &Spans, address, bytes, hint: &mut usize| {
         *hint = spans.find(address, bytes, *hint).unwrap_or(usize::MAX);
@@ -355,26 +339,15 @@ fn job(
     let mut groups: Vec<Group> = Vec::new();
     for copy in &merged {
         let (here, there) = (here(copy), there(copy));
-        let here = (
-            here,
-            copy.bytes,
-            place(ours, here, copy.bytes, &mut our_hint),
-        );
-        let there = (
-            there,
-            copy.bytes,
-            place(theirs, there, copy.bytes, &mut their_hint),
-        );
+        let here = (here, copy.bytes, place(ours, here, copy.bytes, &mut our_hint));
+        let there = (there, copy.bytes, place(theirs, there, copy.bytes, &mut their_hint));
         let kinds = (here.2 == Place::Host, there.2 == Place::Host);
         match groups.iter_mut().find(|(known, _)| *known == kinds) {
             Some((_, group)) => group.push((here, there)),
             None => groups.push((kinds, vec![(here, there)])),
         }
     }
-    Job::OneByOne {
-        write,
-        groups: groups.into_iter().map(|(_, group)| group).collect(),
-    }
+    Job::OneByOne { write, groups: groups.into_iter().map(|(_, group)| group).collect() }
 }
 
 impl Transport for Nixl {
@@ -482,9 +455,7 @@ impl Transport for Nixl {
         // Before it leaves the list of peers, so that whoever connects to it again finds it in one
         // of the two.
         self.shared.lock().leaving.push(peer.clone());
-        self.shared
-            .lock_peers()
-            .retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
+        self.shared.lock_peers().retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
         self.shared.changed.notify_all();
     }
 
@@ -561,16 +532,12 @@ impl Shared {
     }
 
     fn forget_prepared(&self, peer: Instance) {
-        self.lock_prepared()
-            .retain(|(key, _)| key.peer != Some(peer));
+        self.lock_prepared().retain(|(key, _)| key.peer != Some(peer));
     }
 
     /// The prepared list of a grid, made where it is not there yet.
     fn prepared(&self, peer: Option<&NixlPeer>, grid: Grid) -> Result<Arc<Prepared>, Error> {
-        let key = Key {
-            peer: peer.map(NixlPeer::instance),
-            grid,
-        };
+        let key = Key { peer: peer.map(NixlPeer::instance), grid };
         let mut prepared = self.lock_prepared();
         if let Some(at) = prepared.iter().position(|(known, _)| *known == key)
             && let Some(entry) = prepared.remove(at)
@@ -580,10 +547,7 @@ impl Shared {
             return Ok(list);
         }
         let name: Option<&CStr> = peer.map(|peer| &*peer.0.name);
-        let list = self
-            .agent
-            .prepare(name, grid.region.place, grid.spans())
-            .map_err(lost)?;
+        let list = self.agent.prepare(name, grid.region.place, grid.spans()).map_err(lost)?;
         let list = Arc::new(list);
         if prepared.len() >= MAX_PREPARED {
             prepared.pop_front();

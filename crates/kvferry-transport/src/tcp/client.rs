@@ -146,21 +146,17 @@ impl Link {
             threads: Mutex::default(),
         });
         let patience = deadline.saturating_duration_since(Instant::now());
-        let first = link
-            .open_lane(0, patience)
-            .map_err(|refusal| match refusal.error() {
-                _ if Instant::now() >= deadline => Error::DeadlinePassed,
-                error => error.clone(),
-            })?;
+        let first = link.open_lane(0, patience).map_err(|refusal| match refusal.error() {
+            _ if Instant::now() >= deadline => Error::DeadlinePassed,
+            error => error.clone(),
+        })?;
         let mut first = Some(first);
         for lane in 0..link.lanes.len() {
-            let thread = std::thread::Builder::new()
-                .name(format!("kvferry-lane{lane}"))
-                .spawn({
-                    let link = link.clone();
-                    let stream = first.take();
-                    move || LaneThread::new(&link, lane, stream).run()
-                });
+            let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
+                let link = link.clone();
+                let stream = first.take();
+                move || LaneThread::new(&link, lane, stream).run()
+            });
             match thread {
                 Ok(thread) => link.threads().push(thread),
                 Err(error) => {
@@ -256,11 +252,8 @@ impl Link {
         let (operations, tables) = {
             let mut queue = self.lock();
             let queue = &mut *queue;
-            let operations: Vec<_> = queue
-                .operations
-                .drain(..)
-                .chain(queue.notify.drain(..))
-                .collect();
+            let operations: Vec<_> =
+                queue.operations.drain(..).chain(queue.notify.drain(..)).collect();
             (operations, std::mem::take(&mut queue.tables))
         };
         for operation in operations {
@@ -366,9 +359,7 @@ impl Lane {
     }
 
     fn lock_on_the_way(&self) -> MutexGuard<'_, Vec<u64>> {
-        self.on_the_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.on_the_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn forget(&self, id: u64) {
@@ -439,11 +430,7 @@ impl<'a> LaneThread<'a> {
 
     fn run(mut self) {
         loop {
-            let work = if self.on_the_way.len() < DEPTH {
-                self.next_work()
-            } else {
-                Work::Answer
-            };
+            let work = if self.on_the_way.len() < DEPTH { self.next_work() } else { Work::Answer };
             let done = match work {
                 Work::Closing => {
                     self.broken(&Error::Disconnected);
@@ -527,9 +514,7 @@ impl<'a> LaneThread<'a> {
             queue = match pause {
                 None => work.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 Some(pause) => {
-                    work.wait_timeout(queue, pause)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
+                    work.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }
@@ -584,19 +569,14 @@ impl<'a> LaneThread<'a> {
                     id: number,
                     bytes: message.len() as u64,
                 };
-                self.on_the_way
-                    .push_back(OnTheWay::Notify(operation, number));
+                self.on_the_way.push_back(OnTheWay::Notify(operation, number));
                 let mut frame = header.encode().to_vec();
                 frame.extend(message);
                 socket::send_bytes(stream, &frame)
             }
             Work::Table(table) => {
-                let header = Request {
-                    verb: Verb::Table,
-                    pieces: 0,
-                    id: self.number_request(),
-                    bytes: 0,
-                };
+                let header =
+                    Request { verb: Verb::Table, pieces: 0, id: self.number_request(), bytes: 0 };
                 self.on_the_way.push_back(OnTheWay::Table(table, header.id));
                 socket::send_bytes(stream, &header.encode())
             }
@@ -646,11 +626,9 @@ impl<'a> LaneThread<'a> {
         self.entries.push(socket::entry_of(&self.frame));
         if direction == Direction::Write {
             let ours = chunk.copies.iter();
-            self.entries
-                .extend(ours.map(|copy| socket::entry(copy.source, copy.bytes)));
+            self.entries.extend(ours.map(|copy| socket::entry(copy.source, copy.bytes)));
         }
-        self.on_the_way
-            .push_back(OnTheWay::Chunk(operation, chunk, header.id));
+        self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, header.id));
         // SAFETY: the sources lie in registered regions (`Regions::admit`), which may be read at
         // any time and which the operation holds until its chunks are settled.
         unsafe { socket::send_all(stream, &mut self.entries) }.map_err(lost)
@@ -684,8 +662,7 @@ impl<'a> LaneThread<'a> {
         {
             self.entries.clear();
             let ours = chunk.copies.iter();
-            self.entries
-                .extend(ours.map(|copy| socket::entry(copy.destination, copy.bytes)));
+            self.entries.extend(ours.map(|copy| socket::entry(copy.destination, copy.bytes)));
             // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may be
             // written at any time and which the operation holds until its chunks are settled.
             unsafe { socket::receive_all(&stream, &mut self.entries) }.map_err(lost)?;
@@ -739,9 +716,7 @@ impl<'a> LaneThread<'a> {
                 }
             }
         }
-        self.unheard
-            .make_contiguous()
-            .sort_unstable_by_key(|&(_, number)| number);
+        self.unheard.make_contiguous().sort_unstable_by_key(|&(_, number)| number);
     }
 
     fn retry(&self, operation: Arc<Progress>, chunk: Chunk, error: &Error) {
@@ -772,11 +747,7 @@ fn outside(operation: &Progress, chunk: &Chunk, address: u64) -> Error {
         Direction::Read => copy.source == address,
         Direction::Write => copy.destination == address,
     });
-    Error::OutsideRegion {
-        side: Side::Peer,
-        address,
-        bytes: piece.map_or(0, |piece| piece.bytes),
-    }
+    Error::OutsideRegion { side: Side::Peer, address, bytes: piece.map_or(0, |piece| piece.bytes) }
 }
 
 fn receive_table(stream: &TcpStream, bytes: u64) -> Result<Table, Error> {
@@ -795,8 +766,5 @@ fn receive_table(stream: &TcpStream, bytes: u64) -> Result<Table, Error> {
         };
         regions.push(Region::host(base, bytes));
     }
-    Ok(Table {
-        generation,
-        spans: Spans::from_peer(regions)?,
-    })
+    Ok(Table { generation, spans: Spans::from_peer(regions)? })
 }

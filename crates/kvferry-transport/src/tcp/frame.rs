@@ -108,11 +108,7 @@ impl Welcome {
         if proof_bytes > MAX_PROOF_BYTES {
             return Err(InvalidFrame::Length(proof_bytes.into()));
         }
-        Ok(Self {
-            admitted: admitted == 1,
-            instance,
-            proof_bytes,
-        })
+        Ok(Self { admitted: admitted == 1, instance, proof_bytes })
     }
 }
 
@@ -122,10 +118,7 @@ fn opening(fields: &mut Fields<'_>) -> Result<(), InvalidFrame> {
     }
     match fields.u32() {
         Some(VERSION) => Ok(()),
-        Some(theirs) => Err(InvalidFrame::Version {
-            theirs,
-            ours: VERSION,
-        }),
+        Some(theirs) => Err(InvalidFrame::Version { theirs, ours: VERSION }),
         None => Err(InvalidFrame::Cut),
     }
 }
@@ -202,12 +195,7 @@ impl Request {
         if bytes > longest {
             return Err(InvalidFrame::Length(bytes));
         }
-        Ok(Self {
-            verb,
-            pieces,
-            id,
-            bytes,
-        })
+        Ok(Self { verb, pieces, id, bytes })
     }
 
     /// How many bytes of pieces follow the header.
@@ -238,9 +226,7 @@ pub(crate) fn pieces(
         if length == 0 || address.checked_add(length).is_none() {
             return Err(InvalidFrame::Length(length));
         }
-        sum = sum
-            .checked_add(length)
-            .ok_or(InvalidFrame::Length(length))?;
+        sum = sum.checked_add(length).ok_or(InvalidFrame::Length(length))?;
         out.push((address, length));
     }
     if sum != request.bytes || !fields.0.is_empty() {
@@ -305,12 +291,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn verbs() -> impl Strategy<Value = Verb> {
-        prop_oneof![
-            Just(Verb::Read),
-            Just(Verb::Write),
-            Just(Verb::Notify),
-            Just(Verb::Table)
-        ]
+        prop_oneof![Just(Verb::Read), Just(Verb::Write), Just(Verb::Notify), Just(Verb::Table)]
     }
 
     proptest! {

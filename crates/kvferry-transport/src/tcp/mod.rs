@@ -226,9 +226,7 @@ impl Transport for Tcp {
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
-        self.regions
-            .remove(region, deadline, || (), || self.server.cut_all())
-            .map(|_| ())
+        self.regions.remove(region, deadline, || (), || self.server.cut_all()).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
@@ -250,20 +248,14 @@ impl Transport for Tcp {
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<TcpPeer, Error> {
         let address = parse(description)?;
         let known = |peers: &[Arc<Link>]| {
-            peers
-                .iter()
-                .find(|link| link.instance == address.instance)
-                .cloned()
+            peers.iter().find(|link| link.instance == address.instance).cloned()
         };
         if let Some(link) = known(&self.peers()) {
             return Ok(TcpPeer(link));
         }
         let loopback = address.addresses.iter().all(|a| a.ip().is_loopback());
-        let medium = if loopback {
-            Medium::Memory
-        } else {
-            Medium::Network(Medium::fastest_card())
-        };
+        let medium =
+            if loopback { Medium::Memory } else { Medium::Network(Medium::fastest_card()) };
         let link = Link::open(
             address,
             self.instance,
@@ -328,11 +320,7 @@ fn parse(description: &[u8]) -> Result<Address, Error> {
         let instance = Instance(fields.array()?);
         let token = fields.array()?;
         let address = std::str::from_utf8(fields.block()?).ok()?.parse().ok()?;
-        fields.0.is_empty().then_some(Address {
-            instance,
-            token,
-            addresses: vec![address],
-        })
+        fields.0.is_empty().then_some(Address { instance, token, addresses: vec![address] })
     };
     parse().ok_or_else(|| Error::BadDescription("it is not one of the tcp transport".to_owned()))
 }

@@ -128,10 +128,7 @@ impl Server {
                 move || shared.accept()
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
-        Ok(Self {
-            shared,
-            acceptor: Some(acceptor),
-        })
+        Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
     pub(crate) fn address(&self) -> Result<SocketAddr, Error> {
@@ -149,11 +146,8 @@ impl Server {
             if pause.is_zero() {
                 break;
             }
-            queue = inbox
-                .changed
-                .wait_timeout(queue, pause)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            queue =
+                inbox.changed.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         let all = queue.drain(..).collect();
         inbox.changed.notify_all();
@@ -176,11 +170,7 @@ impl Drop for Server {
             for connection in state.connections.values() {
                 let _ = connection.stream.shutdown(Shutdown::Both);
             }
-            let State {
-                connections,
-                finished,
-                ..
-            } = &mut *state;
+            let State { connections, finished, .. } = &mut *state;
             let running = connections.values_mut().filter_map(|c| c.thread.take());
             finished.drain(..).chain(running).collect::<Vec<_>>()
         };
@@ -233,23 +223,16 @@ impl Shared {
             };
             let id = state.next;
             state.next += 1;
-            let spawned = std::thread::Builder::new()
-                .name("kvferry-serve".to_owned())
-                .spawn({
-                    let shared = self.clone();
-                    let stream = stream.clone();
-                    move || shared.run(id, &stream)
-                });
+            let spawned = std::thread::Builder::new().name("kvferry-serve".to_owned()).spawn({
+                let shared = self.clone();
+                let stream = stream.clone();
+                move || shared.run(id, &stream)
+            });
             match spawned {
                 Ok(thread) => {
-                    state.connections.insert(
-                        id,
-                        Connection {
-                            stream,
-                            lane: None,
-                            thread: Some(thread),
-                        },
-                    );
+                    state
+                        .connections
+                        .insert(id, Connection { stream, lane: None, thread: Some(thread) });
                 }
                 Err(error) => tracing::warn!("starting a thread for a connection: {error}"),
             }
@@ -258,11 +241,7 @@ impl Shared {
 
     fn run(&self, id: u64, stream: &TcpStream) {
         let end = self.serve(id, stream);
-        let peer = || {
-            stream
-                .peer_addr()
-                .map_or_else(|e| e.to_string(), |a| a.to_string())
-        };
+        let peer = || stream.peer_addr().map_or_else(|e| e.to_string(), |a| a.to_string());
         match end {
             Ok(()) | Err(End::Closed) => {}
             Err(End::Io(error)) => tracing::debug!("the connection from {} ended: {error}", peer()),
@@ -296,11 +275,7 @@ impl Shared {
             if matches!(request.verb, Verb::Read | Verb::Write) {
                 frame::pieces(&request, &body, &mut pieces)?;
             }
-            let mut answer = Answer {
-                verdict: Verdict::Done,
-                id: request.id,
-                bytes: 0,
-            };
+            let mut answer = Answer { verdict: Verdict::Done, id: request.id, bytes: 0 };
             match request.verb {
                 Verb::Read | Verb::Write => {
                     let holds = self.regions.serve(&pieces);
@@ -363,11 +338,7 @@ impl Shared {
         let mut proof = vec![0; hello.proof_bytes as usize];
         socket::receive_bytes(stream, &mut proof)?;
         let admitted = same(&hello.token, &self.token) && self.replace(id, &hello);
-        let welcome = Welcome {
-            admitted,
-            instance: self.instance.0,
-            proof_bytes: 0,
-        };
+        let welcome = Welcome { admitted, instance: self.instance.0, proof_bytes: 0 };
         socket::send_bytes(stream, &welcome.encode())?;
         if !admitted {
             return Err(End::Closed);
@@ -391,11 +362,7 @@ impl Shared {
             if pause.is_zero() || state.closing {
                 return false;
             }
-            state = self
-                .ended
-                .wait_timeout(state, pause)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = self.ended.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         match state.connections.get_mut(&id) {
             Some(connection) => {
@@ -436,10 +403,7 @@ impl Shared {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
-        queue.push_back(Notification {
-            from: Instance(hello.instance),
-            message,
-        });
+        queue.push_back(Notification { from: Instance(hello.instance), message });
         self.inbox.changed.notify_all();
         Ok(())
     }

@@ -7,10 +7,7 @@ use std::os::fd::AsRawFd;
 /// An entry of a vectored call. Null addresses are never built: a registered region cannot hold
 /// address zero, because nothing is mapped there.
 pub(crate) fn entry(address: u64, bytes: u64) -> libc::iovec {
-    libc::iovec {
-        iov_base: address as *mut libc::c_void,
-        iov_len: bytes as usize,
-    }
+    libc::iovec { iov_base: address as *mut libc::c_void, iov_len: bytes as usize }
 }
 
 pub(crate) fn entry_of(bytes: &[u8]) -> libc::iovec {

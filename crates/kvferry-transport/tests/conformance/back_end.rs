@@ -84,11 +84,8 @@ impl BackEnd for NixlTcpEnd {
     type Transport = Nixl;
 
     const NAME: &'static str = "nixl-tcp";
-    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[
-        ("UCX_NET_DEVICES", "lo"),
-        ("UCX_MEM_EVENTS", "n"),
-        ("UCX_TLS", "tcp"),
-    ];
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] =
+        &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n"), ("UCX_TLS", "tcp")];
     const NEEDS_THE_PEER: bool = true;
     const SEES_DEREGISTRATION: bool = false;
     const SETTLES_ALONE: bool = false;

@@ -15,10 +15,7 @@ pub(crate) fn take() -> Census {
     Census {
         threads: count("/proc/self/task"),
         descriptors: count("/proc/self/fd"),
-        mappings: fs::read_to_string("/proc/self/maps")
-            .unwrap()
-            .lines()
-            .count(),
+        mappings: fs::read_to_string("/proc/self/maps").unwrap().lines().count(),
     }
 }
 

@@ -25,10 +25,7 @@ impl Memory {
             )
         };
         assert_ne!(base, libc::MAP_FAILED, "out of memory");
-        Self {
-            base: base.cast(),
-            bytes,
-        }
+        Self { base: base.cast(), bytes }
     }
 
     pub(crate) fn base(&self) -> u64 {

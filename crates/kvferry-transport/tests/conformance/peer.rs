@@ -126,11 +126,7 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
     let transport = B::new().unwrap();
     // SAFETY: the memory outlives the transport, and is only touched through its address.
     let mut region = Some(unsafe { transport.register(memory.region()) }.unwrap());
-    say(&format!(
-        "ready {} {}",
-        memory.base(),
-        to_hex(&transport.describe().unwrap())
-    ));
+    say(&format!("ready {} {}", memory.base(), to_hex(&transport.describe().unwrap())));
     let mut line = String::new();
     while std::io::stdin().read_line(&mut line).unwrap() > 0 {
         let answer = obey(&transport, &memory, &mut region, line.trim_end());
@@ -208,7 +204,5 @@ pub(crate) fn to_hex(bytes: &[u8]) -> String {
 }
 
 pub(crate) fn from_hex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2)
-        .map(|i| u8::from_str_radix(&text[2 * i..2 * i + 2], 16).unwrap())
-        .collect()
+    (0..text.len() / 2).map(|i| u8::from_str_radix(&text[2 * i..2 * i + 2], 16).unwrap()).collect()
 }

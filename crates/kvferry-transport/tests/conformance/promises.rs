@@ -21,67 +21,34 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("many_copies_are_exact", many_copies_are_exact::<B>),
         ("many_operations_at_once", many_operations_at_once::<B>),
         ("an_empty_list_is_done", an_empty_list_is_done::<B>),
-        (
-            "notifications_after_data_and_once",
-            notifications_after_data_and_once::<B>,
-        ),
+        ("notifications_after_data_and_once", notifications_after_data_and_once::<B>),
         ("outside_is_refused", outside_is_refused::<B>),
         ("deregistered_is_outside", deregistered_is_outside::<B>),
         ("a_region_in_use_is_busy", a_region_in_use_is_busy::<B>),
         ("deadlines_hold", deadlines_hold::<B>),
-        (
-            "cancelled_reads_never_land_late",
-            cancelled_reads_never_land_late::<B>,
-        ),
-        (
-            "timed_out_reads_never_land_late",
-            timed_out_reads_never_land_late::<B>,
-        ),
-        (
-            "cancelled_writes_never_land_late",
-            cancelled_writes_never_land_late::<B>,
-        ),
-        (
-            "dropped_transports_never_land_late",
-            dropped_transports_never_land_late::<B>,
-        ),
+        ("cancelled_reads_never_land_late", cancelled_reads_never_land_late::<B>),
+        ("timed_out_reads_never_land_late", timed_out_reads_never_land_late::<B>),
+        ("cancelled_writes_never_land_late", cancelled_writes_never_land_late::<B>),
+        ("dropped_transports_never_land_late", dropped_transports_never_land_late::<B>),
         ("a_killed_peer_is_an_error", a_killed_peer_is_an_error::<B>),
-        (
-            "a_restarted_peer_is_reachable",
-            a_restarted_peer_is_reachable::<B>,
-        ),
-        (
-            "disconnecting_ends_operations",
-            disconnecting_ends_operations::<B>,
-        ),
+        ("a_restarted_peer_is_reachable", a_restarted_peer_is_reachable::<B>),
+        ("disconnecting_ends_operations", disconnecting_ends_operations::<B>),
         ("posting_does_not_wait", posting_does_not_wait::<B>),
-        (
-            "bad_descriptions_are_refused",
-            bad_descriptions_are_refused::<B>,
-        ),
+        ("bad_descriptions_are_refused", bad_descriptions_are_refused::<B>),
         ("reports_add_up", reports_add_up::<B>),
-        (
-            "gpu_memory_is_not_mistaken_for_host_memory",
-            gpu_memory::<B>,
-        ),
+        ("gpu_memory_is_not_mistaken_for_host_memory", gpu_memory::<B>),
         ("nothing_leaks", nothing_leaks::<B>),
     ]
 }
 
 /// What only `local` promises.
 pub(crate) fn for_local() -> Vec<Promise> {
-    vec![(
-        "falls_back_to_tcp_and_says_so",
-        falls_back_to_tcp_and_says_so,
-    )]
+    vec![("falls_back_to_tcp_and_says_so", falls_back_to_tcp_and_says_so)]
 }
 
 /// Why `nixl` keeps destinations in quarantine.
 pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
-    vec![(
-        "released_requests_of_nixl_land_late",
-        released_requests_of_nixl_land_late,
-    )]
+    vec![("released_requests_of_nixl_land_late", released_requests_of_nixl_land_late)]
 }
 
 const MIB: usize = 1 << 20;
@@ -91,11 +58,7 @@ fn soon() -> Instant {
 }
 
 fn rounds(usual: usize) -> usize {
-    if std::env::var_os("KVFERRY_LONG_TESTS").is_some() {
-        usual * 10
-    } else {
-        usual
-    }
+    if std::env::var_os("KVFERRY_LONG_TESTS").is_some() { usual * 10 } else { usual }
 }
 
 /// Two processes: this one with a transport and memory of its own, and a connected peer.
@@ -121,13 +84,7 @@ impl<B: BackEnd> Pair<B> {
         // SAFETY: the memory outlives the transport, and is only touched through its address.
         unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
-        Self {
-            transport,
-            peer,
-            process,
-            ours,
-            bytes,
-        }
+        Self { transport, peer, process, ours, bytes }
     }
 
     /// A copy from the peer to us, by offsets.
@@ -149,9 +106,7 @@ impl<B: BackEnd> Pair<B> {
     }
 
     fn read(&self, copies: &[Copy]) -> <B::Transport as Transport>::Operation {
-        self.transport
-            .read(&self.peer, copies, None, soon())
-            .unwrap()
+        self.transport.read(&self.peer, copies, None, soon()).unwrap()
     }
 
     /// Reads all of the peer's memory.
@@ -206,14 +161,8 @@ fn check<B: BackEnd>(pair: &mut Pair<B>, plan: &Plan, theirs: &mut [u8], ours: &
     done(&pair.read(&inward));
     carry_out(plan, theirs, ours);
     assert!(pair.ours.snapshot() == *ours, "a read is not exact");
-    let outward: Vec<Copy> = plan
-        .iter()
-        .map(|&(f, t, n)| pair.outward(f, t, n))
-        .collect();
-    let written = pair
-        .transport
-        .write(&pair.peer, &outward, None, soon())
-        .unwrap();
+    let outward: Vec<Copy> = plan.iter().map(|&(f, t, n)| pair.outward(f, t, n)).collect();
+    let written = pair.transport.write(&pair.peer, &outward, None, soon()).unwrap();
     done(&written);
     carry_out(plan, ours, theirs);
     assert_eq!(pair.process.hash(), hash(theirs), "a write is not exact");
@@ -253,9 +202,8 @@ fn many_copies_are_exact<B: BackEnd>() {
     check(&mut pair, &plan, &mut theirs, &mut ours);
     // The blocks of a pool: equal pieces on a grid, in another order.
     let cell = 64;
-    let plan: Plan = (0..100_000)
-        .map(|i| ((i * 77_777 % 100_000) * cell, i * cell, cell))
-        .collect();
+    let plan: Plan =
+        (0..100_000).map(|i| ((i * 77_777 % 100_000) * cell, i * cell, cell)).collect();
     check(&mut pair, &plan, &mut theirs, &mut ours);
 }
 
@@ -287,10 +235,7 @@ fn an_empty_list_is_done<B: BackEnd>() {
     let mut pair = Pair::<B>::new(MIB);
     let copies = [pair.inward(5, 5, 0)];
     for copies in [&[][..], &copies] {
-        let operation = pair
-            .transport
-            .read(&pair.peer, copies, Some(b"nothing"), soon())
-            .unwrap();
+        let operation = pair.transport.read(&pair.peer, copies, Some(b"nothing"), soon()).unwrap();
         done(&operation);
     }
     assert_eq!(pair.process.ask("await 2"), "nothing,nothing");
@@ -322,12 +267,8 @@ fn notifications_after_data_and_once<B: BackEnd>() {
             operation
         })
         .collect();
-    let mut got: Vec<String> = pair
-        .process
-        .ask(&format!("await {slots}"))
-        .split(',')
-        .map(str::to_owned)
-        .collect();
+    let mut got: Vec<String> =
+        pair.process.ask(&format!("await {slots}")).split(',').map(str::to_owned).collect();
     for operation in &operations {
         done(operation);
     }
@@ -339,17 +280,10 @@ fn notifications_after_data_and_once<B: BackEnd>() {
         .map(|i| {
             let message = format!("read {i:02}");
             let copies = [pair.inward(i * 1000, i * 1000, 1000)];
-            pair.transport
-                .read(&pair.peer, &copies, Some(message.as_bytes()), soon())
-                .unwrap()
+            pair.transport.read(&pair.peer, &copies, Some(message.as_bytes()), soon()).unwrap()
         })
         .collect();
-    let mut got: Vec<String> = pair
-        .process
-        .ask("await 20")
-        .split(',')
-        .map(str::to_owned)
-        .collect();
+    let mut got: Vec<String> = pair.process.ask("await 20").split(',').map(str::to_owned).collect();
     got.sort();
     let all: Vec<String> = (0..20).map(|i| format!("read {i:02}")).collect();
     assert_eq!(got, all);
@@ -395,65 +329,30 @@ fn outside_is_refused<B: BackEnd>() {
         ]
     };
     for (address, length) in spans(peer) {
-        let inward = Copy {
-            source: address,
-            destination: ours,
-            bytes: length.min(bytes as u64),
-        };
-        let outward = Copy {
-            source: ours,
-            destination: address,
-            bytes: length.min(bytes as u64),
-        };
+        let inward = Copy { source: address, destination: ours, bytes: length.min(bytes as u64) };
+        let outward = Copy { source: ours, destination: address, bytes: length.min(bytes as u64) };
         if length > bytes as u64 {
             // Too long for our own side as well, whatever the peer says.
-            let whole = Copy {
-                bytes: length,
-                ..inward
-            };
+            let whole = Copy { bytes: length, ..inward };
             refused(pair.transport.read(&pair.peer, &[whole], None, soon()));
             continue;
         }
         // Among good ones, so that the good ones do not hide it.
-        let list = [
-            pair.inward(0, 0, good),
-            inward,
-            pair.inward(good, good, good),
-        ];
+        let list = [pair.inward(0, 0, good), inward, pair.inward(good, good, good)];
         let error = refused(pair.transport.read(&pair.peer, &list, None, soon()));
         assert!(
-            matches!(
-                error,
-                Error::OutsideRegion {
-                    side: Side::Peer,
-                    ..
-                }
-            ),
+            matches!(error, Error::OutsideRegion { side: Side::Peer, .. }),
             "{address:#x}+{length}: {error}"
         );
         let error = refused(pair.transport.write(&pair.peer, &[outward], None, soon()));
         assert!(
-            matches!(
-                error,
-                Error::OutsideRegion {
-                    side: Side::Peer,
-                    ..
-                }
-            ),
+            matches!(error, Error::OutsideRegion { side: Side::Peer, .. }),
             "{address:#x}+{length}: {error}"
         );
     }
     for (address, length) in spans(ours) {
-        let inward = Copy {
-            source: peer,
-            destination: address,
-            bytes: length,
-        };
-        let outward = Copy {
-            source: address,
-            destination: peer,
-            bytes: length,
-        };
+        let inward = Copy { source: peer, destination: address, bytes: length };
+        let outward = Copy { source: address, destination: peer, bytes: length };
         for result in [
             pair.transport.read(&pair.peer, &[inward], None, soon()),
             pair.transport.write(&pair.peer, &[outward], None, soon()),
@@ -475,63 +374,26 @@ fn deregistered_is_outside<B: BackEnd>() {
         assert_eq!(pair.process.ask("deregister"), "Ok(())");
         let copies = [pair.inward(0, 0, 4096)];
         let error = refused(pair.transport.read(&pair.peer, &copies, None, soon()));
-        assert!(
-            matches!(
-                error,
-                Error::OutsideRegion {
-                    side: Side::Peer,
-                    ..
-                }
-            ),
-            "{error}"
-        );
+        assert!(matches!(error, Error::OutsideRegion { side: Side::Peer, .. }), "{error}");
         let copies = [pair.outward(0, 0, 4096)];
         let error = refused(pair.transport.write(&pair.peer, &copies, None, soon()));
-        assert!(
-            matches!(
-                error,
-                Error::OutsideRegion {
-                    side: Side::Peer,
-                    ..
-                }
-            ),
-            "{error}"
-        );
+        assert!(matches!(error, Error::OutsideRegion { side: Side::Peer, .. }), "{error}");
         assert_eq!(pair.process.ask("register"), "ok");
         // The description is the same, and connecting again brings the regions up to date.
-        let again = pair
-            .transport
-            .connect(&pair.process.description, soon())
-            .unwrap();
+        let again = pair.transport.connect(&pair.process.description, soon()).unwrap();
         pair.peer = again;
         done(&pair.read_all());
     }
     // Our own side, for all: a region that was never registered, or is not any more.
     let other = Memory::new(MIB);
-    let copy = Copy {
-        source: pair.process.base,
-        destination: other.base(),
-        bytes: 4096,
-    };
+    let copy = Copy { source: pair.process.base, destination: other.base(), bytes: 4096 };
     // SAFETY: the memory outlives the registration, and is only touched through its address.
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();
     done(&pair.read(&[copy]));
     pair.transport.deregister(id, soon()).unwrap();
     let error = refused(pair.transport.read(&pair.peer, &[copy], None, soon()));
-    assert!(
-        matches!(
-            error,
-            Error::OutsideRegion {
-                side: Side::Local,
-                ..
-            }
-        ),
-        "{error}"
-    );
-    assert_eq!(
-        pair.transport.deregister(id, soon()),
-        Err(Error::NoSuchRegion)
-    );
+    assert!(matches!(error, Error::OutsideRegion { side: Side::Local, .. }), "{error}");
+    assert_eq!(pair.transport.deregister(id, soon()), Err(Error::NoSuchRegion));
 }
 
 fn a_region_in_use_is_busy<B: BackEnd>() {
@@ -545,11 +407,8 @@ fn a_region_in_use_is_busy<B: BackEnd>() {
     // through its address.
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();
     pair.process.stop();
-    let copy = Copy {
-        source: pair.process.base,
-        destination: other.base(),
-        bytes: 32 * MIB as u64,
-    };
+    let copy =
+        Copy { source: pair.process.base, destination: other.base(), bytes: 32 * MIB as u64 };
     let operation = pair.read(&[copy]);
     // Until it has been sent.
     std::thread::sleep(Duration::from_millis(300));
@@ -558,10 +417,7 @@ fn a_region_in_use_is_busy<B: BackEnd>() {
     // A handle that is dropped does not let go of the region before it is safe.
     drop(operation);
     if !B::SETTLES_ALONE {
-        assert_eq!(
-            pair.transport.deregister(id, Instant::now()),
-            Err(Error::RegionBusy)
-        );
+        assert_eq!(pair.transport.deregister(id, Instant::now()), Err(Error::RegionBusy));
     }
     pair.process.resume();
     pair.transport.deregister(id, soon()).unwrap();
@@ -572,25 +428,16 @@ fn deadlines_hold<B: BackEnd>() {
     let pair = Pair::<B>::new(64 * MIB);
     // Already past: nothing that ends well may be reported.
     let copies = [pair.inward(0, 0, 64 * MIB)];
-    let past = pair
-        .transport
-        .read(&pair.peer, &copies, None, Instant::now())
-        .unwrap();
+    let past = pair.transport.read(&pair.peer, &copies, None, Instant::now()).unwrap();
     let status = past.wait(soon());
     assert!(
-        matches!(
-            status,
-            Status::Failed(Error::DeadlinePassed) | Status::Done(_)
-        ),
+        matches!(status, Status::Failed(Error::DeadlinePassed) | Status::Done(_)),
         "{status:?}"
     );
     // A peer that is stopped keeps silent; the deadline comes all the same.
     pair.process.stop();
     let deadline = Instant::now() + Duration::from_millis(400);
-    let operation = pair
-        .transport
-        .read(&pair.peer, &copies, Some(b"late"), deadline)
-        .unwrap();
+    let operation = pair.transport.read(&pair.peer, &copies, Some(b"late"), deadline).unwrap();
     wait_until("the deadline held", || operation.poll().outcome().is_some());
     let status = operation.poll();
     match status.outcome().unwrap() {
@@ -602,10 +449,7 @@ fn deadlines_hold<B: BackEnd>() {
     }
     // Nobody has to poll for it: the transport itself notices.
     let before = pair.transport.statistics();
-    let unpolled = pair
-        .transport
-        .read(&pair.peer, &copies, Some(b"late"), deadline)
-        .unwrap();
+    let unpolled = pair.transport.read(&pair.peer, &copies, Some(b"late"), deadline).unwrap();
     wait_until("the transport noticed", || {
         let now = pair.transport.statistics();
         now.failed + now.done > before.failed + before.done
@@ -628,14 +472,10 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
     for round in 0..rounds(4) {
         pair.ours.set(&vec![0xee; bytes]);
         // Pieces apart, so that they are not merged into one.
-        let copies: Vec<Copy> = (0..128)
-            .map(|i| pair.inward(i * 512 * 1024, i * 512 * 1024, 500 * 1024))
-            .collect();
+        let copies: Vec<Copy> =
+            (0..128).map(|i| pair.inward(i * 512 * 1024, i * 512 * 1024, 500 * 1024)).collect();
         let until = deadline.map_or_else(soon, |after| Instant::now() + after);
-        let operation = pair
-            .transport
-            .read(&pair.peer, &copies, Some(b"never"), until)
-            .unwrap();
+        let operation = pair.transport.read(&pair.peer, &copies, Some(b"never"), until).unwrap();
         if round % 2 == 0 {
             // In mid-transfer: when the first byte has come.
             wait_until("bytes arrive", || {
@@ -647,9 +487,7 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
         if deadline.is_none() {
             operation.cancel();
         }
-        wait_until("the outcome is known", || {
-            operation.poll().outcome().is_some()
-        });
+        wait_until("the outcome is known", || operation.poll().outcome().is_some());
         // Long enough for what can settle without the peer.
         let status = operation.wait(Instant::now() + Duration::from_millis(500));
         if matches!(status, Status::Quarantined(_)) {
@@ -678,10 +516,7 @@ fn reads_never_land_late<B: BackEnd>(deadline: Option<Duration>, end: Error) {
         assert_eq!(pair.transport.statistics().quarantined, 0);
     }
     if B::NEEDS_THE_PEER {
-        assert!(
-            ended_early < rounds(4),
-            "no read was caught in mid-transfer"
-        );
+        assert!(ended_early < rounds(4), "no read was caught in mid-transfer");
         assert_eq!(saw_quarantine, !B::SETTLES_ALONE);
     }
     // And the transport is as good as new.
@@ -702,18 +537,14 @@ fn cancelled_writes_never_land_late<B: BackEnd>() {
     let mut pair = Pair::<B>::new(bytes);
     for round in 0..rounds(3) {
         pair.ours.set(&vec![0xee; bytes]);
-        let copies: Vec<Copy> = (0..128)
-            .map(|i| pair.outward(i * 512 * 1024, i * 512 * 1024, 500 * 1024))
-            .collect();
+        let copies: Vec<Copy> =
+            (0..128).map(|i| pair.outward(i * 512 * 1024, i * 512 * 1024, 500 * 1024)).collect();
         // So that there is a connection for bytes to be on.
         done(&pair.read(&[pair.inward(0, 0, 1)]));
         if round == 1 {
             pair.process.stop();
         }
-        let operation = pair
-            .transport
-            .write(&pair.peer, &copies, None, soon())
-            .unwrap();
+        let operation = pair.transport.write(&pair.peer, &copies, None, soon()).unwrap();
         match round {
             // Until the connection is full of bytes.
             1 => std::thread::sleep(Duration::from_millis(300)),
@@ -746,19 +577,9 @@ fn cancelled_writes_never_land_late<B: BackEnd>() {
 fn dropped_transports_never_land_late<B: BackEnd>() {
     let bytes = 64 * MIB;
     let pair = Pair::<B>::new(bytes);
-    let Pair {
-        transport,
-        peer,
-        process,
-        ours,
-        ..
-    } = pair;
+    let Pair { transport, peer, process, ours, .. } = pair;
     process.stop();
-    let copy = Copy {
-        source: process.base,
-        destination: ours.base(),
-        bytes: bytes as u64,
-    };
+    let copy = Copy { source: process.base, destination: ours.base(), bytes: bytes as u64 };
     let operation = transport.read(&peer, &[copy], None, soon()).unwrap();
     drop(peer);
     drop(transport);
@@ -768,10 +589,7 @@ fn dropped_transports_never_land_late<B: BackEnd>() {
     ours.set(&mark);
     process.resume();
     std::thread::sleep(Duration::from_millis(700));
-    assert!(
-        ours.snapshot() == mark,
-        "bytes landed after the transport was dropped"
-    );
+    assert!(ours.snapshot() == mark, "bytes landed after the transport was dropped");
 }
 
 fn a_killed_peer_is_an_error<B: BackEnd>() {
@@ -826,17 +644,11 @@ fn a_restarted_peer_is_reachable<B: BackEnd>() {
         let deadline = Instant::now() + Duration::from_secs(20);
         let old = pair.transport.read(&pair.peer, &copies, None, deadline);
         let error = refused(old);
-        assert!(
-            matches!(error, Error::PeerLost(_) | Error::OutsideRegion { .. }),
-            "{error}"
-        );
+        assert!(matches!(error, Error::PeerLost(_) | Error::OutsideRegion { .. }), "{error}");
         if seed == 11 {
             pair.transport.disconnect(&pair.peer);
         }
-        let peer = pair
-            .transport
-            .connect(&pair.process.description, soon())
-            .unwrap();
+        let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
         pair.peer = peer;
         done(&pair.read_all());
         assert!(pair.ours.snapshot() == pattern(seed, bytes));
@@ -850,24 +662,15 @@ fn disconnecting_ends_operations<B: BackEnd>() {
     for operation in &operations {
         let status = operation.wait(soon());
         assert!(
-            matches!(
-                status,
-                Status::Done(_) | Status::Failed(Error::Disconnected)
-            ),
+            matches!(status, Status::Done(_) | Status::Failed(Error::Disconnected)),
             "{status:?}"
         );
     }
-    let error = refused(
-        pair.transport
-            .read(&pair.peer, &[pair.inward(0, 0, 10)], None, soon()),
-    );
+    let error = refused(pair.transport.read(&pair.peer, &[pair.inward(0, 0, 10)], None, soon()));
     assert_eq!(error, Error::Disconnected);
     // A second time does no harm, and one may connect again.
     pair.transport.disconnect(&pair.peer);
-    let peer = pair
-        .transport
-        .connect(&pair.process.description, soon())
-        .unwrap();
+    let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
     let copies = [pair.inward(0, 0, 64 * MIB)];
     done(&pair.transport.read(&peer, &copies, None, soon()).unwrap());
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, pair.bytes));
@@ -879,10 +682,8 @@ fn posting_does_not_wait<B: BackEnd>() {
     // stops us in between can hide that once, but not every time.
     let caught = (0..20).any(|_| {
         let operations: Vec<_> = (0..4).map(|_| pair.read_all()).collect();
-        let early = operations
-            .iter()
-            .filter(|operation| operation.poll() == Status::InProgress)
-            .count();
+        let early =
+            operations.iter().filter(|operation| operation.poll() == Status::InProgress).count();
         operations.iter().for_each(done);
         early >= 3
     });
@@ -892,9 +693,7 @@ fn posting_does_not_wait<B: BackEnd>() {
 fn bad_descriptions_are_refused<B: BackEnd>() {
     let pair = Pair::<B>::new(MIB);
     let good = &pair.process.description;
-    let mut bad: Vec<Vec<u8>> = (0..good.len().min(80))
-        .map(|n| good[..n].to_vec())
-        .collect();
+    let mut bad: Vec<Vec<u8>> = (0..good.len().min(80)).map(|n| good[..n].to_vec()).collect();
     bad.push([&good[..], b"more"].concat());
     bad.push(pattern(4, 100));
     let mut other = good.clone();
@@ -902,10 +701,7 @@ fn bad_descriptions_are_refused<B: BackEnd>() {
     bad.push(other);
     for description in bad {
         let result = pair.transport.connect(&description, soon());
-        assert!(
-            matches!(result, Err(Error::BadDescription(_))),
-            "{result:?}"
-        );
+        assert!(matches!(result, Err(Error::BadDescription(_))), "{result:?}");
     }
     done(&pair.read_all());
 }
@@ -925,22 +721,14 @@ fn reports_add_up<B: BackEnd>() {
     let Status::Done(report) = operation.wait(soon()) else {
         panic!("{operation:?}");
     };
-    assert_eq!(
-        (report.bytes, report.copies, report.copies_posted),
-        (158, 4, 2)
-    );
+    assert_eq!((report.bytes, report.copies, report.copies_posted), (158, 4, 2));
     assert!(report.rate().is_some());
-    let failed = pair
-        .transport
-        .read(&pair.peer, &[pair.inward(0, 0, 10)], None, Instant::now());
+    let failed = pair.transport.read(&pair.peer, &[pair.inward(0, 0, 10)], None, Instant::now());
     let failed = failed.map(|operation| operation.wait(soon()));
     let failures = u64::from(!matches!(failed, Ok(Status::Done(_))));
     let statistics = pair.transport.statistics();
     assert_eq!(statistics.started, 2);
-    assert_eq!(
-        (statistics.done, statistics.failed),
-        (2 - failures, failures)
-    );
+    assert_eq!((statistics.done, statistics.failed), (2 - failures, failures));
     assert_eq!(statistics.bytes, 158 + 10 * (1 - failures));
     assert_eq!(statistics.quarantined, 0);
 }
@@ -969,11 +757,7 @@ fn nothing_leaks<B: BackEnd>() {
         // SAFETY: the memory outlives the transport, and is only touched through its address.
         let region = unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
-        let copy = Copy {
-            source: process.base,
-            destination: ours.base(),
-            bytes: MIB as u64,
-        };
+        let copy = Copy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
         let operation = transport.read(&peer, &[copy], None, soon()).unwrap();
         done(&operation);
         transport.deregister(region, soon()).unwrap();
@@ -991,11 +775,7 @@ fn nothing_leaks<B: BackEnd>() {
         // SAFETY: as above.
         unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
-        let copy = Copy {
-            source: process.base,
-            destination: ours.base(),
-            bytes: MIB as u64,
-        };
+        let copy = Copy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
         done(&transport.read(&peer, &[copy], None, soon()).unwrap());
         // Everything is dropped at once, in no good order.
         drop(transport);
@@ -1023,11 +803,7 @@ fn fits(before: Census, after: Census) -> bool {
 
 fn parse(census: &str) -> Census {
     let numbers: Vec<usize> = census.split(' ').map(|n| n.parse().unwrap()).collect();
-    Census {
-        threads: numbers[0],
-        descriptors: numbers[1],
-        mappings: numbers[2],
-    }
+    Census { threads: numbers[0], descriptors: numbers[1], mappings: numbers[2] }
 }
 
 /// Reads from a process that the kernel does not let it read: started by the test below.
@@ -1051,21 +827,9 @@ pub(crate) fn reader(arguments: &[String]) {
     let Route::Tcp { obstacle } = peer.route() else {
         panic!("the kernel should have forbidden this: {peer:?}");
     };
-    assert!(
-        matches!(
-            obstacle,
-            Error::System {
-                code: Some(libc::EPERM),
-                ..
-            }
-        ),
-        "{obstacle}"
-    );
-    let copy = Copy {
-        source: base.parse().unwrap(),
-        destination: ours.base(),
-        bytes: bytes as u64,
-    };
+    assert!(matches!(obstacle, Error::System { code: Some(libc::EPERM), .. }), "{obstacle}");
+    let copy =
+        Copy { source: base.parse().unwrap(), destination: ours.base(), bytes: bytes as u64 };
     done(&transport.read(&peer, &[copy], None, soon()).unwrap());
     assert!(ours.snapshot() == pattern(PEER_SEED, bytes));
     drop(transport);
@@ -1098,9 +862,7 @@ fn released_requests_of_nixl_land_late() {
     let library = capi::Nixl::load(&find(None).unwrap()).unwrap();
     // With NIXL's own default of no threads besides its progress thread.
     let mut settings = NixlOptions::default().settings();
-    settings
-        .parameters
-        .retain(|(key, _)| key.starts_with("ucx"));
+    settings.parameters.retain(|(key, _)| key.starts_with("ucx"));
     let agent = capi::Agent::new(&library, "bare", &settings).unwrap();
     let agent = std::sync::Arc::new(agent);
     let ours = Memory::new(bytes);
@@ -1108,15 +870,9 @@ fn released_requests_of_nixl_land_late() {
     agent.register(span).unwrap();
     // The metadata is the last block of the description, behind 8 + 16 bytes of names, 4 of a count
     // and 20 for the one region.
-    let name = agent
-        .load(&process.description[8 + 16 + 4 + 20 + 4..])
-        .unwrap();
+    let name = agent.load(&process.description[8 + 16 + 4 + 20 + 4..]).unwrap();
     let theirs = (process.base, bytes as u64, Place::Host);
-    let request = || {
-        agent
-            .request(false, &name, [span].into_iter(), [theirs].into_iter())
-            .unwrap()
-    };
+    let request = || agent.request(false, &name, [span].into_iter(), [theirs].into_iter()).unwrap();
     // Once to connect.
     let mut first = request();
     let mut ended = first.post().unwrap();

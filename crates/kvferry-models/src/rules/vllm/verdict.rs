@@ -156,7 +156,10 @@ const RULES: &[Rule] = &[
         applies: |pair| {
             let (prefill, decode) = pair.tp();
             let heads = pair.kv_heads().next().unwrap_or(u64::MAX);
-            !pair.is_latent() && !pair.is_recurrent() && prefill > decode && u64::from(prefill) > heads
+            !pair.is_latent()
+                && !pair.is_recurrent()
+                && prefill > decode
+                && u64::from(prefill) > heads
         },
         reason: |pair| {
             let heads = pair.kv_heads().next().unwrap_or_default();
@@ -252,9 +255,7 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::SilentlyWrong,
-        applies: |pair| {
-            pair.grows() && pair.prefill.topology.spec != pair.decode.topology.spec
-        },
+        applies: |pair| pair.grows() && pair.prefill.topology.spec != pair.decode.topology.spec,
         reason: |pair| {
             format!(
                 "different numbers of speculative tokens ({} and {}) give convolution rows of \
@@ -277,7 +278,8 @@ impl<'a> EngineSide<'a> {
     }
 
     fn kernels_per_block(&self) -> u64 {
-        let blocks = self.pools.groups.iter().filter_map(|group| Some(group.block? / group.kernel?));
+        let blocks =
+            self.pools.groups.iter().filter_map(|group| Some(group.block? / group.kernel?));
         blocks.max().unwrap_or(1)
     }
 }
@@ -300,9 +302,10 @@ impl Pair<'_> {
     }
 
     fn keeps(&self, kinds: &[Recurrence]) -> bool {
-        self.model.caches.iter().any(|cache| {
-            matches!(cache.sort, Sort::Recurrent(kind) if kinds.contains(&kind))
-        })
+        self.model
+            .caches
+            .iter()
+            .any(|cache| matches!(cache.sort, Sort::Recurrent(kind) if kinds.contains(&kind)))
     }
 
     fn is_recurrent(&self) -> bool {
