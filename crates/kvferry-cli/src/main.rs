@@ -1,7 +1,9 @@
 //! The `kvferry` command. Each subcommand lives in a module of its own.
 
 mod bench;
+mod demo;
 mod nixl;
+mod status;
 
 use std::process::ExitCode;
 
@@ -18,7 +20,12 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Bench(bench::Bench),
+    Demo(demo::Demo),
+    /// One process of a demo.
+    #[command(hide = true)]
+    DemoProcess,
     Nixl(nixl::Nixl),
+    Status(status::Status),
 }
 
 fn main() -> ExitCode {
@@ -30,6 +37,9 @@ fn main() -> ExitCode {
         .init();
     match Cli::parse().command {
         Command::Bench(bench) => bench.run(),
+        Command::Demo(demo) => demo.run(),
+        Command::DemoProcess => demo::run_child(),
         Command::Nixl(nixl) => nixl.run(),
+        Command::Status(status) => status.run(),
     }
 }
