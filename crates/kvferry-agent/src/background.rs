@@ -2,12 +2,17 @@
 
 use std::future::Future;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+
+/// So long from now; what is too far for a clock is as good as a year.
+pub(crate) fn after(time: Duration) -> Instant {
+    Instant::now() + time.min(Duration::from_secs(365 * 86_400))
+}
 
 /// Runs tasks on a thread of its own until it is dropped.
 #[derive(Debug)]

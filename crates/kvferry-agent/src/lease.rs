@@ -158,8 +158,10 @@ impl Leases {
     /// A table without leases. A lease lasts `term` from when it was granted or last extended, and
     /// never more than `longest` in all.
     pub fn new(term: Duration, longest: Duration) -> Self {
-        let (open, ended) = (BTreeMap::new(), BTreeMap::new());
-        Self { term, longest: longest.max(term), open, ended, released: Vec::new() }
+        // Far from what a clock can say.
+        let term = term.min(Duration::from_secs(10 * 365 * 86_400));
+        let longest = longest.clamp(term, Duration::from_secs(20 * 365 * 86_400));
+        Self { term, longest, open: BTreeMap::new(), ended: BTreeMap::new(), released: Vec::new() }
     }
 
     /// How long a lease lasts without an extension.

@@ -138,7 +138,8 @@ async fn talk(
 
 async fn listen(mut receiver: Receiver, waiting: &Waiting, keepalive: Duration) -> PeerError {
     loop {
-        let message = match timeout(keepalive * 3, receiver.receive(MAX_REPLY)).await {
+        let message = match timeout(keepalive.saturating_mul(3), receiver.receive(MAX_REPLY)).await
+        {
             Ok(Ok(message)) => message,
             Ok(Err(error)) => return error,
             Err(_) => return PeerError::Slow("an answer"),

@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use crate::background::Background;
+use crate::background::{Background, after};
 use crate::error::{Error, PeerError};
 use crate::lease::{Answer, Ended, LeaseKey, Leases, Loss, Released};
 use crate::link::{Caller, Link, Links};
@@ -312,7 +312,7 @@ impl Scheduler {
         let hold = Hold {
             ticket: ticket.clone(),
             since: now,
-            until: now + patience,
+            until: after(patience),
             next_beat: now,
             last_answer: now,
             beating: false,
@@ -331,8 +331,8 @@ impl Scheduler {
         lock(&self.core.holds).remove(&ticket.request);
         let (core, ticket) = (self.core.clone(), ticket.clone());
         self.background.spawn(async move {
-            // Later than this the lease has expired by itself.
-            let deadline = tokio::time::Instant::now() + ticket.term();
+            // Later than this the lease has expired by itself, or nobody cares.
+            let deadline = after(ticket.term().min(Duration::from_secs(60))).into();
             let told = async {
                 let link = core.links.get(&ticket.address, deadline).await?;
                 let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);
@@ -375,7 +375,7 @@ pub fn ask_status(address: &str, trust: &Trust, patience: Duration) -> Result<St
         keepalive: patience,
     };
     runtime.block_on(async {
-        let deadline = tokio::time::Instant::now() + patience;
+        let deadline = after(patience).into();
         let link = tokio::time::timeout_at(deadline, Link::open(address, &caller)).await;
         let link = link.unwrap_or(Err(PeerError::Slow("connecting")))?;
         match link.ask(Question::Status, deadline).await? {
@@ -431,25 +431,31 @@ impl Core {
     fn status(&self) -> Status {
         let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let now = self.now();
-        let leases = self.leases();
-        let leases = leases.iter(now).map(|(request, age, left, confirmed)| LeaseStatus {
-            request: request.to_owned(),
-            age_ms: milliseconds(age),
-            left_ms: milliseconds(left),
-            confirmed,
-        });
-        let leases = leases.collect();
-        let holds = lock(&self.holds);
-        let holds = holds.values().map(|hold| HoldStatus {
-            request: hold.ticket.request.clone(),
-            engine: hold.ticket.engine.clone(),
-            address: hold.ticket.address.clone(),
-            age_ms: milliseconds(hold.since.elapsed()),
-        });
-        let mut holds: Vec<HoldStatus> = holds.collect();
+        // One lock at a time.
+        let leases = {
+            let leases = self.leases();
+            let leases = leases.iter(now).map(|(request, age, left, confirmed)| LeaseStatus {
+                request: request.to_owned(),
+                age_ms: milliseconds(age),
+                left_ms: milliseconds(left),
+                confirmed,
+            });
+            leases.collect()
+        };
+        let mut holds: Vec<HoldStatus> = {
+            let holds = lock(&self.holds);
+            let holds = holds.values().map(|hold| HoldStatus {
+                request: hold.ticket.request.clone(),
+                engine: hold.ticket.engine.clone(),
+                address: hold.ticket.address.clone(),
+                age_ms: milliseconds(hold.since.elapsed()),
+            });
+            holds.collect()
+        };
         holds.sort_by(|a, b| a.request.cmp(&b.request));
         let mut connected_to = self.links.addresses();
         connected_to.sort();
+        let peers = lock(&self.guests).values().cloned().collect();
         Status {
             engine: self.options.engine.clone(),
             incarnation: self.incarnation(),
@@ -458,7 +464,7 @@ impl Core {
             ranks: self.published().map_or(0, |published| published.ranks.len()),
             leases,
             holds,
-            peers: lock(&self.guests).values().cloned().collect(),
+            peers,
             connected_to,
         }
     }

@@ -18,7 +18,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, sleep_until, timeout_at};
 use tracing::{Instrument, debug, info, info_span, warn};
 
-use crate::background::Background;
+use crate::background::{Background, after};
 use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Failure, Misbehaviour, PeerError};
 use crate::lease::{Answer, Consumer, Loss};
@@ -339,7 +339,7 @@ const QUARANTINED: &str = "quarantined";
 /// Lives one load.
 async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running>) {
     let began = Instant::now();
-    let deadline = began + load.patience;
+    let deadline = after(load.patience);
     let (steps, mut happened) = unbounded_channel();
     let mut one = Drive {
         id: core.next.fetch_add(1, Ordering::Relaxed),
@@ -475,7 +475,7 @@ impl Drive {
             Action::ShakeHands => {
                 let core = self.core.clone();
                 let ticket = self.load.ticket.clone();
-                let deadline = self.deadline.min(Instant::now() + core.options.handshake);
+                let deadline = self.deadline.min(after(core.options.handshake));
                 // On its own, so that it goes on for others when this load ends.
                 let known = tokio::spawn(async move { core.known(&ticket, deadline).await });
                 self.spawn(async move {
@@ -757,7 +757,8 @@ impl Core {
 
     /// Tells P that it need not keep the blocks for this rank's engine.
     async fn abandon(&self, ticket: &Ticket) {
-        let deadline = tokio::time::Instant::now() + ticket.term();
+        // Later than this the lease has expired by itself, or nobody cares.
+        let deadline = after(ticket.term().min(Duration::from_secs(60))).into();
         let told = async {
             let link = self.links.get(&ticket.address, deadline).await?;
             let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);

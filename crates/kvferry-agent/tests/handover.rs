@@ -228,3 +228,41 @@ fn a_status_says_who_is_there_and_what_is_kept() {
         status.holds.len() == 1 && status.connected_to == [p.scheduler.address()]
     });
 }
+
+#[test]
+fn no_patience_is_too_long() {
+    let p = Recipe::new("p", 1).term(Duration::MAX).start();
+    let mut d = Recipe::new("d", 1);
+    (d.worker.handshake, d.worker.keepalive) = (Duration::MAX, Duration::MAX);
+    let d = d.start();
+    let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+    p.prefill(1, &source, 4);
+    let ticket = p.scheduler.grant("r").unwrap();
+    d.scheduler.hold(&ticket, Duration::MAX);
+    d.start_load("r", &ticket, &source, &destination, 4, Duration::MAX);
+    assert_eq!(d.wait_ends("r"), [Outcome::Done]);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
+/// Whoever looks does not get in the way of who works.
+#[test]
+fn a_status_can_be_asked_for_at_any_time() {
+    let p = Recipe::new("p", 1).start();
+    let until = Instant::now() + Duration::from_millis(300);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while Instant::now() < until {
+                p.scheduler.status();
+                p.scheduler.metrics();
+            }
+        });
+        let mut granted = 0;
+        while Instant::now() < until {
+            let name = format!("r{granted}");
+            p.scheduler.grant(&name).unwrap();
+            p.scheduler.revoke(&name);
+            granted += 1;
+        }
+        assert!(granted > 0);
+    });
+}

@@ -85,8 +85,20 @@ impl Process {
         assert_eq!(sent, 0);
     }
 
+    /// Returns when every thread of it stands still.
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
+        let stands_still = |task: std::io::Result<std::fs::DirEntry>| {
+            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+            // The state follows the name, which is in brackets.
+            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+        };
+        let tasks = || std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let until = Instant::now() + LONG;
+        while !tasks().all(stands_still) {
+            assert!(Instant::now() < until, "it does not stop");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn go_on(&self) {
@@ -143,6 +155,15 @@ impl Scene {
         let term_ms = term.as_millis() as u64;
         let (p, d) = (Engine::start("p", 2, term_ms), Engine::start("d", 1, term_ms));
         let mut scene = Self { p, d, ticket: Value::Null };
+        scene.prefill("r");
+        scene
+    }
+
+    /// The same, between engines that know each other from a request before.
+    fn warm(term: Duration) -> Self {
+        let mut scene = Self::new(term);
+        scene.load("r", LONG);
+        scene.ends_well();
         scene.prefill("r");
         scene
     }
@@ -227,8 +248,16 @@ fn a_prefill_rank_is_killed_before_it_is_read() {
 }
 
 #[test]
-fn a_prefill_rank_is_killed_while_it_is_read() {
+fn a_prefill_rank_stands_still_in_the_handshake() {
     let mut scene = Scene::new(LONG);
+    scene.reading(LONG);
+    scene.p.ranks[1].go_on();
+    scene.ends_well();
+}
+
+#[test]
+fn a_prefill_rank_is_killed_while_it_is_read() {
+    let mut scene = Scene::warm(LONG);
     scene.reading(LONG);
     scene.p.ranks[1].kill();
     scene.fails();
@@ -237,7 +266,7 @@ fn a_prefill_rank_is_killed_while_it_is_read() {
 
 #[test]
 fn a_prefill_rank_stands_still_while_it_is_read() {
-    let mut scene = Scene::new(LONG);
+    let mut scene = Scene::warm(LONG);
     scene.reading(LONG);
     scene.p.ranks[1].go_on();
     scene.ends_well();
@@ -245,7 +274,7 @@ fn a_prefill_rank_stands_still_while_it_is_read() {
 
 #[test]
 fn a_prefill_rank_stands_still_for_too_long() {
-    let mut scene = Scene::new(LONG);
+    let mut scene = Scene::warm(LONG);
     scene.reading(Duration::from_secs(2));
     let failure = scene.fails();
     assert!(
@@ -282,7 +311,7 @@ fn the_prefill_scheduler_is_killed_before_the_handshake() {
 
 #[test]
 fn the_prefill_scheduler_stands_still_while_it_is_asked() {
-    let mut scene = Scene::new(LONG);
+    let mut scene = Scene::warm(LONG);
     scene.confirming(LONG);
     scene.p.scheduler.go_on();
     scene.ends_well();
@@ -290,7 +319,7 @@ fn the_prefill_scheduler_stands_still_while_it_is_asked() {
 
 #[test]
 fn the_prefill_scheduler_is_killed_while_it_is_asked() {
-    let mut scene = Scene::new(LONG);
+    let mut scene = Scene::warm(LONG);
     scene.confirming(Duration::from_secs(3));
     scene.p.scheduler.kill();
     // Every byte is there and right, and must not be used: nobody can say so.
@@ -299,7 +328,7 @@ fn the_prefill_scheduler_is_killed_while_it_is_asked() {
 
 #[test]
 fn the_decode_rank_is_killed_while_it_reads() {
-    let mut scene = Scene::new(Duration::from_secs(2));
+    let mut scene = Scene::warm(Duration::from_secs(2));
     scene.reading(LONG);
     scene.d.ranks[0].kill();
     scene.p_has_its_blocks_back("expired");
@@ -312,7 +341,7 @@ fn the_decode_rank_is_killed_while_it_reads() {
 
 #[test]
 fn the_decode_rank_stands_still_until_the_lease_is_gone() {
-    let mut scene = Scene::new(Duration::from_secs(2));
+    let mut scene = Scene::warm(Duration::from_secs(2));
     scene.reading(LONG);
     scene.d.ranks[0].stop();
     scene.p.ranks[1].go_on();

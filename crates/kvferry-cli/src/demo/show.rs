@@ -629,10 +629,10 @@ impl Show<'_> {
         if self.dice.chance(40) && report.killed < 6 {
             report.killed += 1;
             self.crew.signal(victim, libc::SIGKILL);
-        } else if !self.stopped.iter().any(|(member, _)| *member == victim) {
+        } else if report.stopped < 12 && !self.stopped.iter().any(|(member, _)| *member == victim) {
             report.stopped += 1;
             self.crew.signal(victim, libc::SIGSTOP);
-            let while_ms = self.dice.within(50, 1500);
+            let while_ms = self.dice.within(50, 1200);
             self.stopped.push((victim, now + Duration::from_millis(while_ms)));
         }
     }

@@ -13,11 +13,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::frame::{self, Answer, Hello, Request, Token, Verb, Verdict, Welcome};
+use super::proof::{CHALLENGE_BYTES, End, Nonce, is_proven, prove};
 use super::socket;
 use crate::bytes::Fields;
 use crate::error::{Error, InvalidFrame, Side};
 use crate::merge::Direction;
 use crate::progress::{Chunk, Interrupt, Next, Progress};
+use crate::random::random;
 use crate::rate::RateWatch;
 use crate::region::{Region, Spans};
 use crate::transport::Instance;
@@ -315,13 +317,24 @@ impl Link {
         socket::set_up(stream).map_err(silent)?;
         stream.set_read_timeout(Some(patience)).map_err(silent)?;
         let hello = Hello {
-            token: self.token,
+            nonce: random().map_err(Refusal::Gone)?,
             instance: self.me.0,
             session: self.session,
             lane: lane as u32,
             proof_bytes: 0,
         };
-        socket::send_bytes(stream, &hello.encode()).map_err(silent)?;
+        let hello = hello.encode();
+        socket::send_bytes(stream, &hello).map_err(silent)?;
+        let mut challenge = [0; CHALLENGE_BYTES];
+        socket::receive_bytes(stream, &mut challenge).map_err(silent)?;
+        let (nonce, proof) = challenge.split_at(32);
+        let nonce: &Nonce = nonce.try_into().expect("it was split there");
+        if !is_proven(&self.token, End::Server, &hello, nonce, proof) {
+            let stranger = "who answers at its address does not know the token of its description";
+            return Err(Refusal::Gone(Error::PeerLost(stranger.to_owned())));
+        }
+        let proof = prove(&self.token, End::Client, &hello, nonce);
+        socket::send_bytes(stream, &proof).map_err(silent)?;
         let mut bytes = [0; Welcome::BYTES];
         socket::receive_bytes(stream, &mut bytes).map_err(silent)?;
         let welcome = Welcome::decode(&bytes).map_err(misbehaved)?;
@@ -330,7 +343,7 @@ impl Link {
         stream.set_read_timeout(None).map_err(silent)?;
         let what = match (welcome.instance == self.instance.0, welcome.admitted) {
             (false, _) => "another process answers at its address",
-            (true, false) => "it does not know the token of its description",
+            (true, false) => "it does not let this process in",
             (true, true) => return Ok(()),
         };
         Err(Refusal::Gone(Error::PeerLost(what.to_owned())))

@@ -1,7 +1,7 @@
 //! What goes over a connection.
 //!
-//! A connection opens with a [`Hello`] that presents the server's token and is answered by a
-//! [`Welcome`]. Then the client sends requests and the server answers them in order. A request is a
+//! A connection opens with a [`Hello`]; then the two ends prove to each other that they know the
+//! server's token (see `proof`), and a [`Welcome`] lets the client in. Then the client sends requests and the server answers them in order. A request is a
 //! [`Request`] header, its pieces (address and length, both of the server's memory), and for a
 //! write or a notification the bytes themselves. An [`Answer`] is followed by the bytes for a read.
 //! All numbers are little-endian. Every field is checked before anything is done with it.
@@ -21,13 +21,14 @@ pub(crate) const MAX_PROOF_BYTES: u32 = 4096;
 /// The most regions a table may list.
 pub(crate) const MAX_REGIONS: u64 = 1 << 20;
 
+/// From the server's description: who does not know it is not served.
 pub(crate) type Token = [u8; 32];
 
 /// The first frame of a connection, from the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// From the server's description: without it nothing is served.
-    pub(crate) token: Token,
+    /// New for every connection.
+    pub(crate) nonce: [u8; 32],
     /// Who connects.
     pub(crate) instance: [u8; 16],
     /// All connections of one client to one server belong to a session; within it they are
@@ -45,7 +46,7 @@ impl Hello {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
-        out.extend(self.token);
+        out.extend(self.nonce);
         out.extend(self.instance);
         out.extend(self.session);
         out.extend(self.lane.to_le_bytes());
@@ -58,7 +59,7 @@ impl Hello {
         opening(&mut fields)?;
         let mut parse = || {
             Some(Self {
-                token: fields.array()?,
+                nonce: fields.array()?,
                 instance: fields.array()?,
                 session: fields.array()?,
                 lane: fields.u32()?,

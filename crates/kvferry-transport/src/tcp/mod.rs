@@ -5,9 +5,10 @@
 //! without a buffer between; a request carries up to 1,024 copies. The server checks every address
 //! against its regions, and holds the regions it is serving.
 //!
-//! A connection is opened with a token of 256 random bits that the description carries. It keeps
-//! out who was not given the description; it is no encryption: use it on networks where nobody
-//! listens in, or through a tunnel.
+//! The description carries a token of 256 random bits. Both ends of a connection prove that they know
+//! it, without sending it and anew each time: who was not given the description is neither served nor
+//! believed, even if they listened in before. What is moved is not encrypted: use it on networks where
+//! nobody listens in, or through a tunnel.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +29,7 @@ use crate::transport::{Instance, MAX_NOTIFICATION_BYTES, Notification, Statistic
 
 mod client;
 mod frame;
+mod proof;
 mod server;
 mod socket;
 #[cfg(test)]

@@ -10,8 +10,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::frame::{self, Answer, Hello, Request, Token, Verb, Verdict, Welcome};
+use super::proof::{self, Proof, is_proven, prove};
 use super::socket;
 use crate::error::{Error, InvalidFrame};
+use crate::random::random;
 use crate::region::Regions;
 use crate::transport::{Instance, Notification};
 
@@ -337,7 +339,14 @@ impl Shared {
         let hello = Hello::decode(&bytes)?;
         let mut proof = vec![0; hello.proof_bytes as usize];
         socket::receive_bytes(stream, &mut proof)?;
-        let admitted = same(&hello.token, &self.token) && self.replace(id, &hello);
+        let Ok(nonce) = random() else { return Err(End::Closed) };
+        let mut challenge = nonce.to_vec();
+        challenge.extend(prove(&self.token, proof::End::Server, &bytes, &nonce));
+        socket::send_bytes(stream, &challenge)?;
+        let mut proof: Proof = [0; 32];
+        socket::receive_bytes(stream, &mut proof)?;
+        let proven = is_proven(&self.token, proof::End::Client, &bytes, &nonce, &proof);
+        let admitted = proven && self.replace(id, &hello);
         let welcome = Welcome { admitted, instance: self.instance.0, proof_bytes: 0 };
         socket::send_bytes(stream, &welcome.encode())?;
         if !admitted {
@@ -419,9 +428,4 @@ fn discard(stream: &TcpStream, bytes: u64) -> io::Result<()> {
         left -= part;
     }
     Ok(())
-}
-
-/// Compares in a time that does not depend on where the difference is.
-fn same(a: &Token, b: &Token) -> bool {
-    std::iter::zip(a, b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
 }

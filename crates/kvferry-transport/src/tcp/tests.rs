@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::frame::{Answer, Hello, Request, Verb, Welcome, put_piece};
+use super::proof::{CHALLENGE_BYTES, End, prove};
 use super::{Tcp, TcpOptions, parse};
 use crate::copy::Copy;
 use crate::error::Error;
@@ -58,9 +59,20 @@ impl Victim {
     }
 
     fn connect(&self, change: impl FnOnce(&mut [u8; Hello::BYTES])) -> TcpStream {
+        self.connect_with(change, |_| ())
+    }
+
+    /// Connects with a hello and a token that are not quite right. Goes on as far as the server does.
+    fn connect_with(
+        &self,
+        change: impl FnOnce(&mut [u8; Hello::BYTES]),
+        spoil: impl FnOnce(&mut [u8; 32]),
+    ) -> TcpStream {
         let address = parse(&self.transport.describe().unwrap()).unwrap();
+        let mut token = address.token;
+        spoil(&mut token);
         let mut hello = Hello {
-            token: address.token,
+            nonce: crate::random::random().unwrap(),
             instance: [1; 16],
             session: crate::random::random().unwrap(),
             lane: 0,
@@ -71,6 +83,11 @@ impl Victim {
         let mut stream = TcpStream::connect(address.addresses[0]).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         stream.write_all(&hello).unwrap();
+        let mut challenge = [0; CHALLENGE_BYTES];
+        if stream.read_exact(&mut challenge).is_ok() {
+            let nonce = challenge[..32].try_into().unwrap();
+            let _ = stream.write_all(&prove(&token, End::Client, &hello, nonce));
+        }
         stream
     }
 
@@ -112,8 +129,8 @@ fn rest(mut stream: TcpStream) -> Vec<u8> {
 fn without_the_token_nothing_is_served() {
     let victim = Victim::new();
     // Any byte of it.
-    for at in 12..44 {
-        let mut stream = victim.connect(|hello| hello[at] ^= 1);
+    for at in 0..32 {
+        let mut stream = victim.connect_with(|_| (), |token| token[at] ^= 1);
         let read = request(Verb::Read, 1, &[(victim.base() + PAGE as u64, 64)], &[]);
         let _ = stream.write_all(&read);
         let said = rest(stream);
@@ -122,6 +139,63 @@ fn without_the_token_nothing_is_served() {
             assert!(!Welcome::decode(&bytes).unwrap().admitted);
         }
     }
+}
+
+/// What one client said opens no second connection, and the token is not among it.
+#[test]
+fn a_replay_is_not_served() {
+    let victim = Victim::new();
+    let address = parse(&victim.transport.describe().unwrap()).unwrap();
+    let hello =
+        Hello { nonce: [3; 32], instance: [1; 16], session: [2; 16], lane: 0, proof_bytes: 0 };
+    let hello = hello.encode();
+    let mut first = TcpStream::connect(address.addresses[0]).unwrap();
+    first.write_all(&hello).unwrap();
+    let mut challenge = [0; CHALLENGE_BYTES];
+    first.read_exact(&mut challenge).unwrap();
+    let nonce = challenge[..32].try_into().unwrap();
+    let proof = prove(&address.token, End::Client, &hello, nonce);
+    first.write_all(&proof).unwrap();
+    let mut welcome = [0; Welcome::BYTES];
+    first.read_exact(&mut welcome).unwrap();
+    assert!(Welcome::decode(&welcome).unwrap().admitted);
+
+    let mut second = TcpStream::connect(address.addresses[0]).unwrap();
+    second.write_all(&hello).unwrap();
+    second.write_all(&proof).unwrap();
+    let mut other = [0; CHALLENGE_BYTES];
+    second.read_exact(&mut other).unwrap();
+    assert_ne!(challenge[..32], other[..32]);
+    let mut welcome = [0; Welcome::BYTES];
+    second.read_exact(&mut welcome).unwrap();
+    assert!(!Welcome::decode(&welcome).unwrap().admitted);
+}
+
+/// A server that does not know the token is not believed, whatever it says.
+#[test]
+fn a_server_must_prove_itself_too() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let impostor = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut hello = [0; Hello::BYTES];
+        stream.read_exact(&mut hello).unwrap();
+        stream.write_all(&[0; CHALLENGE_BYTES]).unwrap();
+        let welcome = Welcome { admitted: true, instance: [5; 16], proof_bytes: 0 };
+        let _ = stream.write_all(&welcome.encode());
+        // What it was told beyond the hello.
+        let mut told = Vec::new();
+        let _ = stream.read_to_end(&mut told);
+        told
+    });
+    let mut description = super::DESCRIPTION.to_vec();
+    description.extend([5; 16]);
+    description.extend([7; 32]);
+    crate::bytes::put_block(&mut description, address.to_string().as_bytes());
+    let transport = Tcp::new(TcpOptions { connections: 1, ..TcpOptions::default() }).unwrap();
+    let result = transport.connect(&description, soon());
+    assert!(matches!(result, Err(Error::PeerLost(_))), "{result:?}");
+    assert_eq!(impostor.join().unwrap(), []);
 }
 
 #[test]
@@ -334,6 +408,13 @@ fn spoiled_answers_are_errors() {
             let (mut stream, _) = listener.accept().unwrap();
             let mut hello = [0; Hello::BYTES];
             if stream.read_exact(&mut hello).is_err() {
+                return;
+            }
+            let mut challenge = vec![8; 32];
+            challenge.extend(prove(&[0; 32], End::Server, &hello, &[8; 32]));
+            stream.write_all(&challenge).unwrap();
+            let mut proof = [0; 32];
+            if stream.read_exact(&mut proof).is_err() {
                 return;
             }
             let welcome = Welcome { admitted: true, instance: [5; 16], proof_bytes: 0 };
