@@ -251,8 +251,5 @@ impl Links {
 
 /// Whether trying again at once is of no use.
 fn is_final(error: &PeerError) -> bool {
-    match error {
-        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed => false,
-        _ => true,
-    }
+    !matches!(error, PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed)
 }

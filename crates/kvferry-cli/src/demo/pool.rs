@@ -200,7 +200,7 @@ fn rows(
     let start = view.offset + u64::from(block) * view.block + inside;
     let kind = manifest.kind(piece);
     let spans = &piece.bounds.0;
-    if spans.iter().any(|span| span.is_empty()) {
+    if spans.iter().any(kvferry_layout::Span::is_empty) {
         return;
     }
     // The last axis makes runs where its elements touch.
