@@ -52,8 +52,10 @@ pub struct Kernel {
 /// Where the bytes of a box lie. The element at index `i` (counted from the box's start on every axis)
 /// of the entry in slot `s` of block `b` starts at
 ///
-/// `region.base + offset + b * block + s / kernel.entries * kernel.stride + s % kernel.entries * entry
-/// + sum(i[a] * axes[a])`
+/// ```text
+/// region.base + offset + b * block + s / kernel.entries * kernel.stride + s % kernel.entries * entry
+///     + sum(i[a] * axes[a])
+/// ```
 ///
 /// where an undivided block is one kernel block. Bytes that no view covers are padding.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
