@@ -242,6 +242,23 @@ fn c_indexers_of_another_size_in_one_group() {
     }
 }
 
+/// Where both sides are alike and blocks hold all layers, states of different widths lie side by side
+/// on both: blocks in a row are one copy.
+#[test]
+fn c_states_of_different_widths_move_together() {
+    let latents = (0..10).map(|index| Layer::indexed_latent(&format!("layers.{index}"), 6, 5));
+    let mut heads: Vec<Layer> = (0..4).map(|index| attention(index, 2, 3)).collect();
+    heads.push(Layer::latent("draft.0", 5));
+    for model in [Model::new(latents.collect()), Model::new(heads)] {
+        for order in [interleaved_by_block(), token_major(), head_major()] {
+            let engine =
+                |name: &str| Recipe::plain(name, &model, 1).lay_out(BlockOutermost, &order);
+            let tallies = prove(&engine("p"), &engine("d"), &[64, 63, 16, 5]);
+            assert_eq!(tallies[0].copies, 1);
+        }
+    }
+}
+
 /// A block length that is scaled wrongly for its kind is refused for each kind: K with other heads,
 /// a latent with another dimension.
 #[test]

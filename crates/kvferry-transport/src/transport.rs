@@ -35,7 +35,8 @@ use crate::region::{Region, RegionId};
 /// * **Nothing leaks.** Dropping the transport ends its threads, closes its descriptors and frees
 ///   its memory. It ends every operation first: after the drop nothing lands any more.
 ///
-/// A peer that restarts is a new peer, with a new description: connect to it again.
+/// A peer that restarts is a new peer, with a new description: connect to it, and disconnect the old
+/// one. A peer that was lost keeps its place, and a few threads, until it is disconnected.
 pub trait Transport: Send + Sync + Sized + 'static {
     /// A connected peer. Cheap to clone.
     type Peer: Clone + fmt::Debug + Send + Sync + 'static;
@@ -172,7 +173,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Bytes per second over the time on the wire; `None` when that was too short to tell.
+    /// Bytes per second from the call to the end; `None` when that was too short to tell.
     pub fn rate(&self) -> Option<f64> {
         let seconds = (self.time_to_post + self.time_on_wire).as_secs_f64();
         (seconds > 0.0).then(|| self.bytes as f64 / seconds)
@@ -220,12 +221,12 @@ pub struct Statistics {
     pub quarantined: u64,
     /// Bytes moved by operations that ended well.
     pub bytes: u64,
-    /// Copies asked for.
+    /// Copies they were asked for.
     pub copies: u64,
-    /// Copies posted, after merging.
+    /// Copies they posted, after merging.
     pub copies_posted: u64,
-    /// Time the calls that started operations took, together.
+    /// Time the calls that started them took, together.
     pub time_to_post: Duration,
-    /// Time on the wire of operations that ended well, together.
+    /// Their time on the wire, together.
     pub time_on_wire: Duration,
 }

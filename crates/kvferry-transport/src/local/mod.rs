@@ -3,7 +3,7 @@
 //! A few worker threads read and write the peer's memory through the kernel
 //! (`process_vm_readv`, `process_vm_writev`), up to 1,023 copies a call, without a buffer between.
 //! The peer's own threads take no part in it. Notifications, and questions for the peer's regions,
-//! go over a [`tcp`](crate::tcp) connection on loopback.
+//! go over a [`tcp`] connection on loopback.
 //!
 //! Where the kernel does not let one process read the other (another user, a hardened container),
 //! everything goes over that connection instead: [`LocalPeer::route`] says so, and a warning does.

@@ -312,7 +312,7 @@ impl Link {
         let patience = until
             .saturating_duration_since(Instant::now())
             .clamp(Duration::from_millis(1), HELLO_PATIENCE);
-        stream.set_nodelay(true).map_err(silent)?;
+        socket::set_up(stream).map_err(silent)?;
         stream.set_read_timeout(Some(patience)).map_err(silent)?;
         let hello = Hello {
             token: self.token,

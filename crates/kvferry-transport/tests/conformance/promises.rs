@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvferry_transport::local::{Local, LocalOptions, Route};
-use kvferry_transport::nixl::{NixlOptions, capi, find};
+use kvferry_transport::nixl::{Nixl, NixlOptions, capi, find};
 use kvferry_transport::{Copy, Error, Operation, Place, Side, Status, Transport};
 
 use crate::back_end::{BackEnd, LocalEnd, NixlTcpEnd};
@@ -47,9 +47,12 @@ pub(crate) fn for_local() -> Vec<Promise> {
     vec![("falls_back_to_tcp_and_says_so", falls_back_to_tcp_and_says_so)]
 }
 
-/// Why `nixl` keeps destinations in quarantine.
+/// What only `nixl` promises, and why it keeps destinations in quarantine.
 pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
-    vec![("released_requests_of_nixl_land_late", released_requests_of_nixl_land_late)]
+    vec![
+        ("a_missing_plugin_is_named", a_missing_plugin_is_named),
+        ("released_requests_of_nixl_land_late", released_requests_of_nixl_land_late),
+    ]
 }
 
 const MIB: usize = 1 << 20;
@@ -893,6 +896,17 @@ fn falls_back_to_tcp_and_says_so() {
         .unwrap();
     assert!(status.success());
     drop(transport);
+}
+
+fn a_missing_plugin_is_named() {
+    // SAFETY: no other thread runs in this process yet.
+    unsafe { std::env::set_var("NIXL_PLUGIN_DIR", "/nonexistent/plugins") };
+    let Err(Error::Library(message)) = Nixl::new(&NixlOptions::default()) else {
+        panic!("a plugin was loaded that is not there");
+    };
+    let file = "/nonexistent/plugins/libplugin_UCX.so: it is not there";
+    assert!(message.contains(file), "{message}");
+    assert!(message.contains("kvferry nixl install"), "{message}");
 }
 
 /// Not a promise but the reason for one: NIXL's own interface lets a request go, and its bytes land
