@@ -317,6 +317,9 @@ impl Agent {
                 &raw mut data,
                 &raw mut bytes,
             ))?;
+            if data.is_null() {
+                return Ok(Vec::new());
+            }
             let metadata = std::slice::from_raw_parts(data.cast::<u8>(), bytes).to_vec();
             libc::free(data);
             Ok(metadata)
