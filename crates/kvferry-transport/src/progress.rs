@@ -469,6 +469,18 @@ mod tests {
         assert_eq!(progress.status(), Status::Failed(Error::Disconnected));
     }
 
+    #[test]
+    fn our_own_doing_does_not_count() {
+        let progress = progress(one(100), None);
+        for _ in 0..10 * MAX_RETRIES {
+            let (chunk, _) = progress.take(10, 1000).unwrap();
+            assert!(progress.settle_retry(chunk, None));
+        }
+        let (chunk, _) = progress.take(10, 1000).unwrap();
+        assert_eq!(progress.settle_done(chunk.bytes), Next::Nothing);
+        assert!(matches!(progress.status(), Status::Done(_)));
+    }
+
     proptest! {
         /// Whatever the limits and however chunks are given back, the chunks that end up done
         /// cover every byte of every copy exactly once.

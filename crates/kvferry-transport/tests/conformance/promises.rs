@@ -102,7 +102,7 @@ fn soon() -> Instant {
 }
 
 fn rounds(usual: usize) -> usize {
-    if std::env::var_os("KVFERRY_LONG_TESTS").is_some() {
+    if std::env::var_os(crate::LONG).is_some() {
         usual * 10
     } else {
         usual
