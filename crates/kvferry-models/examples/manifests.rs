@@ -1,0 +1,52 @@
+//! Prints the manifests of models and topologies as JSON: one case a line on standard input, one
+//! answer a line on standard output. The comparison with the installed vLLM reads it.
+//!
+//! A case is `{"model": "kimi-linear", "draft": null, "topology": "tp=4"}`; `model` and `draft` are
+//! presets, and a draft of `mtp` means the model's own. An answer has `manifests` and `groups`, or
+//! `error`.
+
+use std::io::{BufRead, Write};
+
+use kvferry_models::rules::vllm;
+use kvferry_models::{Model, Topology, presets};
+use serde_json::{Value, json};
+
+fn main() -> std::io::Result<()> {
+    let mut output = std::io::stdout().lock();
+    for line in std::io::stdin().lock().lines() {
+        let answer = answer(&line?).unwrap_or_else(|error| json!({ "error": error.to_string() }));
+        writeln!(output, "{answer}")?;
+    }
+    Ok(())
+}
+
+fn answer(line: &str) -> Result<Value, Box<dyn std::error::Error>> {
+    let case: Value = serde_json::from_str(line)?;
+    let text = |key: &str| case[key].as_str().unwrap_or_default();
+    let mut model: Model = presets::find(text("model"))?.model()?;
+    match text("draft") {
+        "" => {}
+        "mtp" => model = model.with_own_draft().ok_or("the model has no draft of its own")?,
+        name => model = model.with_draft(&presets::find(name)?.model()?),
+    }
+    let topology: Topology = text("topology").parse()?;
+    let pools = vllm::pools(&model, &topology)?;
+    let groups = pools.groups.iter().map(|group| {
+        let layers = group.caches.iter().map(|&cache| {
+            let cache = &model.caches[cache];
+            let states: Vec<_> = cache.states().map(|state| &state.name).collect();
+            json!({ "layer": cache.layer, "sort": cache.sort.word(), "states": states })
+        });
+        json!({
+            "block": group.block,
+            "kernel": group.kernel,
+            "pages": group.pages,
+            "layers": layers.collect::<Vec<_>>(),
+        })
+    });
+    let groups: Vec<_> = groups.collect();
+    let manifests = vllm::manifests(&model, &topology, "engine")?;
+    let manifests: Result<Vec<Value>, _> =
+        manifests.iter().map(|manifest| serde_json::from_str(&manifest.to_json())).collect();
+    Ok(json!({ "groups": groups, "manifests": manifests?, "stages": pools.stages }))
+}

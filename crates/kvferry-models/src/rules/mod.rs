@@ -1,0 +1,4 @@
+//! Where engines put a model's states. Each engine's rules are a module of their own.
+
+pub mod topology;
+pub mod vllm;

@@ -1,0 +1,268 @@
+//! How an engine is told to run a model.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::TopologyError;
+use crate::suggest;
+
+/// The order of a cache's axes in memory, outermost first: layer, block, head, token (`N`), content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "the names are the order")]
+pub enum Layout {
+    Lbhnc,
+    Lbnhc,
+    Lhbnc,
+    Blhnc,
+    Blnhc,
+    Bhlnc,
+}
+
+impl Layout {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Lbhnc, Self::Lbnhc, Self::Lhbnc, Self::Blhnc, Self::Blnhc, Self::Bhlnc];
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Lbhnc => "LBHNC",
+            Self::Lbnhc => "LBNHC",
+            Self::Lhbnc => "LHBNC",
+            Self::Blhnc => "BLHNC",
+            Self::Blnhc => "BLNHC",
+            Self::Bhlnc => "BHLNC",
+        }
+    }
+
+    /// Which of (layer, block, head, token, content) comes first, second, ...
+    pub(crate) fn order(&self) -> [usize; 5] {
+        let place = |letter| "LBHNC".find(letter).expect("names are made of these letters");
+        let mut order = [0; 5];
+        for (slot, letter) in order.iter_mut().zip(self.name().chars()) {
+            *slot = place(letter);
+        }
+        order
+    }
+
+    /// Whether a block of all layers lies together.
+    pub fn is_block_outermost(&self) -> bool {
+        self.order()[0] == 1
+    }
+
+    /// Whether a layer's block is one run of bytes.
+    pub fn is_block_compact(&self) -> bool {
+        matches!(self.order(), [0, 1, ..] | [1, 0, ..])
+    }
+
+    /// Whether heads, tokens and content of a block follow each other in this order.
+    pub fn is_block_contiguous(&self) -> bool {
+        matches!(self.order(), [.., 2, 3, 4])
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The order of a convolution state's axes in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Conv {
+    /// Columns outside, channels inside.
+    Sd,
+    /// Channels outside, columns inside.
+    Ds,
+}
+
+impl fmt::Display for Conv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sd => "sd",
+            Self::Ds => "ds",
+        })
+    }
+}
+
+/// How an engine runs a model, as on a command line: `tp=4,pp=2,block=32`. What is left out is up to
+/// the engine's rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topology {
+    /// Tensor-parallel ranks.
+    pub tp: u32,
+    /// Pipeline stages.
+    pub pp: u32,
+    /// Tokens in a block.
+    pub block: Option<u32>,
+    /// The one block size that the attention kernels take.
+    pub kernel: Option<u32>,
+    /// The order of a cache's axes.
+    pub layout: Option<Layout>,
+    /// The order of a convolution state's axes.
+    pub conv: Option<Conv>,
+    /// Speculative tokens.
+    pub spec: u32,
+    /// Blocks in the pool.
+    pub blocks: Option<u32>,
+}
+
+impl Default for Topology {
+    fn default() -> Self {
+        Self {
+            tp: 1,
+            pp: 1,
+            block: None,
+            kernel: None,
+            layout: None,
+            conv: None,
+            spec: 0,
+            blocks: None,
+        }
+    }
+}
+
+const KEYS: [&str; 8] = ["tp", "pp", "block", "kernel", "layout", "conv", "spec", "blocks"];
+
+impl Topology {
+    /// Number of ranks.
+    pub fn ranks(&self) -> u32 {
+        self.tp * self.pp
+    }
+}
+
+impl FromStr for Topology {
+    type Err = TopologyError;
+
+    fn from_str(text: &str) -> Result<Self, TopologyError> {
+        let mut topology = Self::default();
+        let mut seen: Vec<&str> = vec![];
+        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            let Some((key, value)) = part.split_once('=') else {
+                return Err(TopologyError::NotAPair(part.to_owned()));
+            };
+            let (key, value) = (key.trim(), value.trim());
+            if seen.contains(&key) {
+                return Err(TopologyError::Twice(key.to_owned()));
+            }
+            seen.push(key);
+            let number = |range: std::ops::RangeInclusive<u32>| {
+                value.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
+                    TopologyError::BadValue {
+                        key: key.to_owned(),
+                        value: value.to_owned(),
+                        expected: format!("a number from {} to {}", range.start(), range.end()),
+                        nearest: None,
+                    }
+                })
+            };
+            let word = |words: &[&'static str]| {
+                words.iter().position(|word| word.eq_ignore_ascii_case(value)).ok_or_else(|| {
+                    TopologyError::BadValue {
+                        key: key.to_owned(),
+                        value: value.to_owned(),
+                        expected: format!("one of {}", words.join(", ")),
+                        nearest: suggest::nearest(value, words.iter().copied()).map(str::to_owned),
+                    }
+                })
+            };
+            match key {
+                "tp" => topology.tp = number(1..=1024)?,
+                "pp" => topology.pp = number(1..=1024)?,
+                "block" => topology.block = Some(number(1..=1 << 20)?),
+                "kernel" => topology.kernel = Some(number(1..=1 << 20)?),
+                "layout" => {
+                    // HND and NHD are the engine's old names.
+                    let mut words: Vec<&str> = Layout::ALL.iter().map(Layout::name).collect();
+                    words.extend(["HND", "NHD"]);
+                    let index = word(&words)?;
+                    topology.layout = Some(match index {
+                        6 => Layout::Lbhnc,
+                        7 => Layout::Lbnhc,
+                        index => Layout::ALL[index],
+                    });
+                }
+                "conv" => {
+                    topology.conv = Some([Conv::Sd, Conv::Ds][word(&["sd", "ds"])?]);
+                }
+                "spec" => topology.spec = number(0..=64)?,
+                "blocks" => topology.blocks = Some(number(2..=u32::MAX)?),
+                _ => {
+                    return Err(TopologyError::UnknownKey {
+                        found: key.to_owned(),
+                        nearest: suggest::nearest(key, KEYS).map(str::to_owned),
+                        known: KEYS.join(", "),
+                    });
+                }
+            }
+        }
+        if let (Some(block), Some(kernel)) = (topology.block, topology.kernel)
+            && block % kernel != 0
+        {
+            return Err(TopologyError::Contradiction(format!(
+                "block={block} cannot be made of kernel blocks: kernel={kernel} does not divide it"
+            )));
+        }
+        if topology.ranks() > 4096 {
+            return Err(TopologyError::Contradiction(format!(
+                "tp={} and pp={} make {} ranks; at most 4096 are allowed",
+                topology.tp,
+                topology.pp,
+                topology.ranks()
+            )));
+        }
+        Ok(topology)
+    }
+}
+
+impl fmt::Display for Topology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tp={}", self.tp)?;
+        if self.pp != 1 {
+            write!(f, ",pp={}", self.pp)?;
+        }
+        for (key, value) in [("block", self.block), ("kernel", self.kernel)] {
+            if let Some(value) = value {
+                write!(f, ",{key}={value}")?;
+            }
+        }
+        if let Some(layout) = self.layout {
+            write!(f, ",layout={layout}")?;
+        }
+        if let Some(conv) = self.conv {
+            write!(f, ",conv={conv}")?;
+        }
+        if self.spec != 0 {
+            write!(f, ",spec={}", self.spec)?;
+        }
+        if let Some(blocks) = self.blocks {
+            write!(f, ",blocks={blocks}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_printed_is_read_back() {
+        for text in ["tp=1", "tp=4,pp=2", "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9"] {
+            assert_eq!(text.parse::<Topology>().unwrap().to_string(), text);
+        }
+        assert_eq!("layout=nhd".parse::<Topology>().unwrap().layout, Some(Layout::Lbnhc));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        let error = |text: &str| text.parse::<Topology>().unwrap_err().to_string();
+        assert!(error("tp").contains("key=value"));
+        assert!(error("tpp=4").contains("did you mean 'pp'?") || error("tpp=4").contains("'tp'"));
+        assert!(error("tp=0").contains("a number from 1"));
+        assert!(error("tp=2,tp=2").contains("twice"));
+        assert!(error("layout=LBHCN").contains("did you mean"));
+        assert!(error("block=24,kernel=16").contains("does not divide"));
+        assert!(error("tp=1024,pp=1024").contains("4096"));
+    }
+}

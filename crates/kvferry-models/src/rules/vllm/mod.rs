@@ -1,0 +1,195 @@
+//! The page rules of vLLM 0.32: which layers share a block table, how large a block is, and at which
+//! bytes every state of every block lies.
+//!
+//! Nothing is measured here and nothing is asked of an engine: the same numbers come out that
+//! `get_kv_cache_groups`, `get_kv_cache_configs` and the hybrid block alignment of vLLM compute for the
+//! same inputs. The repository's tests compare the two.
+//!
+//! What a [`Topology`] leaves out is chosen as follows. Blocks have 16 tokens, and the attention
+//! kernels take any multiple of 16; a model with latent attention has blocks of 64, and its kernels
+//! take 64 and nothing else. A given `kernel` is a back end that takes this size only. The layout is
+//! LBHNC, which vLLM's own connector asks for. Convolution states are stored columns first.
+
+mod group;
+mod place;
+mod spec;
+
+
+use kvferry_layout::{Draft, Group, Manifest, Place, Region};
+
+use crate::error::RulesError;
+use crate::model::Model;
+use crate::rules::topology::{Conv, Layout, Topology};
+
+
+
+/// The engine's name in messages.
+pub const ENGINE: &str = "vLLM 0.32";
+
+/// Blocks in a pool whose size the topology leaves open.
+pub const DEFAULT_BLOCKS: u32 = 4096;
+
+/// What the engine decides before it knows a rank: groups, block sizes, and the layout.
+#[derive(Clone, Debug)]
+pub struct Pools {
+    /// The groups of the whole model.
+    pub groups: Vec<PoolGroup>,
+    /// The order of a cache's axes.
+    pub layout: Layout,
+    /// The order of a convolution state's axes.
+    pub conv: Conv,
+    /// Blocks in the pool.
+    pub blocks: u32,
+    /// The first decoder layer of every pipeline stage, and the end.
+    pub stages: Vec<u32>,
+    specs: Vec<group::SpecGroup>,
+}
+
+/// A group of the whole model: what shares a block table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolGroup {
+    /// Its name in messages.
+    pub name: String,
+    /// Indices of its members among the model's caches.
+    pub caches: Vec<usize>,
+    /// Tokens in a block; `None` for states of a fixed size.
+    pub block: Option<u64>,
+    /// Tokens in a kernel block; `None` for states of a fixed size.
+    pub kernel: Option<u64>,
+    /// Bytes of a block of each member, padding included.
+    pub pages: Vec<u64>,
+}
+
+/// What the engine decides for a model and a topology.
+pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
+    let tp = u64::from(topology.tp);
+    for limit in &model.limits {
+        if let Some(reason) = limit.refuses(tp) {
+            return Err(cannot_run(model, format!("tp={tp}"), reason));
+        }
+    }
+    let stages = stages(model, topology)?;
+    let kernels = spec::Kernels::of(model, topology)?;
+    let layout = topology.layout.unwrap_or(Layout::Lbhnc);
+    let conv = topology.conv.unwrap_or(Conv::Sd);
+    let blocks = topology.blocks.unwrap_or(DEFAULT_BLOCKS);
+    let specs = spec::specs(model, topology, &kernels)?;
+    let specs = group::group(specs, layout)
+        .map_err(|reason| cannot_run(model, format!("layout={layout}"), reason))?;
+    let mut groups = vec![];
+    for (number, group) in specs.iter().enumerate() {
+        groups.push(PoolGroup {
+            name: group_name(model, group, number),
+            caches: group.members.iter().map(|spec| spec.cache).collect(),
+            block: group.block(),
+            kernel: group.block(),
+            pages: group.members.iter().map(spec::Spec::page).collect(),
+        });
+    }
+    let mut pools = Pools { groups, layout, conv, blocks, stages, specs };
+    place::check_layout(model, &pools)?;
+    for number in 0..pools.groups.len() {
+        let kernel = place::kernel(model, &pools, number, &kernels)?;
+        pools.groups[number].kernel = kernel;
+    }
+    Ok(pools)
+}
+
+/// The manifest of every rank, in the order of rank numbers: stage by stage. `engine` is the engine's
+/// name in messages.
+///
+/// Addresses are made up: every rank's pool starts at a place of its own.
+pub fn manifests(
+    model: &Model,
+    topology: &Topology,
+    engine: &str,
+) -> Result<Vec<Manifest>, RulesError> {
+    let pools = pools(model, topology)?;
+    let mut ranks = vec![];
+    for stage in 0..topology.pp {
+        let placed = place::stage(model, &pools, stage)?;
+        for tp in 0..topology.tp {
+            let rank = stage * topology.tp + tp;
+            let mut label = format!("tp{tp}");
+            if topology.pp > 1 {
+                label.insert_str(0, &format!("pp{stage} "));
+            }
+            let mut draft = Draft {
+                identity: model.identity(),
+                engine: engine.to_owned(),
+                rank,
+                label,
+                regions: vec![Region {
+                    base: (1 + u64::from(rank)) << 48,
+                    bytes: placed.bytes,
+                    place: Place::Gpu(rank),
+                }],
+                kinds: vec![],
+                groups: vec![],
+            };
+            for (group, layers) in pools.groups.iter().zip(&placed.groups) {
+                let mut made = Group {
+                    name: group.name.clone(),
+                    blocks: pools.blocks,
+                    null_block: Some(0),
+                    tokens_per_block: group.block,
+                    window: model.caches[group.caches[0]].window(),
+                    pieces: vec![],
+                    scratch: vec![],
+                };
+                for layer in layers {
+                    layer.describe(model, topology, &pools, tp, &mut draft.kinds, &mut made);
+                }
+                draft.groups.push(made);
+            }
+            ranks.push(Manifest::new(draft).map_err(|problem| RulesError::Unsound {
+                model: model.name.clone(),
+                problem,
+            })?);
+        }
+    }
+    Ok(ranks)
+}
+
+/// The first layer of every pipeline stage, and the end: as even as can be, what is left over going to
+/// the stages before the last.
+fn stages(model: &Model, topology: &Topology) -> Result<Vec<u32>, RulesError> {
+    let (layers, pp) = (model.layers, topology.pp);
+    let setting = || format!("pp={pp}");
+    if pp > layers {
+        let reason = format!("it has only {layers} layers");
+        return Err(cannot_run(model, setting(), reason));
+    }
+    if pp > 1 && NO_PIPELINE.contains(&model.family.as_str()) {
+        let reason = "its implementation there knows no pipeline stages".to_owned();
+        return Err(cannot_run(model, setting(), reason));
+    }
+    let mut sizes = vec![layers / pp; pp as usize];
+    let left = (layers % pp) as usize;
+    for size in sizes.iter_mut().rev().skip(1).take(left) {
+        *size += 1;
+    }
+    let mut starts = vec![0];
+    for size in sizes {
+        starts.push(starts[starts.len() - 1] + size);
+    }
+    Ok(starts)
+}
+
+/// Families whose implementation in the engine does not support pipeline parallelism.
+const NO_PIPELINE: [&str; 2] = ["mamba2", "zamba2"];
+
+fn cannot_run(model: &Model, setting: String, reason: String) -> RulesError {
+    RulesError::CannotRun { engine: ENGINE, model: model.name.clone(), setting, reason }
+}
+
+fn group_name(model: &Model, group: &group::SpecGroup, number: usize) -> String {
+    let mut words: Vec<&str> = vec![];
+    for member in &group.members {
+        let word = model.caches[member.cache].sort.word();
+        if !words.contains(&word) {
+            words.push(word);
+        }
+    }
+    format!("{number} {}", words.join("+"))
+}
