@@ -18,7 +18,8 @@ fn main() {
     let mut list = String::from("&[\n");
     for name in &names {
         let path = folder.join(format!("{name}.json"));
-        writeln!(list, "    ({name:?}, include_str!({path:?})),").expect("strings can be written to");
+        writeln!(list, "    ({name:?}, include_str!({path:?})),")
+            .expect("strings can be written to");
     }
     list.push_str("]\n");
     let out = env::var("OUT_DIR").expect("cargo sets it");

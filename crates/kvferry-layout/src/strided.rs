@@ -143,13 +143,8 @@ impl Strided {
         let mut search = Search { a: self, b: other, meeting, steps };
         // Without a block dimension there is one block, and its id is 0.
         let lone = |set: &Self| (!set.dims().iter().any(|dim| dim.block)).then_some(0);
-        search.descend(
-            i128::from(self.start) - i128::from(other.start),
-            0,
-            0,
-            lone(self),
-            lone(other),
-        )
+        let delta = i128::from(self.start) - i128::from(other.start);
+        search.descend(At { delta, i: 0, j: 0, block_a: lone(self), block_b: lone(other) })
     }
 
     /// The common case, decided at once: both sets are repeated by block in equal cells, and both
@@ -178,95 +173,87 @@ struct Search<'a> {
     steps: &'a mut u64,
 }
 
+/// How far a search is.
+#[derive(Clone, Copy)]
+struct At {
+    /// How far `a`'s part lies behind `b`'s.
+    delta: i128,
+    /// The dimensions of `a` and of `b` that are decided.
+    i: usize,
+    j: usize,
+    /// The block ids, where decided. (Where only their difference is, it stands for `a`'s, and 0 for
+    /// `b`'s.)
+    block_a: Option<i128>,
+    block_b: Option<i128>,
+}
+
 impl Search<'_> {
-    /// `delta`: how far `a`'s part lies behind `b`'s; `i`, `j`: the dimensions already decided;
-    /// `block_a`, `block_b`: the block ids, where decided. (Where both were decided by their
-    /// difference alone, `a`'s id stands for both.)
-    fn descend(
-        &mut self,
-        delta: i128,
-        i: usize,
-        j: usize,
-        block_a: Option<i128>,
-        block_b: Option<i128>,
-    ) -> Result<bool, TooComplex> {
+    fn descend(&mut self, at: At) -> Result<bool, TooComplex> {
         *self.steps = self.steps.checked_sub(1).ok_or(TooComplex)?;
         let (a, b) = (self.a, self.b);
-        let (span_a, span_b) = (i128::from(a.spans[i]), i128::from(b.spans[j]));
-        if delta >= span_b || delta + span_a <= 0 {
+        let (span_a, span_b) = (i128::from(a.spans[at.i]), i128::from(b.spans[at.j]));
+        if at.delta >= span_b || at.delta + span_a <= 0 {
             return Ok(false);
         }
         let by_blocks = self.meeting == Meeting::ByteOfDifferentBlocks;
-        if by_blocks && block_a.is_some() && block_a == block_b {
+        if by_blocks && at.block_a.is_some() && at.block_a == at.block_b {
             return Ok(false);
         }
-        let (next_a, next_b) = (a.dims().get(i), b.dims().get(j));
-        let (Some(dim_a), Some(dim_b)) = (next_a, next_b) else {
-            return match (next_a, next_b) {
-                (Some(dim), None) => self.along_a(*dim, delta, i, j, block_a, block_b),
-                (None, Some(dim)) => self.along_b(*dim, delta, i, j, block_a, block_b),
-                _ => Ok(true),
-            };
-        };
-        if dim_a.stride == dim_b.stride && (!by_blocks || dim_a.block == dim_b.block) {
+        let (next_a, next_b) = (a.dims().get(at.i).copied(), b.dims().get(at.j).copied());
+        if let (Some(dim_a), Some(dim_b)) = (next_a, next_b)
+            && dim_a.stride == dim_b.stride
+            && (!by_blocks || dim_a.block == dim_b.block)
+        {
             // Only the difference of the two indices matters.
-            let stride = i128::from(dim_a.stride);
-            let (rest_a, rest_b) = (i128::from(a.spans[i + 1]), i128::from(b.spans[j + 1]));
-            let low = (-rest_a - delta).div_euclid(stride) + 1;
-            let high = (rest_b - 1 - delta).div_euclid(stride);
-            let low = low.max(1 - i128::from(dim_b.count));
-            let high = high.min(i128::from(dim_a.count) - 1);
-            for difference in low..=high {
-                let (block_a, block_b) =
-                    if dim_a.block { (Some(difference), Some(0)) } else { (block_a, block_b) };
-                if self.descend(delta + difference * stride, i + 1, j + 1, block_a, block_b)? {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        } else if dim_a.stride >= dim_b.stride {
-            self.along_a(*dim_a, delta, i, j, block_a, block_b)
-        } else {
-            self.along_b(*dim_b, delta, i, j, block_a, block_b)
+            let next = |at: At, difference| At {
+                i: at.i + 1,
+                j: at.j + 1,
+                block_a: if dim_a.block { Some(difference) } else { at.block_a },
+                block_b: if dim_a.block { Some(0) } else { at.block_b },
+                ..at
+            };
+            let indices = (1 - i128::from(dim_b.count), i128::from(dim_a.count) - 1);
+            return self.along(at, i128::from(dim_a.stride), indices, next);
         }
+        if let Some(dim) = next_a
+            && next_b.is_none_or(|other| other.stride <= dim.stride)
+        {
+            let next = |at: At, index| At {
+                i: at.i + 1,
+                block_a: if dim.block { Some(index) } else { at.block_a },
+                ..at
+            };
+            return self.along(at, i128::from(dim.stride), (0, i128::from(dim.count) - 1), next);
+        }
+        if let Some(dim) = next_b {
+            // Counted backwards: an index of `b` brings it nearer.
+            let next = |at: At, index: i128| At {
+                j: at.j + 1,
+                block_b: if dim.block { Some(-index) } else { at.block_b },
+                ..at
+            };
+            return self.along(at, i128::from(dim.stride), (1 - i128::from(dim.count), 0), next);
+        }
+        Ok(true)
     }
 
-    fn along_a(
+    /// Tries those of the indices `first..=last` along a dimension at which what is left of the two
+    /// sets can still meet.
+    fn along(
         &mut self,
-        dim: Dim,
-        delta: i128,
-        i: usize,
-        j: usize,
-        block_a: Option<i128>,
-        block_b: Option<i128>,
+        at: At,
+        stride: i128,
+        (first, last): (i128, i128),
+        next: impl Fn(At, i128) -> At,
     ) -> Result<bool, TooComplex> {
-        let (stride, rest) = (i128::from(dim.stride), i128::from(self.a.spans[i + 1]));
-        let low = (-rest - delta).div_euclid(stride) + 1;
-        let high = (i128::from(self.b.spans[j]) - 1 - delta).div_euclid(stride);
-        for index in low.max(0)..=high.min(i128::from(dim.count) - 1) {
-            let block_a = if dim.block { Some(index) } else { block_a };
-            if self.descend(delta + index * stride, i + 1, j, block_a, block_b)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
-    fn along_b(
-        &mut self,
-        dim: Dim,
-        delta: i128,
-        i: usize,
-        j: usize,
-        block_a: Option<i128>,
-        block_b: Option<i128>,
-    ) -> Result<bool, TooComplex> {
-        let (stride, rest) = (i128::from(dim.stride), i128::from(self.b.spans[j + 1]));
-        let low = (delta - rest).div_euclid(stride) + 1;
-        let high = (delta + i128::from(self.a.spans[i]) - 1).div_euclid(stride);
-        for index in low.max(0)..=high.min(i128::from(dim.count) - 1) {
-            let block_b = if dim.block { Some(index) } else { block_b };
-            if self.descend(delta - index * stride, i, j + 1, block_a, block_b)? {
+        let inner = next(at, 0);
+        let (rest_a, rest_b) =
+            (i128::from(self.a.spans[inner.i]), i128::from(self.b.spans[inner.j]));
+        let low = (-rest_a - at.delta).div_euclid(stride) + 1;
+        let high = (rest_b - 1 - at.delta).div_euclid(stride);
+        for index in low.max(first)..=high.min(last) {
+            let delta = at.delta + index * stride;
+            if self.descend(At { delta, ..next(at, index) })? {
                 return Ok(true);
             }
         }
@@ -353,8 +340,9 @@ mod tests {
     #[test]
     fn a_search_ends_when_its_steps_are_spent() {
         let dim = |stride, count, block| Dim { stride, count, block };
-        let a = Strided::new(0, 1, [dim(1000, 1_000_000, true), dim(6, 100, false)]).unwrap();
-        let b = Strided::new(3, 1, [dim(999, 1_000_000, true), dim(9, 100, false)]).unwrap();
-        assert_eq!(a.meets(&b, Meeting::AnyByte, &mut 5), Err(TooComplex));
+        // All bytes of one are multiples of 6; none of the other is.
+        let a = Strided::new(0, 1, [dim(6000, 1_000_000, true), dim(6, 100, false)]).unwrap();
+        let b = Strided::new(3, 1, [dim(6006, 1_000_000, true), dim(12, 50, false)]).unwrap();
+        assert_eq!(a.meets(&b, Meeting::AnyByte, &mut 10_000), Err(TooComplex));
     }
 }

@@ -174,9 +174,10 @@ impl<'a> Fields<'a> {
     pub(crate) fn numbers(&self, field: &str, limit: u64) -> Result<Option<Vec<u64>>, ConfigError> {
         let Some(list) = self.list(field)? else { return Ok(None) };
         let number = |value: &'a Value| {
-            value.as_u64().filter(|&number| number < limit).ok_or_else(|| {
-                self.bad(field, value, format!("a list of numbers below {limit}"))
-            })
+            value
+                .as_u64()
+                .filter(|&number| number < limit)
+                .ok_or_else(|| self.bad(field, value, format!("a list of numbers below {limit}")))
         };
         list.iter().map(number).collect::<Result<_, _>>().map(Some)
     }

@@ -110,19 +110,20 @@ pub fn read(name: &str, text: &str) -> Result<Model, ConfigError> {
     let reader = |family: &str| {
         FAMILIES.iter().find(|(known, _)| *known == family).map(|(_, reader)| reader)
     };
-    let reader = reader(family).or_else(|| reader(fields.text_family()?)).ok_or_else(|| {
-        match UNSUPPORTED.iter().find(|(known, _)| *known == family) {
-            Some((_, reason)) => ConfigError::Unsupported {
-                family: family.to_owned(),
-                reason: (*reason).to_owned(),
+    let reader =
+        reader(family).or_else(|| reader(fields.text_family()?)).ok_or_else(
+            || match UNSUPPORTED.iter().find(|(known, _)| *known == family) {
+                Some((_, reason)) => ConfigError::Unsupported {
+                    family: family.to_owned(),
+                    reason: (*reason).to_owned(),
+                },
+                None => ConfigError::UnknownFamily {
+                    found: family.to_owned(),
+                    nearest: suggest::nearest(family, families()).map(str::to_owned),
+                    known: known(),
+                },
             },
-            None => ConfigError::UnknownFamily {
-                found: family.to_owned(),
-                nearest: suggest::nearest(family, families()).map(str::to_owned),
-                known: known(),
-            },
-        }
-    })?;
+        )?;
     let Description { format, layers, caches, limits, own_draft } = reader(&fields)?;
     Ok(Model {
         name: name.to_owned(),
@@ -141,7 +142,10 @@ pub fn read(name: &str, text: &str) -> Result<Model, ConfigError> {
 enum Place {
     Layer(u64),
     /// The n-th draft layer of a model with so many layers.
-    Draft { number: u64, layers: u64 },
+    Draft {
+        number: u64,
+        layers: u64,
+    },
 }
 
 impl Place {
@@ -292,8 +296,7 @@ fn gpt_oss(fields: &Fields<'_>) -> Result<Description, ConfigError> {
 
 fn gemma4(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let slides =
-        sliding_layers(fields, layers)?.ok_or_else(|| fields.missing("layer_types"))?;
+    let slides = sliding_layers(fields, layers)?.ok_or_else(|| fields.missing("layer_types"))?;
     let tokens = fields.count("sliding_window")?;
     let size = fields.count_if_any("global_head_dim")?.unwrap_or(heads.key);
     let count = fields.count_if_any("num_global_key_value_heads")?.unwrap_or(heads.count);
@@ -418,17 +421,10 @@ struct Section {
 fn conv(at: Place, format: &Format, sections: &[Section], kernel: u64, grows: bool) -> Tensor {
     let state = |section: &Section| State {
         name: at.state(section.name),
-        kind: kind(
-            format,
-            [("channel", section.channels), ("column", kernel - 1)],
-            Law::SNAPSHOT,
-        ),
+        kind: kind(format, [("channel", section.channels), ("column", kernel - 1)], Law::SNAPSHOT),
         split: Some(Split { axis: 0, units: section.units }),
     };
-    Tensor {
-        states: sections.iter().map(state).collect(),
-        packing: Packing::Convolution { grows },
-    }
+    Tensor { states: sections.iter().map(state).collect(), packing: Packing::Convolution { grows } }
 }
 
 fn recurrent<const N: usize>(
@@ -538,13 +534,7 @@ fn mixed(
     }
     let mut all = heads.limits(fields)?;
     all.extend(limits);
-    Ok(Description {
-        format: heads.format.clone(),
-        layers,
-        caches,
-        limits: all,
-        own_draft: vec![],
-    })
+    Ok(Description { format: heads.format.clone(), layers, caches, limits: all, own_draft: vec![] })
 }
 
 fn bamba(fields: &Fields<'_>) -> Result<Description, ConfigError> {
@@ -630,8 +620,7 @@ fn nemotron_h(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     };
     let each = |layer: u64| Ok(cache(Place::Layer(layer), blocks[layer as usize]));
     let mut description = mixed(fields, layers, &heads, each, mamba.limits())?;
-    let drafts =
-        nemotron_blocks(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")?;
+    let drafts = nemotron_blocks(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")?;
     let rounds = fields.number("num_nextn_predict_layers")?;
     if rounds > 0 {
         fields.check_layers("num_nextn_predict_layers", rounds)?;
@@ -707,7 +696,10 @@ fn zamba2(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     }
     // The engine makes the shared blocks first, one after the other, each with all of its calls.
     let order = (0..blocks.min(layers)).flat_map(|block| {
-        (0u64..).zip(&calls).filter(move |(call, _)| call % blocks == block).map(|(_, layer)| *layer)
+        (0u64..)
+            .zip(&calls)
+            .filter(move |(call, _)| call % blocks == block)
+            .map(|(_, layer)| *layer)
     });
     let mut caches: Vec<Cache> =
         order.map(|layer| heads.cache(Place::Layer(layer), None)).collect();
@@ -778,7 +770,8 @@ fn mamba1(fields: &Fields<'_>) -> Result<Description, ConfigError> {
 
 fn jamba(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let (period, offset) = (fields.count("attn_layer_period")?, fields.number("attn_layer_offset")?);
+    let (period, offset) =
+        (fields.count("attn_layer_period")?, fields.number("attn_layer_offset")?);
     let mamba = Mamba1 {
         format: fields.format()?,
         inner: expanded(fields, "mamba_expand")?,
@@ -815,7 +808,7 @@ fn delta_net(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let each = |layer: u64| {
         let at = Place::Layer(layer);
         let full = match &words {
-            None => (layer + 1) % interval == 0,
+            None => (layer + 1).is_multiple_of(interval),
             Some(words) => match words[layer as usize] {
                 "full_attention" => true,
                 "linear_attention" => false,
@@ -835,8 +828,10 @@ fn delta_net(fields: &Fields<'_>) -> Result<Description, ConfigError> {
             section("conv.v", values, value),
         ];
         let axes = [("head", values), ("value", value), ("key", key)];
-        let tensors =
-            vec![conv(at, &format, &sections, width, true), recurrent(at, &state_format, axes, values)];
+        let tensors = vec![
+            conv(at, &format, &sections, width, true),
+            recurrent(at, &state_format, axes, values),
+        ];
         Ok(Some(at.cache(Sort::Recurrent(Recurrence::DeltaNet), tensors)))
     };
     let limits = [
@@ -848,9 +843,8 @@ fn delta_net(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     if drafts > 0 {
         fields.check_layers("mtp_num_hidden_layers", drafts)?;
     }
-    description.own_draft = (0..drafts)
-        .map(|number| heads.cache(Place::Draft { number, layers }, None))
-        .collect();
+    description.own_draft =
+        (0..drafts).map(|number| heads.cache(Place::Draft { number, layers }, None)).collect();
     Ok(description)
 }
 
@@ -860,9 +854,7 @@ fn kimi_linear(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let (heads, size) = (linear.count("num_heads")?, linear.count("head_dim")?);
     let width = kernel(&linear, "short_conv_kernel_size")?;
     // Both lists count layers from one.
-    let list = |field| {
-        linear.numbers(field, layers + 1)?.ok_or_else(|| linear.missing(field))
-    };
+    let list = |field| linear.numbers(field, layers + 1)?.ok_or_else(|| linear.missing(field));
     let (full, kda) = (list("full_attn_layers")?, list("kda_layers")?);
     let mut caches = vec![];
     for layer in 0..layers {
@@ -870,8 +862,7 @@ fn kimi_linear(fields: &Fields<'_>) -> Result<Description, ConfigError> {
         match (full.contains(&(layer + 1)), kda.contains(&(layer + 1))) {
             (true, false) => latents.caches(at, &mut caches),
             (false, true) => {
-                let section =
-                    |name| Section { name, channels: heads * size, units: heads };
+                let section = |name| Section { name, channels: heads * size, units: heads };
                 let sections = [section("conv.q"), section("conv.k"), section("conv.v")];
                 let axes = [("head", heads), ("value", size), ("key", size)];
                 // The engine keeps this state in 32 bits.

@@ -226,8 +226,10 @@ impl Limit {
         let (what, count) = (self.what, self.count);
         let divides = count % ranks == 0;
         match self.rule {
-            Rule::Divides if !divides => Some(format!("its {count} {what} do not divide by {ranks}")),
-            Rule::EitherDivides if !divides && (ranks < count || ranks % count != 0) => {
+            Rule::Divides if !divides => {
+                Some(format!("its {count} {what} do not divide by {ranks}"))
+            }
+            Rule::EitherDivides if !divides && (ranks < count || !ranks.is_multiple_of(count)) => {
                 Some(format!("its {count} {what} do not divide by {ranks}, nor {ranks} by {count}"))
             }
             Rule::DividesOrOne if !divides && count != 1 => {
@@ -276,7 +278,9 @@ impl Model {
         let live = |cache: &Cache| {
             let first = cache.window().first_live(tokens).max(cached);
             let entries = |state: &State| match state.kind.law {
-                Law::SNAPSHOT => state.kind.law.entries(tokens) - state.kind.law.held(cached, tokens),
+                Law::SNAPSHOT => {
+                    state.kind.law.entries(tokens) - state.kind.law.held(cached, tokens)
+                }
                 law => law.entries(tokens).saturating_sub(law.closed(first)),
             };
             cache.states().map(|state| entries(state) * state.entry_bytes()).sum::<u64>()

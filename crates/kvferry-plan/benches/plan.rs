@@ -2,14 +2,14 @@
 //!
 //! `cargo bench -p kvferry-plan`
 
-mod geometry;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use kvferry_layout::Manifest;
+use kvferry_models::rules::vllm;
+use kvferry_models::{Topology, presets};
 use kvferry_plan::{Copy, Plan, Request, Table};
 
 /// Counts the memory in use, to say how much a manifest and a plan take.
@@ -59,24 +59,32 @@ fn live(work: impl FnOnce() -> Box<dyn std::any::Any>) -> usize {
 }
 
 struct Pair {
-    name: &'static str,
+    name: String,
     destination: Manifest,
     sources: Vec<Manifest>,
 }
 
+/// Released models, laid out as vLLM 0.32 lays them out.
 fn pairs() -> Vec<Pair> {
-    let pair = |name, model: geometry::Model, prefill: (u64, u64), decode: (u64, u64)| Pair {
-        name,
-        destination: geometry::manifest(&model, decode, 0, 20_000),
-        sources: (0..prefill.0 * prefill.1)
-            .map(|rank| geometry::manifest(&model, prefill, rank, 30_000))
-            .collect(),
+    let pair = |model: &str, prefill: &str, decode: &str| {
+        let found = presets::find(model).expect("a preset").model().expect("a known family");
+        let side = |topology: &str, engine| {
+            let topology: Topology =
+                format!("{topology},blocks=20000").parse().expect("a topology");
+            vllm::manifests(&found, &topology, engine).expect("a topology that vLLM runs")
+        };
+        Pair {
+            name: format!("{model} {prefill} -> {decode}"),
+            destination: side(decode, "decode").swap_remove(0),
+            sources: side(prefill, "prefill"),
+        }
     };
     vec![
-        pair("nemotron-h-8b   tp8 -> tp2    ", geometry::nemotron_h(), (8, 1), (2, 1)),
-        pair("kimi-linear-48b tp4 -> tp1    ", geometry::kimi_linear(), (4, 1), (1, 1)),
-        pair("llama-3.1-70b   tp8 -> tp4 pp2", geometry::dense(), (8, 1), (4, 2)),
-        pair("llama-3.1-70b   tp4 -> tp4    ", geometry::dense(), (4, 1), (4, 1)),
+        pair("nemotron-h-8b", "tp=8", "tp=2"),
+        pair("kimi-linear-48b", "tp=4", "tp=1"),
+        pair("llama-3.1-70b", "tp=8", "tp=4,pp=2"),
+        pair("llama-3.1-70b", "tp=4", "tp=4"),
+        pair("kimi-k3", "tp=6", "tp=4"),
     ]
 }
 
@@ -91,7 +99,7 @@ fn main() {
     let pairs = pairs();
     println!("compiling one destination rank's plan (median of 21)");
     println!(
-        "{:32} {:>7} {:>9} {:>9} {:>9} {:>10} {:>9}",
+        "{:38} {:>7} {:>9} {:>9} {:>9} {:>10} {:>9}",
         "pair", "sources", "wire KiB", "mem KiB", "plan KiB", "compile ms", "x decode"
     );
     for pair in &pairs {
@@ -102,7 +110,7 @@ fn main() {
         let manifest = live(|| Box::new(pair.destination.clone()));
         let plan = live(|| Box::new(Plan::compile(&pair.destination, &sources)));
         println!(
-            "{:32} {:>7} {:>9.1} {:>9.1} {:>9.1} {:>10.3} {:>9.2}",
+            "{:38} {:>7} {:>9.1} {:>9.1} {:>9.1} {:>10.3} {:>9.2}",
             pair.name,
             sources.len(),
             bytes.len() as f64 / 1024.0,
@@ -118,9 +126,11 @@ fn main() {
     println!(
         "  check: block tables to segments; yield: segments to copies in the caller's buffer;"
     );
-    println!("  loop: a plain loop that writes the same triples from memory; ratio: yield / loop");
     println!(
-        "{:32} {:>7} {:>10} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}",
+        "  loop: plain loops that write the same triples from known bases and strides; ratio: yield / loop"
+    );
+    println!(
+        "{:38} {:>7} {:>10} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}",
         "pair", "tokens", "blocks", "copies", "check us", "yield ns", "loop ns", "ratio", "allocs"
     );
     for pair in &pairs {
@@ -132,6 +142,43 @@ fn main() {
             }
         }
     }
+}
+
+/// Copies of equal length at equal strides.
+struct Row {
+    first: Copy,
+    count: u64,
+    source: u64,
+    destination: u64,
+}
+
+/// The copies as the fewest rows, from the first on.
+fn rows(copies: &[Copy]) -> Vec<Row> {
+    let mut rows: Vec<Row> = vec![];
+    for &copy in copies {
+        if let Some(row) = rows.last_mut() {
+            let (source, destination) = (
+                copy.source.checked_sub(row.first.source),
+                copy.destination.checked_sub(row.first.destination),
+            );
+            if row.count == 1
+                && row.first.bytes == copy.bytes
+                && let (Some(source), Some(destination)) = (source, destination)
+            {
+                (row.count, row.source, row.destination) = (2, source, destination);
+                continue;
+            }
+            if row.first.bytes == copy.bytes
+                && source == Some(row.count * row.source)
+                && destination == Some(row.count * row.destination)
+            {
+                row.count += 1;
+                continue;
+            }
+        }
+        rows.push(Row { first: copy, count: 1, source: 0, destination: 0 });
+    }
+    rows
 }
 
 fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
@@ -178,16 +225,23 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     let checked = plan.transfer(&request).expect("checked above");
     assert_eq!(fill(&checked, &mut buffer), count);
     let allocations = CALLS.load(Ordering::Relaxed) - before;
-    let expected = buffer.clone();
+    // The plain loop knows every base, stride and count beforehand.
+    let rows = rows(&buffer[..count]);
     let plain = |buffer: &mut [Copy]| {
-        for (slot, copy) in buffer.iter_mut().zip(&expected) {
-            *slot = Copy {
-                source: copy.source + 1,
-                destination: copy.destination + 1,
-                bytes: copy.bytes,
-            };
+        let mut slots = buffer.iter_mut();
+        for row in &rows {
+            for (index, slot) in (0..row.count).zip(&mut slots) {
+                *slot = Copy {
+                    source: row.first.source + index * row.source,
+                    destination: row.first.destination + index * row.destination,
+                    bytes: row.first.bytes,
+                };
+            }
         }
     };
+    let mut again = vec![Copy::default(); count];
+    plain(&mut again);
+    assert_eq!(again, buffer[..count]);
     let repeat = (200_000 / count.max(1)).clamp(1, 1000);
     let mut rounds: Vec<[f64; 3]> = (0..15)
         .map(|_| {
@@ -208,7 +262,7 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     rounds.sort_by(|a, b| (a[1] / a[2]).total_cmp(&(b[1] / b[2])));
     let [checked, yielded, looped] = rounds[rounds.len() / 2];
     println!(
-        "{:32} {:>7} {:>10} {:>9} {:>9.1} {:>8.2} {:>8.2} {:>7.2} {:>7}",
+        "{:38} {:>7} {:>10} {:>9} {:>9.1} {:>8.2} {:>8.2} {:>7.2} {:>7}",
         pair.name,
         tokens,
         if scattered { "scattered" } else { "contiguous" },

@@ -82,7 +82,9 @@ pub(crate) fn clusters(
                 },
             }
         }
-        clusters.extend(progressions(alone).into_iter().map(|nest| (key, vec![nest])));
+        // Once for the sections of a layer, once for the layers.
+        let alone = progressions(progressions(alone));
+        clusters.extend(alone.into_iter().map(|nest| (key, vec![nest])));
     }
     clusters.sort_by_key(|(key, nests)| (key.group, nests[0].destination));
     let cluster = |(key, mut nests): (Key, Vec<Nest>)| {

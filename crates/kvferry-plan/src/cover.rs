@@ -66,7 +66,9 @@ pub(crate) fn cover(
     }
     let mut parts = vec![];
     while let Some(most) = weights.iter().copied().max().filter(|&most| most > 0) {
-        let equals: Vec<usize> = (0..sources.len()).filter(|&s| weights[s] == most).collect();
+        let mut equals: Vec<usize> = (0..sources.len()).filter(|&s| weights[s] == most).collect();
+        // By their own numbers: whoever handed the manifests in may have done so in any order.
+        equals.sort_by_key(|&source| sources[source].rank());
         let turn = name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()));
         let chosen = equals[(turn % equals.len() as u64) as usize];
         for want in &mut wanted {

@@ -15,6 +15,11 @@ pub(crate) struct Fitted {
     run: u64,
     loops: [Loop; MAX_LOOPS],
     len: usize,
+    /// How many runs there are.
+    runs: u64,
+    /// Whether a run can touch the next one although no two loops continue each other: when an outer
+    /// loop starts again just where the inner ones ended.
+    touches_itself: bool,
 }
 
 impl Fitted {
@@ -23,6 +28,8 @@ impl Fitted {
         run: 0,
         loops: [Loop { count: 0, source: 0, destination: 0 }; MAX_LOOPS],
         len: 0,
+        runs: 1,
+        touches_itself: false,
     };
 
     /// Fits a nest, with loops around it, to a shape.
@@ -57,20 +64,56 @@ impl Fitted {
             }
         }
         fitted.len = fuse(&mut fitted.loops[..fitted.len], &mut fitted.run);
+        let loops = &fitted.loops[..fitted.len];
+        fitted.runs = loops.iter().map(|repeat| repeat.count).product();
+        fitted.touches_itself = (0..loops.len()).any(|outer| {
+            let inner = extent(&loops[outer + 1..], fitted.run);
+            (loops[outer].source, loops[outer].destination) == inner
+        });
         fitted
     }
 
-    fn runs(&self) -> u64 {
-        self.loops[..self.len].iter().map(|repeat| repeat.count).product()
-    }
-
-    /// Whether a run can touch the next one although no two loops continue each other: when an outer
-    /// loop starts again just where the inner ones ended.
-    fn touches_itself(&self) -> bool {
-        (0..self.len).any(|outer| {
-            let inner = extent(&self.loops[outer + 1..self.len], self.run);
-            (self.loops[outer].source, self.loops[outer].destination) == inner
-        })
+    /// All runs, in order, from a start on. There must be a slot for each.
+    #[inline(always)]
+    fn write(&self, start: (u64, u64), slots: &mut [Copy]) {
+        let (outer, inner) = match self.loops[..self.len] {
+            [] => (&[][..], Loop { count: 1, ..Loop::default() }),
+            [.., last] => (&self.loops[..self.len - 1], last),
+        };
+        let write_row = |row: &mut [Copy], mut at: (u64, u64)| {
+            for slot in row {
+                *slot = Copy { source: at.0, destination: at.1, bytes: self.run };
+                at.0 = at.0.wrapping_add(inner.source);
+                at.1 = at.1.wrapping_add(inner.destination);
+            }
+        };
+        let step = |at: (u64, u64), index: u64, repeat: &Loop| {
+            let source = at.0.wrapping_add(index * repeat.source);
+            (source, at.1.wrapping_add(index * repeat.destination))
+        };
+        let mut rows = slots.chunks_exact_mut(inner.count as usize);
+        match outer {
+            [] => write_row(slots, start),
+            [repeat] => {
+                for (row, index) in rows.zip(0..) {
+                    write_row(row, step(start, index, repeat));
+                }
+            }
+            [around @ .., repeat] => {
+                let mut indices = [0; MAX_LOOPS];
+                loop {
+                    let at = indices.iter().zip(around);
+                    let at = at.fold(start, |at, (index, repeat)| step(at, *index, repeat));
+                    for index in 0..repeat.count {
+                        let Some(row) = rows.next() else { return };
+                        write_row(row, step(at, index, repeat));
+                    }
+                    if !advance(&mut indices, around) {
+                        return;
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -84,7 +127,8 @@ pub(crate) struct Cursor<'t> {
     list: &'t [Segment],
     shapes: &'t [Shape],
     around: &'t [Loop],
-    /// Its nests fitted to every shape: those of a shape together.
+    /// Its nests fitted to every shape, those of a shape together: in `fits`, or at hand.
+    usual: Option<&'t [Fitted]>,
     fits: Vec<Fitted>,
     /// What comes next in it.
     outer: [u64; MAX_LOOPS],
@@ -109,6 +153,7 @@ impl<'t> Cursor<'t> {
             list: &[],
             shapes: &[],
             around: &[],
+            usual: None,
             fits: vec![],
             outer: [0; MAX_LOOPS],
             segment: 0,
@@ -139,11 +184,13 @@ impl<'t> Cursor<'t> {
             let (inside, around) =
                 if inside { (&cluster.outer[..], &[][..]) } else { (&[][..], &cluster.outer[..]) };
             self.around = around;
+            self.usual = match self.shapes {
+                [shape] if *shape == cluster.usual.0 && inside.is_empty() => Some(&cluster.usual.1),
+                _ => None,
+            };
             self.fits.clear();
-            for shape in self.shapes {
-                if *shape == cluster.usual.0 && inside.is_empty() {
-                    self.fits.extend_from_slice(&cluster.usual.1);
-                } else {
+            if self.usual.is_none() {
+                for shape in self.shapes {
                     let nests = 0..cluster.nests.len();
                     self.fits.extend(nests.map(|nest| Fitted::new(cluster, nest, shape, inside)));
                 }
@@ -171,8 +218,9 @@ impl<'t> Cursor<'t> {
         let nests = cluster.nests.len();
         self.fit = segment.shape as usize * nests + self.nest;
         self.start = cluster.at_blocks(self.base(cluster), segment);
-        self.start.0 = self.start.0.wrapping_add(self.fits[self.fit].offset.0);
-        self.start.1 = self.start.1.wrapping_add(self.fits[self.fit].offset.1);
+        let offset = self.fits()[self.fit].offset;
+        self.start.0 = self.start.0.wrapping_add(offset.0);
+        self.start.1 = self.start.1.wrapping_add(offset.1);
         if self.repeat > 0 {
             let (source, destination) = cluster.steps(shape);
             self.start.0 = self.start.0.wrapping_add(self.repeat * source);
@@ -189,6 +237,11 @@ impl<'t> Cursor<'t> {
             }
         }
         true
+    }
+
+    #[inline(always)]
+    fn fits(&self) -> &[Fitted] {
+        self.usual.unwrap_or(&self.fits)
     }
 
     /// Where the next nest starts in block 0.
@@ -216,8 +269,11 @@ impl<'t> Cursor<'t> {
                 self.walking = true;
                 self.inner = [0; MAX_LOOPS];
             }
-            let all = if self.fits[self.fit].len == 0 {
+            let fitted = &self.fits()[self.fit];
+            let all = if fitted.len == 0 {
                 self.add_lone_runs(&mut out)
+            } else if self.inner == [0; MAX_LOOPS] && out.add_all(fitted, self.start) {
+                true
             } else {
                 self.add_loops(&mut out)
             };
@@ -238,17 +294,17 @@ impl<'t> Cursor<'t> {
     /// Adds the runs of the nest at hand from where it stopped. `false` when the buffer is full.
     #[inline(always)]
     fn add_loops(&mut self, out: &mut Out<'_>) -> bool {
-        let Fitted { run, loops, len, .. } = &self.fits[self.fit];
+        let Fitted { run, loops, len, .. } = self.fits()[self.fit];
         let last = len - 1;
         let innermost = loops[last];
         loop {
             let (mut source, mut destination) = self.start;
-            for (index, repeat) in self.inner[..*len].iter().zip(&loops[..*len]) {
+            for (index, repeat) in self.inner[..len].iter().zip(&loops[..len]) {
                 source = source.wrapping_add(index * repeat.source);
                 destination = destination.wrapping_add(index * repeat.destination);
             }
             for index in self.inner[last]..innermost.count {
-                if !out.add(source, destination, *run) {
+                if !out.add(source, destination, run) {
                     self.inner[last] = index;
                     return false;
                 }
@@ -262,42 +318,48 @@ impl<'t> Cursor<'t> {
         }
     }
 
-    /// Adds the one run of the nest at hand and, where the cluster has no other nest, those of the
-    /// segments that follow, as long as they have one run each. `false` when the buffer is full.
+    /// Adds the one run of the nest at hand and, where the cluster has no other nest, what follows in
+    /// the cluster as long as segments have one run each. `false` when the buffer is full.
     #[inline(always)]
     fn add_lone_runs(&mut self, out: &mut Out<'_>) -> bool {
-        if !out.add(self.start.0, self.start.1, self.fits[self.fit].run) {
+        if !out.add(self.start.0, self.start.1, self.fits()[self.fit].run) {
             return false;
         }
         let Some(cluster) = self.cluster.filter(|cluster| cluster.nests.len() == 1) else {
             return true;
         };
-        let base = self.base(cluster);
-        for (index, segment) in self.list.iter().enumerate().skip(self.segment) {
-            let fit = &self.fits[segment.shape as usize];
-            if fit.len > 0 {
-                self.segment = index;
+        loop {
+            let base = self.base(cluster);
+            for (index, segment) in self.list.iter().enumerate().skip(self.segment) {
+                let fit = &self.fits()[segment.shape as usize];
+                if fit.len > 0 {
+                    self.segment = index;
+                    return true;
+                }
+                let (source, destination) = cluster.at_blocks(base, segment);
+                let source = source.wrapping_add(fit.offset.0);
+                let destination = destination.wrapping_add(fit.offset.1);
+                if !out.add(source, destination, fit.run) {
+                    self.start = (source, destination);
+                    self.fit = segment.shape as usize;
+                    self.segment = index + 1;
+                    return false;
+                }
+            }
+            self.segment = 0;
+            if !advance(&mut self.outer, self.around) {
+                // The cluster is done.
+                (self.segment, self.around) = (self.list.len(), &[]);
                 return true;
             }
-            let (source, destination) = cluster.at_blocks(base, segment);
-            let source = source.wrapping_add(fit.offset.0);
-            let destination = destination.wrapping_add(fit.offset.1);
-            if !out.add(source, destination, fit.run) {
-                self.start = (source, destination);
-                self.fit = segment.shape as usize;
-                self.segment = index + 1;
-                return false;
-            }
         }
-        self.segment = self.list.len();
-        true
     }
 
     /// What all copies amount to, nest by nest.
     pub(crate) fn summary(mut self) -> Summary {
         let mut summary = Summary::default();
         while self.next_nest() {
-            let fitted = self.fits[self.fit];
+            let fitted = self.fits()[self.fit];
             let run = fitted.run;
             let loops = &fitted.loops[..fitted.len];
             let at = |inner: &[u64]| {
@@ -307,7 +369,7 @@ impl<'t> Cursor<'t> {
                 })
             };
             let mut inner = [0; MAX_LOOPS];
-            let one_by_one = fitted.touches_itself();
+            let one_by_one = fitted.touches_itself;
             loop {
                 let (source, destination) = at(&inner);
                 if self.pending.continued_by(source, destination) {
@@ -324,7 +386,7 @@ impl<'t> Cursor<'t> {
                 } else if fitted.len > 0 {
                     // No two runs of the nest touch: all between the first and the last are alike.
                     summary.add(1, self.pending.copy.bytes);
-                    summary.add(fitted.runs() - 2, run);
+                    summary.add(fitted.runs - 2, run);
                     let last: Vec<u64> = loops.iter().map(|repeat| repeat.count - 1).collect();
                     let (source, destination) = at(&last);
                     self.pending = Pending::new(source, destination, run);
@@ -360,6 +422,30 @@ impl Out<'_> {
             self.filled += 1;
         }
         self.pending = Pending::new(source, destination, run);
+        true
+    }
+
+    /// Adds all runs of a nest at once; `false`, and nothing is added, where the buffer may be too
+    /// short for that or where they might continue each other.
+    #[inline(always)]
+    fn add_all(&mut self, fitted: &Fitted, start: (u64, u64)) -> bool {
+        let (buffer, runs) = (&mut self.buffer[self.filled..], fitted.runs as usize);
+        if fitted.touches_itself || buffer.len() <= runs {
+            return false;
+        }
+        let continued = self.pending.continued_by(start.0, start.1);
+        let ended = usize::from(!continued && self.pending.copy.bytes > 0);
+        if ended > 0 {
+            buffer[0] = self.pending.copy;
+        }
+        let slots = &mut buffer[ended..ended + runs];
+        fitted.write(start, slots);
+        if continued {
+            let bytes = self.pending.copy.bytes + fitted.run;
+            slots[0] = Copy { bytes, ..self.pending.copy };
+        }
+        self.pending = Pending { copy: slots[runs - 1], sealed: false };
+        self.filled += ended + runs - 1;
         true
     }
 }

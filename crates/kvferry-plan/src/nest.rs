@@ -28,8 +28,9 @@ pub(crate) struct Nest {
     pub(crate) loops: Vec<Loop>,
 }
 
-/// The axes, layers that follow each other, entries, and blocks that follow each other.
-pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3;
+/// The axes, three loops that merging may add (`cluster::clusters`), entries, and blocks that follow
+/// each other.
+pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3 + 2;
 
 impl Nest {
     pub(crate) fn new(source: u64, destination: u64, run: u64, loops: Vec<Loop>) -> Self {

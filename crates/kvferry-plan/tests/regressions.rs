@@ -4,10 +4,10 @@
 
 use kvferry_plan::Incompatible;
 use kvferry_testkit::drive::{compile, prove};
-use kvferry_testkit::engine::{Engine, Recipe};
+use kvferry_testkit::engine::{Arm, Engine, Recipe, Slab, Step};
 use kvferry_testkit::judge::Tally;
 use kvferry_testkit::kinds::{bf16, f32};
-use kvferry_testkit::model::{Layer, Model, Sight, Tensor};
+use kvferry_testkit::model::{Layer, Model, Sight, State, Tensor};
 use kvferry_testkit::plain::Memory::{BlockOutermost, LayerOutermost, Separate};
 use kvferry_testkit::plain::orders::{
     column_major, head_major, interleaved_by_block, planes, token_major,
@@ -563,8 +563,7 @@ fn refused_elsewhere_context_parallelism() {
 #[test]
 fn refused_elsewhere_more_than_two_state_tensors() {
     let mut layer = Layer::kda("layers.0", 4, 2, 3);
-    let ring =
-        kvferry_testkit::model::State::new("layers.0/ring", &f32(), &[("head", 4), ("at", 3)]);
+    let ring = State::new("layers.0/ring", &f32(), &[("head", 4), ("at", 3)]);
     layer.tensors.push(Tensor::snapshot(vec![ring.cut(0, 4)]));
     let model = Model::new(vec![layer]);
     let engine = |name: &str, lanes| {
@@ -597,4 +596,42 @@ fn nothing_crosses_the_border_of_a_region() {
     assert_eq!(prove(&engine("p", true), &destination, &[32])[0].copies, 2);
     prove(&engine("p", true), &destination, &[31, 17, 16, 1]);
     prove(&engine("p", false), &destination, &[31, 17, 16, 1]);
+}
+
+/// States of as many axes as there may be, in an order that fuses none of them, in layers that repeat at
+/// two distances, over tokens and blocks that follow each other: the deepest loops that there are.
+#[test]
+fn the_deepest_loops() {
+    let names = ["a", "b", "c", "d", "e", "f"];
+    let layers = (0..4).map(|index| {
+        let axes = names.map(|name| (name, 2));
+        let state = State::new(format!("layers.{index}/odd"), &bf16(), &axes);
+        let tensors = vec![Tensor::tokens(Sight::Full, vec![state])];
+        Layer { name: format!("layers.{index}"), tensors }
+    });
+    let model = Model::new(layers.collect());
+    let engine = |name: &str, order: Vec<Step>| {
+        let mut recipe = Recipe::plain(name, &model, 1).block(3).blocks(4);
+        let slab = |lead, layers: [usize; 2]| Slab {
+            region: 0,
+            lead,
+            arms: vec![Arm {
+                group: 0,
+                tensors: layers.map(|layer| (layer, 0)).to_vec(),
+                order: order.clone(),
+                pads: vec![],
+                lead: 0,
+                scratch: 0,
+            }],
+        };
+        recipe.slabs = vec![slab(0, [0, 1]), slab(10, [2, 3])];
+        recipe.build()
+    };
+    let axes = || names.map(|name| Step::Axis(name.to_owned())).into_iter();
+    let outside = [Step::Block, Step::Layer];
+    let forwards = outside.clone().into_iter().chain([Step::Slot]).chain(axes()).collect();
+    let backwards = outside.into_iter().chain(axes().rev()).chain([Step::Slot]).collect();
+    let (source, destination) = (engine("p", forwards), engine("d", backwards));
+    let tallies = prove(&source, &destination, &[9, 4, 12]);
+    assert_eq!(tallies[0].copies, 9 * 4 * 64);
 }

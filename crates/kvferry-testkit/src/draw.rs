@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::engine::{
-    Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, balanced_parts,
+    Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, balanced_parts, equal_turns,
+    one_turn,
 };
 use crate::model::{Model, Sight, State, Tensor};
 use crate::random::Dice;
@@ -28,20 +29,18 @@ pub fn engine(model: &Model, side: Side, dice: &mut Dice) -> Engine {
     };
     let divisors: Vec<u64> = (1..=lanes).filter(|turns| lanes % turns == 0).collect();
     let context = if dice.chance(30) { dice.pick(&divisors) } else { 1 };
-    let interleave = dice.pick(&[1, 1, 2, 3]);
+    let shared_turns = draw_turns(context, dice);
     let wild = dice.chance(40);
     let mut spreads = BTreeMap::new();
     for (at, tensor) in model.tensors() {
-        let turns = if tensor.law.entries > 0 && dice.chance(85) { context } else { 1 };
-        let turns_first = dice.chance(50);
-        let parts = tensor.states.iter().map(|state| draw_parts(state, lanes / turns, wild, dice));
-        let spread = Spread {
-            context: turns,
-            interleave: if turns > 1 { interleave } else { 1 },
-            turns_first,
-            parts: parts.collect(),
-            kernels: 1,
+        let (turns, modulus) = match tensor.law.entries > 0 && dice.chance(85) {
+            true => shared_turns.clone(),
+            false => (one_turn(), 1),
         };
+        let turns_first = dice.chance(50);
+        let lanes = lanes / turns.len() as u64;
+        let parts = tensor.states.iter().map(|state| draw_parts(state, lanes, wild, dice));
+        let spread = Spread { parts: parts.collect(), turns, modulus, turns_first, kernels: 1 };
         spreads.insert(at, spread);
     }
     let mut groups = draw_groups(model, side, &spreads, dice);
@@ -49,9 +48,13 @@ pub fn engine(model: &Model, side: Side, dice: &mut Dice) -> Engine {
         for at in &group.tensors {
             let tensor = &model.layers[at.0].tensors[at.1];
             let spread = spreads.get_mut(at).expect("every tensor has a spread");
-            let slots = group.slots(tensor.law, spread);
+            // Lanes with turns of different lengths have different numbers of slots in a block.
+            let slots =
+                spread.turns.iter().map(|turn| group.slots(tensor.law, spread.modulus, turn));
+            let slots: Vec<u64> = slots.collect();
             if group.tokens_per_block.is_some() && dice.chance(40) {
-                let divisors: Vec<u64> = (1..=slots).filter(|count| slots % count == 0).collect();
+                let all = |count: &u64| slots.iter().all(|slots| slots % count == 0);
+                let divisors: Vec<u64> = (1..=slots[0]).filter(all).collect();
                 spread.kernels = dice.pick(&divisors);
             }
         }
@@ -68,8 +71,25 @@ pub fn engine(model: &Model, side: Side, dice: &mut Dice) -> Engine {
         slabs,
         speculative: dice.pick(&[0, 0, 1, 2]),
         adjacent_regions: dice.chance(15),
+        idle_stride: dice.chance(15).then(|| dice.pick(&[0, 1, 7, 1 << 40, u64::MAX])),
     }
     .build()
+}
+
+/// The turns of `lanes` lanes: equal ones, or ranges of any length, which may overlap.
+fn draw_turns(lanes: u64, dice: &mut Dice) -> (Vec<Range<u64>>, u64) {
+    if dice.chance(60) {
+        let interleave = dice.pick(&[1, 1, 2, 3]);
+        return (equal_turns(lanes, interleave), lanes * interleave);
+    }
+    let mut turns = vec![];
+    let mut end = 0;
+    for _ in 0..lanes {
+        let start = end - u64::from(end > 0 && dice.chance(30));
+        end += dice.within(1, 2);
+        turns.push(start..end);
+    }
+    (turns, end)
 }
 
 /// Any assignment of layers to stages.
@@ -89,7 +109,7 @@ fn draw_parts(state: &State, lanes: u64, wild: bool, dice: &mut Dice) -> Vec<Vec
     let Some(cut) = state.cut else { return vec![vec![]; lanes as usize] };
     let length = state.axes[cut.axis].length;
     let unit = length / cut.units;
-    let choice = if wild { dice.within(0, 5) } else { 0 };
+    let choice = if wild { dice.within(0, 6) } else { 0 };
     match choice {
         // Any cuts, at any element; a lane may hold nothing.
         1 | 2 => {
@@ -117,6 +137,15 @@ fn draw_parts(state: &State, lanes: u64, wild: bool, dice: &mut Dice) -> Vec<Vec
                 let turn = at % (2 * lanes);
                 let lane = turn.min(2 * lanes - 1 - turn);
                 parts[lane as usize].push(at * unit..(at + 1) * unit);
+            }
+            parts
+        }
+        // Its part, and some of it or of another's once more, at other bytes.
+        6 => {
+            let mut parts = balanced_parts(state, lanes);
+            for part in &mut parts {
+                let start = dice.within(0, cut.units - 1);
+                part.push(start * unit..dice.within(start + 1, cut.units) * unit);
             }
             parts
         }
@@ -186,7 +215,7 @@ fn draw_block(
         let spread = &spreads[at];
         let entries = tokens * u64::from(law.entries);
         entries.is_multiple_of(u64::from(law.tokens))
-            && (entries / u64::from(law.tokens)).is_multiple_of(spread.context * spread.interleave)
+            && (entries / u64::from(law.tokens)).is_multiple_of(spread.modulus)
     };
     let unit = (1..).find(|&tokens| tensors.iter().all(|at| fits(tokens, at))).expect("some block");
     unit * dice.within(1, (12 / unit).max(1))
@@ -210,7 +239,10 @@ fn draw_pools(groups: &mut [GroupRecipe], dice: &mut Dice) {
         for group in groups.iter_mut().filter(|group| group.pool == pool) {
             let fewer = dice.pick(&[0, 0, 1, 2]);
             let low = null_block.map_or(0, |id| id + 1);
-            group.blocks = (blocks - fewer).max(low).max(2);
+            group.blocks = (blocks - fewer).max(low).max(1);
+            if null_block.is_none() && group.tokens_per_block.is_none() && dice.chance(10) {
+                group.blocks = 1;
+            }
             group.null_block = null_block;
         }
     }
@@ -273,14 +305,10 @@ fn draw_arm(model: &Model, group: usize, tensors: Vec<TensorAt>, dice: &mut Dice
         steps.extend([Step::Block, Step::Block, Step::Kernel, Step::Slot]);
         pads.push((dice.pick(&steps), dice.pick(&[1, 2, 8])));
     }
-    Arm {
-        group,
-        tensors,
-        order,
-        pads,
-        lead: dice.pick(&[0, 0, 0, 4]),
-        scratch: dice.pick(&[0, 0, 0, 0, 5]),
-    }
+    let scratch = dice.pick(&[0, 0, 0, 0, 5]);
+    // Scratch has few dimensions, and all axes may lie outside of the block.
+    let scratch = if axes.len() > 4 { 0 } else { scratch };
+    Arm { group, tensors, order, pads, lead: dice.pick(&[0, 0, 0, 4]), scratch }
 }
 
 /// The orders that engines use.

@@ -80,7 +80,8 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     Ok(said)
 }
 
-fn tables(owned: &[OwnedTable]) -> Vec<Table<'_>> {
+/// Tables as a plan takes them.
+pub(crate) fn tables(owned: &[OwnedTable]) -> Vec<Table<'_>> {
     owned.iter().map(|table| Table { first: table.first, blocks: &table.blocks }).collect()
 }
 

@@ -35,15 +35,18 @@ pub struct Recipe {
     pub speculative: u64,
     /// Whether regions follow each other without a byte between them.
     pub adjacent_regions: bool,
+    /// What the manifest says for strides that are never taken, because there is but one of a thing.
+    pub idle_stride: Option<u64>,
 }
 
 /// How a tensor is spread over the lanes of a stage.
 #[derive(Clone, Debug)]
 pub struct Spread {
-    /// Lanes that take turns with the entries (context parallelism).
-    pub context: u64,
-    /// Entries in a turn.
-    pub interleave: u64,
+    /// Lanes that take turns with the entries (context parallelism): which of every `modulus` entries
+    /// each of them holds.
+    pub turns: Vec<Range<u64>>,
+    /// See `turns`.
+    pub modulus: u64,
     /// Whether neighbouring lanes differ in their turn (and not in their part).
     pub turns_first: bool,
     /// `parts[state][part]`: the ranges on the cut axis that lanes of this part hold. Empty: none.
@@ -207,20 +210,18 @@ pub struct Holding {
 }
 
 /// The entries that a rank holds: those of its turns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// Whose turn.
-    pub turn: u64,
-    /// Of how many.
-    pub turns: u64,
-    /// Entries in a turn.
-    pub interleave: u64,
+    /// Which of every `modulus` entries.
+    pub turn: Range<u64>,
+    /// See `turn`.
+    pub modulus: u64,
 }
 
 impl Share {
     /// Whether entry `entry` is held.
     pub fn holds(&self, entry: u64) -> bool {
-        entry / self.interleave % self.turns == self.turn
+        self.turn.contains(&(entry % self.modulus))
     }
 
     /// The first `count` entries that are held: an entry's place in this list is its place on the rank.
@@ -263,7 +264,7 @@ impl Spread {
     /// The usual split: whole units, as even as they go; fewer units than ranks are replicated.
     pub fn balanced(tensor: &Tensor, lanes: u64) -> Self {
         let parts = tensor.states.iter().map(|state| balanced_parts(state, lanes)).collect();
-        Self { context: 1, interleave: 1, turns_first: false, parts, kernels: 1 }
+        Self { turns: one_turn(), modulus: 1, turns_first: false, parts, kernels: 1 }
     }
 
     /// The same with blocks of `kernels` kernel blocks.
@@ -271,6 +272,16 @@ impl Spread {
         self.kernels = kernels;
         self
     }
+}
+
+/// The turns of a single lane: everything.
+pub fn one_turn() -> Vec<Range<u64>> {
+    iter::once(0..1).collect()
+}
+
+/// The turns of `lanes` lanes that take `interleave` entries each.
+pub fn equal_turns(lanes: u64, interleave: u64) -> Vec<Range<u64>> {
+    (0..lanes).map(|lane| lane * interleave..(lane + 1) * interleave).collect()
 }
 
 /// The ranges of the cut axis on each of `lanes` lanes: units from `r * units / lanes` on, at least one.
@@ -326,13 +337,15 @@ impl Recipe {
             for &at in facts.tensors.iter().filter(|at| self.stages[stage].contains(&at.0)) {
                 let tensor = &self.model.layers[at.0].tensors[at.1];
                 let spread = &self.spreads[&at];
-                let parts = self.lanes / spread.context;
+                let turns = spread.turns.len() as u64;
+                let parts = self.lanes / turns;
                 let (part, turn) = match spread.turns_first {
-                    true => (lane / spread.context, lane % spread.context),
+                    true => (lane / turns, lane % turns),
                     false => (lane % parts, lane / parts),
                 };
-                let share = Share { turn, turns: spread.context, interleave: spread.interleave };
-                let slots = facts.slots(tensor.law, spread);
+                let turn = spread.turns[turn as usize].clone();
+                let share = Share { turn, modulus: spread.modulus };
+                let slots = facts.slots(tensor.law, spread.modulus, &share.turn);
                 for (section, state) in tensor.states.iter().enumerate() {
                     let ranges = match state.cut {
                         Some(_) => spread.parts[section][part as usize].clone(),
@@ -353,7 +366,7 @@ impl Recipe {
                             section: (section, number),
                             tensor,
                             bounds,
-                            share,
+                            share: share.clone(),
                             slots,
                             kernels: spread.kernels,
                             axes: axes.collect(),
@@ -411,7 +424,8 @@ impl Recipe {
             for fact in seen {
                 match fact.met {
                     Met::Element(item) => {
-                        let piece = piece(&items[item], region as u32, &fact, &mut draft);
+                        let piece =
+                            piece(&items[item], region as u32, &fact, self.idle_stride, &mut draft);
                         assert!(pieces[item].replace(piece).is_none(), "one place for an item");
                     }
                     Met::Scratch(group, run) => {
@@ -462,7 +476,7 @@ impl Recipe {
             element: item.state.format.bytes.into(),
             lengths: item.state.axes.iter().map(|axis| axis.length).collect(),
             bounds: item.bounds.clone(),
-            share: item.share,
+            share: item.share.clone(),
             slots: item.slots,
             addresses: vec![],
         };
@@ -516,13 +530,13 @@ impl Recipe {
 }
 
 impl GroupRecipe {
-    /// Entries of a block on a rank.
-    pub fn slots(&self, law: Law, spread: &Spread) -> u64 {
+    /// Entries of a block on a rank that holds `turn` of every `modulus` of them.
+    pub fn slots(&self, law: Law, modulus: u64, turn: &Range<u64>) -> u64 {
         let Some(tokens) = self.tokens_per_block else { return law.open.into() };
         let entries = tokens * u64::from(law.entries) / u64::from(law.tokens);
         assert_eq!(entries * u64::from(law.tokens), tokens * u64::from(law.entries));
-        assert_eq!(entries % (spread.context * spread.interleave), 0);
-        entries / spread.context
+        assert_eq!(entries % modulus, 0);
+        entries / modulus * (turn.end - turn.start)
     }
 }
 
@@ -630,10 +644,19 @@ enum Key {
 }
 
 /// The facts of a piece, from how its item is seen from outside.
-fn piece(item: &Item<'_>, region: u32, seen: &Seen, draft: &mut Draft) -> Piece {
+fn piece(
+    item: &Item<'_>,
+    region: u32,
+    seen: &Seen,
+    idle_stride: Option<u64>,
+    draft: &mut Draft,
+) -> Piece {
     let stride = |dim: Dim| {
         let found = seen.loops.iter().find(|(other, _, _)| *other == dim);
-        found.map_or(0, |&(_, _, stride)| stride)
+        match (found, idle_stride) {
+            (None | Some((_, 1, _)), Some(idle)) => idle,
+            (found, _) => found.map_or(0, |&(_, _, stride)| stride),
+        }
     };
     let kind = item.state.kind(item.tensor.law);
     let kind = match draft.kinds.iter().position(|other| *other == kind) {
@@ -643,21 +666,17 @@ fn piece(item: &Item<'_>, region: u32, seen: &Seen, draft: &mut Draft) -> Piece 
             draft.kinds.len() - 1
         }
     };
-    let modulus = item.share.turns * item.share.interleave;
-    let held = Span {
-        start: item.share.turn * item.share.interleave,
-        end: (item.share.turn + 1) * item.share.interleave,
-    };
+    let held = Span { start: item.share.turn.start, end: item.share.turn.end };
     Piece {
         state: item.state.name.clone(),
         kind: kind as u32,
         bounds: StateBox::new(item.bounds.iter().cloned()),
-        phase: if item.share.turns == 1 { Phase::ALL } else { Phase { modulus, held } },
+        phase: Phase { modulus: item.share.modulus, held },
         view: View {
             region,
             offset: seen.offset,
             block: stride(Dim::Block),
-            kernel: (item.kernels > 1).then(|| Kernel {
+            kernel: (item.kernels > 1 || idle_stride.is_some()).then(|| Kernel {
                 entries: item.slots / item.kernels,
                 stride: stride(Dim::Kernel),
             }),

@@ -363,8 +363,8 @@ pub fn compatible(
             if holding.law.entries > 0 && holders.iter().any(|(kept, _)| !keeps(kept)) {
                 return Err(format!("{name}: the window is too small"));
             }
-            let shares = holders.iter().map(|(_, holder)| holder.share).chain([holding.share]);
-            let turns = shares.map(|share| share.turns * share.interleave).fold(1, common);
+            let shares = holders.iter().map(|(_, holder)| &holder.share).chain([&holding.share]);
+            let turns = shares.map(|share| share.modulus).fold(1, common);
             // Every entry in a common period of all turns, which repeats for ever.
             for entry in (0..turns).filter(|&entry| holding.share.holds(entry)) {
                 let with_entry: Vec<_> =

@@ -198,8 +198,10 @@ pub(crate) fn draw_layer(name: &str, dice: &mut Dice) -> Layer {
 
 fn draw_odd(layer: &str, tensor: u64, sight: Sight, dice: &mut Dice) -> Tensor {
     let names = ["a", "b", "c", "d", "e", "f"];
+    let count = dice.index(7);
+    let lengths: &[u64] = if count > 4 { &[1, 2, 2] } else { &[1, 2, 3] };
     let shape: Vec<(&str, u64)> =
-        names[..dice.index(5)].iter().map(|&axis| (axis, dice.within(1, 3))).collect();
+        names[..count].iter().map(|&axis| (axis, dice.pick(lengths))).collect();
     let format = Format::new("odd", dice.within(1, 5) as u32);
     let mut state = State::new(format!("{layer}/odd.{tensor}"), &format, &shape);
     if !shape.is_empty() && dice.chance(70) {

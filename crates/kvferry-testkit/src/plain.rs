@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::engine::{Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt};
+use crate::engine::{Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
 use crate::model::{Model, Sight};
 
 /// How the groups of a hand-written engine lie in memory.
@@ -48,6 +48,7 @@ impl Recipe {
             slabs: vec![],
             speculative: 0,
             adjacent_regions: false,
+            idle_stride: None,
         }
     }
 
@@ -95,7 +96,11 @@ impl Recipe {
     /// whole entries.
     pub fn context(mut self, interleave: u64) -> Self {
         for (at, tensor) in self.model.tensors().filter(|(_, tensor)| tensor.law.entries > 0) {
-            let spread = Spread { context: self.lanes, interleave, ..Spread::balanced(tensor, 1) };
+            let spread = Spread {
+                turns: equal_turns(self.lanes, interleave),
+                modulus: self.lanes * interleave,
+                ..Spread::balanced(tensor, 1)
+            };
             self.spreads.insert(at, spread);
         }
         self

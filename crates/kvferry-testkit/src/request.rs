@@ -68,6 +68,101 @@ impl OwnedTable {
     }
 }
 
+impl OwnedRequest {
+    /// Whether one destination rank can be served: what is wrong with the request, if not. Looks at
+    /// every entry that the rank needs.
+    pub fn check(
+        &self,
+        source: &Engine,
+        sources: &[usize],
+        destination: &Engine,
+        rank: usize,
+    ) -> Result<(), String> {
+        let (from, to) = (&source.recipe.groups, &destination.recipe.groups);
+        if self.source.len() != from.len() || self.destination.len() != to.len() {
+            return Err("a table for every group".to_owned());
+        }
+        if self.cached.len() != to.len() || self.cached.iter().any(|&held| held > self.tokens) {
+            return Err("a cached length for every group, and none too long".to_owned());
+        }
+        if self.tokens == 0 {
+            return Ok(());
+        }
+        let rank = &destination.ranks[rank];
+        // Tables of groups of which the rank holds nothing say nothing to it.
+        let states: BTreeSet<&str> =
+            rank.holdings.iter().flatten().map(|held| &*held.state).collect();
+        let of_rank = |index: usize| !rank.holdings[index].is_empty();
+        let is_read = |index: usize| {
+            let ranks = sources.iter().map(|&from| &source.ranks[from]);
+            let mut held = ranks.flat_map(|rank| &rank.holdings[index]);
+            held.any(|holding| states.contains(&*holding.state))
+        };
+        for (index, group) in from.iter().enumerate().filter(|(index, _)| is_read(*index)) {
+            if self.source[index].blocks.iter().any(|&id| id >= group.blocks) {
+                return Err(format!("source {}: a block that does not exist", group.name));
+            }
+        }
+        for (index, group) in to.iter().enumerate().filter(|(index, _)| of_rank(*index)) {
+            if self.destination[index].blocks.iter().any(|&id| id >= group.blocks) {
+                return Err(format!("destination {}: a block that does not exist", group.name));
+            }
+        }
+        let mut used = BTreeSet::new();
+        for (index, group) in to.iter().enumerate().filter(|(index, _)| of_rank(*index)) {
+            let live = |id: &&u32| Some(**id) != group.null_block;
+            for &id in self.destination[index].blocks.iter().filter(live) {
+                if !used.insert((rank.manifest.pool(index), id)) {
+                    return Err(format!("block {id} twice"));
+                }
+            }
+        }
+        for (index, group) in to.iter().enumerate() {
+            for holding in &rank.holdings[index] {
+                let needed = group.needed(holding.law, self.cached[index], self.tokens);
+                let needed = places(holding, &needed);
+                let table = &self.destination[index];
+                let lone = group.tokens_per_block.is_some() || table.blocks.len() == 1;
+                for &(entry, position, _) in &needed {
+                    if !lone || table.at(position, group.null_block).is_none() {
+                        return Err(format!("{}: no place for {entry}", holding.state));
+                    }
+                    let found = from.iter().enumerate().any(|(number, group)| {
+                        let table = &self.source[number];
+                        let lone = group.tokens_per_block.is_some() || table.blocks.len() == 1;
+                        let ranks = sources.iter().map(|&from| &source.ranks[from]);
+                        let mut held = ranks.flat_map(|rank| &rank.holdings[number]);
+                        held.any(|other| {
+                            other.state == holding.state
+                                && lone
+                                && places(other, &(entry..entry + 1))
+                                    .iter()
+                                    .any(|place| table.at(place.1, group.null_block).is_some())
+                        })
+                    });
+                    if !found {
+                        return Err(format!("{}: entry {entry} is nowhere", holding.state));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether every block that the source names exists and is named once.
+    pub fn source_is_honest(&self, source: &Engine) -> bool {
+        let mut used = BTreeSet::new();
+        source.recipe.groups.iter().zip(&self.source).all(|(group, table)| {
+            let live = |id: &&u32| Some(**id) != group.null_block;
+            table
+                .blocks
+                .iter()
+                .filter(live)
+                .all(|&id| id < group.blocks && used.insert((group.pool, id)))
+        })
+    }
+}
+
 /// The places of entries on a rank: (entry, position in the table, slot), for those of `range` that
 /// the rank holds.
 pub fn places(holding: &Holding, range: &Range<u64>) -> Vec<(u64, u64, u64)> {

@@ -144,14 +144,19 @@ fn the_draws_have_everything() {
         "null block",
         "open entries",
         "opaque format",
+        "one block",
         "overlay",
         "pipeline",
         "scratch",
         "several regions",
+        "six axes",
         "sliding window",
         "snapshot",
+        "strides that are never taken",
+        "the same twice on a rank",
         "two pieces of a state",
         "uneven split",
+        "uneven turns",
     ];
     let missing: Vec<_> = all.iter().filter(|feature| !seen.contains(*feature)).collect();
     assert!(missing.is_empty(), "never drawn: {missing:?}");
@@ -172,11 +177,20 @@ fn note(engine: &Engine, seen: &mut BTreeSet<&'static str>) {
         if group.null_block.is_some() {
             seen.insert("null block");
         }
+        if group.blocks == 1 {
+            seen.insert("one block");
+        }
         if group.blocks != recipe.groups[0].blocks {
             seen.insert("blocks of different numbers");
         }
     }
+    if recipe.idle_stride.is_some() {
+        seen.insert("strides that are never taken");
+    }
     for (tensor, state) in recipe.model.states() {
+        if state.axes.len() == 6 {
+            seen.insert("six axes");
+        }
         if tensor.law.entries == 0 {
             seen.insert("snapshot");
         } else if tensor.law.open > 0 {
@@ -219,13 +233,21 @@ fn note(engine: &Engine, seen: &mut BTreeSet<&'static str>) {
                     seen.insert("kernel blocks");
                 }
                 let same = group.pieces.iter().filter(|other| other.state == piece.state);
-                if same.count() > 1 {
+                if same.clone().count() > 1 {
                     seen.insert("two pieces of a state");
+                }
+                if same.filter(|other| other.bounds.intersect(&piece.bounds).is_some()).count() > 1
+                {
+                    seen.insert("the same twice on a rank");
                 }
             }
         }
     }
     for (at, spread) in &recipe.spreads {
+        let lengths = spread.turns.iter().map(|turn| turn.end - turn.start);
+        if lengths.collect::<BTreeSet<u64>>().len() > 1 {
+            seen.insert("uneven turns");
+        }
         let states = recipe.model.layers[at.0].tensors[at.1].states.iter().zip(&spread.parts);
         for (state, parts) in states.filter(|(state, _)| state.cut.is_some()) {
             let whole = |part: &Vec<std::ops::Range<u64>>| -> u64 {

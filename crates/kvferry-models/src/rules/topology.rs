@@ -248,7 +248,9 @@ mod tests {
 
     #[test]
     fn what_is_printed_is_read_back() {
-        for text in ["tp=1", "tp=4,pp=2", "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9"] {
+        for text in
+            ["tp=1", "tp=4,pp=2", "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9"]
+        {
             assert_eq!(text.parse::<Topology>().unwrap().to_string(), text);
         }
         assert_eq!("layout=nhd".parse::<Topology>().unwrap().layout, Some(Layout::Lbnhc));

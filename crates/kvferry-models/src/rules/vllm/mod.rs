@@ -13,15 +13,13 @@
 mod group;
 mod place;
 mod spec;
-
+pub mod verdict;
 
 use kvferry_layout::{Draft, Group, Manifest, Place, Region};
 
 use crate::error::RulesError;
 use crate::model::Model;
 use crate::rules::topology::{Conv, Layout, Topology};
-
-
 
 /// The engine's name in messages.
 pub const ENGINE: &str = "vLLM 0.32";
@@ -142,10 +140,12 @@ pub fn manifests(
                 }
                 draft.groups.push(made);
             }
-            ranks.push(Manifest::new(draft).map_err(|problem| RulesError::Unsound {
-                model: model.name.clone(),
-                problem,
-            })?);
+            ranks.push(
+                Manifest::new(draft).map_err(|problem| RulesError::Unsound {
+                    model: model.name.clone(),
+                    problem,
+                })?,
+            );
         }
     }
     Ok(ranks)

@@ -42,11 +42,15 @@ pub(super) fn check_layout(model: &Model, pools: &Pools) -> Result<(), RulesErro
     let first = &pools.specs[0].members[0];
     let shape = |spec: &Spec| (spec.class.heads, spec.class.block, spec.page());
     if !pools.layout.is_block_compact() && specs().any(|spec| shape(spec) != shape(first)) {
-        return refuse("layers with different pages need a layout whose blocks lie together".into());
+        return refuse(
+            "layers with different pages need a layout whose blocks lie together".into(),
+        );
     }
     let mixed = specs().any(|spec| spec.page() != first.page());
     if mixed && pools.groups.len() > 1 && !pools.layout.is_block_outermost() {
-        return refuse("layers with pages of different sizes need a layout with blocks outermost".into());
+        return refuse(
+            "layers with pages of different sizes need a layout with blocks outermost".into(),
+        );
     }
     for stage in 0..pools.stages.len() - 1 {
         let here = |group: &super::group::SpecGroup| {
@@ -152,10 +156,8 @@ pub(super) fn stage(model: &Model, pools: &Pools, stage: u32) -> Result<Placed, 
                 ratio,
                 [Some(layer), Some(block / ratio)],
             );
-            let kernel = (ratio > 1).then(|| Kernel {
-                entries: spec.class.block / ratio,
-                stride: inner[BLOCK],
-            });
+            let kernel = (ratio > 1)
+                .then(|| Kernel { entries: spec.class.block / ratio, stride: inner[BLOCK] });
             for (index, spec) in (0u64..).zip(&run) {
                 placed.push(PlacedLayer {
                     cache: spec.cache,
@@ -225,7 +227,8 @@ impl PlacedLayer {
             let lengths = |state| held(state).0.iter().map(Span::len).collect::<Vec<_>>();
             // A convolution's channels are those of its states together; its columns are the live
             // ones, and those that only speculative tokens use.
-            let channels: u64 = tensor.states.iter().filter_map(|state| lengths(state).first().copied()).sum();
+            let channels: u64 =
+                tensor.states.iter().filter_map(|state| lengths(state).first().copied()).sum();
             let spare = match tensor.packing {
                 Packing::Convolution { grows: true } => u64::from(topology.spec),
                 _ => 0,
@@ -262,7 +265,8 @@ impl PlacedLayer {
                 });
                 offset += advance;
             }
-            let (Packing::Convolution { .. }, Some(state)) = (tensor.packing, tensor.states.first())
+            let (Packing::Convolution { .. }, Some(state)) =
+                (tensor.packing, tensor.states.first())
             else {
                 continue;
             };

@@ -109,7 +109,8 @@ pub(super) fn specs(
     let largest_state = states.map(counted).max().unwrap_or(0);
     let first = specs.iter().find(|spec| !spec.class.sort.is_recurrent());
     let token = first.map_or(0, |spec| spec.class.heads * spec.class.content);
-    let block = if is_hybrid { hybrid_block(&specs, block, token, largest_state, kernels) } else { block };
+    let block =
+        if is_hybrid { hybrid_block(&specs, block, token, largest_state, kernels) } else { block };
     for spec in &mut specs {
         match spec.class.sort {
             // The platform pads states to the attention page that it aligned to them.
@@ -179,7 +180,9 @@ fn counted_bytes(cache: &Cache, topology: &Topology) -> u64 {
 fn block_size(specs: &[Spec], topology: &Topology, kernels: &Kernels) -> u64 {
     match (topology.block, kernels) {
         (Some(block), _) => block.into(),
-        (None, Kernels::Fixed(size)) if specs.iter().any(|spec| !spec.class.sort.is_recurrent()) => {
+        (None, Kernels::Fixed(size))
+            if specs.iter().any(|spec| !spec.class.sort.is_recurrent()) =>
+        {
             *size
         }
         (None, _) => 16,

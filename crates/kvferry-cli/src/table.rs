@@ -1,0 +1,107 @@
+//! Tables for people.
+
+use std::fmt::Write as _;
+
+/// A table with a heading. Columns are as wide as their widest cell; numbers stand on the right.
+pub(crate) struct Table {
+    heading: Vec<&'static str>,
+    /// Whether a column stands on the right.
+    right: Vec<bool>,
+    rows: Vec<Vec<String>>,
+    /// Row numbers before which a rule is drawn.
+    rules: Vec<usize>,
+}
+
+impl Table {
+    /// An empty table. A heading that starts with `>` stands on the right.
+    pub(crate) fn new(heading: &[&'static str]) -> Self {
+        Self {
+            right: heading.iter().map(|word| word.starts_with('>')).collect(),
+            heading: heading.iter().map(|word| word.trim_start_matches('>')).collect(),
+            rows: vec![],
+            rules: vec![],
+        }
+    }
+
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    /// Draws a rule before the next row.
+    pub(crate) fn rule(&mut self) {
+        self.rules.push(self.rows.len());
+    }
+
+    pub(crate) fn render(&self) -> String {
+        let width = |column: usize| {
+            let cells = self.rows.iter().map(|row| row[column].chars().count());
+            cells.chain([self.heading[column].chars().count()]).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.heading.len()).map(width).collect();
+        let total = widths.iter().sum::<usize>() + 2 * widths.len().saturating_sub(1);
+        let mut text = String::new();
+        let mut line = |cells: &mut dyn Iterator<Item = &str>| {
+            let mut line = String::new();
+            for (column, cell) in cells.enumerate() {
+                let width = widths[column];
+                let gap = if column > 0 { "  " } else { "" };
+                match self.right[column] {
+                    true => write!(line, "{gap}{cell:>width$}"),
+                    false => write!(line, "{gap}{cell:<width$}"),
+                }
+                .expect("strings can be written to");
+            }
+            text.push_str(line.trim_end());
+            text.push('\n');
+        };
+        line(&mut self.heading.iter().copied());
+        let rule = "─".repeat(total);
+        line(&mut [rule.as_str()].into_iter());
+        for (number, row) in self.rows.iter().enumerate() {
+            if self.rules.contains(&number) {
+                line(&mut [rule.as_str()].into_iter());
+            }
+            line(&mut row.iter().map(String::as_str));
+        }
+        text
+    }
+}
+
+/// A number of bytes for people: `1.5 MiB`.
+pub(crate) fn bytes(count: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let (mut value, mut unit) = (count as f64, 0);
+    while value >= 1023.95 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", units[unit]) }
+}
+
+/// A number with its thousands apart: `1 234 567`.
+pub(crate) fn number(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(' ');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_readable() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1024), "1.0 KiB");
+        assert_eq!(bytes(1024 * 1024 - 1), "1.0 MiB");
+        assert_eq!(bytes(1536 * 1024), "1.5 MiB");
+        assert_eq!(number(1_234_567), "1 234 567");
+        assert_eq!(number(12), "12");
+    }
+}

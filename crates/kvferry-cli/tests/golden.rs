@@ -1,0 +1,156 @@
+//! The tables of `kvferry plan` for every kind of pair that the command has to answer: hybrids over one
+//! pool, different tensor parallelism, latents beside heads, delta attention with latents, and pipeline
+//! stages. `UPDATE_GOLDEN=1 cargo test` writes them anew; read the difference before you commit it.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use kvferry_models::{Topology, presets, rules::vllm};
+use serde_json::Value;
+
+/// Name, arguments, exit code.
+const CASES: &[(&str, &str)] = &[
+    // Hybrids over one pool, padded pages, an inflated block, kernel blocks.
+    ("a-hybrid-pool", "--model granite-4.0-h-tiny --prefill tp=1,blocks=18525 --decode tp=1"),
+    ("a-kernel-blocks", "--model nemotron-h-8b --prefill tp=2,kernel=16 --decode tp=2,kernel=16"),
+    ("a-cached", "--model nemotron-h-8b --prefill tp=2 --decode tp=2 --cached 4096"),
+    // Different tensor parallelism for hybrids, in both directions and both orders of convolutions.
+    ("b-narrower-ds", "--model nemotron-h-8b --prefill tp=4,conv=ds --decode tp=2,conv=ds"),
+    ("b-wider-sd", "--model nemotron-h-8b --prefill tp=2 --decode tp=8"),
+    ("b-one-group", "--model falcon-h1-7b --prefill tp=4 --decode tp=2"),
+    ("b-ratios", "--model nemotron-3-nano --prefill tp=1,kernel=16 --decode tp=4,kernel=16"),
+    ("b-spec", "--model qwen3-next --prefill tp=4 --decode tp=2,spec=3"),
+    // Heads and latents in one group, and sparse-attention indexers.
+    ("c-gqa-draft", "--model kimi-k2.5 --draft kimi-k2.5-eagle3 --prefill tp=8 --decode tp=4"),
+    ("c-mla-draft", "--model kimi-k2.5 --draft kimi-k2.5-eagle3-mla --prefill tp=2 --decode tp=4"),
+    ("c-indexer", "--model deepseek-v3.2 --draft mtp --prefill tp=4 --decode tp=8"),
+    // Delta attention and latents.
+    ("d-kimi-linear", "--model kimi-linear --prefill tp=4 --decode tp=1"),
+    ("d-kimi-linear-pp", "--model kimi-linear-48b-a3b --prefill tp=4 --decode tp=2,pp=2"),
+    ("d-kimi-k3", "--model kimi-k3 --prefill tp=6 --decode tp=4"),
+    // Hybrids under pipeline parallelism.
+    ("e-pipeline", "--model nemotron-h-8b --prefill tp=1,pp=2 --decode tp=2"),
+    ("e-both", "--model qwen3.5-27b --prefill tp=2,pp=3 --decode tp=4,pp=2"),
+    // Plain attention: windows, other block sizes, other layouts, fewer heads than ranks.
+    ("f-windows", "--model gpt-oss-20b --prefill tp=2 --decode tp=1,block=32 --tokens 1000"),
+    ("f-layouts", "--model llama-3.1-8b --prefill tp=2,layout=LBNHC --decode tp=4,layout=BLHNC"),
+    ("f-replicas", "--model llama-3.1-8b --prefill tp=16 --decode tp=2 --contiguous"),
+];
+
+fn kvferry(arguments: &str) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(arguments.split_whitespace())
+        .output()
+        .expect("the command starts");
+    let text = |bytes| String::from_utf8(bytes).expect("the output is text");
+    (output.status.code().expect("it ends by itself"), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn tables_are_as_recorded() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let update = std::env::var_os("UPDATE_GOLDEN").is_some();
+    let mut different = vec![];
+    for (name, arguments) in CASES {
+        let (code, output, errors) = kvferry(&format!("plan {arguments}"));
+        assert_eq!((code, errors.as_str()), (0, ""), "{arguments}");
+        let found = format!("$ kvferry plan {arguments}\n{output}");
+        let path = folder.join(format!("{name}.txt"));
+        if update {
+            fs::write(&path, &found).expect("the golden folder is writable");
+        }
+        let expected = fs::read_to_string(&path).unwrap_or_default();
+        if found != expected {
+            different.push(format!("--- {name}: recorded\n{expected}\n+++ now\n{found}"));
+        }
+    }
+    assert!(different.is_empty(), "{}", different.join("\n"));
+}
+
+/// What a plan moves is known without any plan: every decode rank needs all of its boxes, as far as
+/// they are live and missing.
+#[test]
+fn totals_equal_what_the_models_say() {
+    for (name, arguments) in CASES {
+        let (_, output, _) = kvferry(&format!("plan --json {arguments}"));
+        let answer: Value = serde_json::from_str(&output).expect("JSON");
+        let words: Vec<&str> = arguments.split_whitespace().collect();
+        let option =
+            |key: &str| words.iter().position(|word| *word == key).map(|index| words[index + 1]);
+        let number = |key: &str, default| option(key).map_or(default, |text| text.parse().unwrap());
+        let (tokens, cached) = (number("--tokens", 8192), number("--cached", 0));
+        let mut model = presets::find(option("--model").unwrap()).unwrap().model().unwrap();
+        match option("--draft") {
+            None => {}
+            Some("mtp") => model = model.with_own_draft().unwrap(),
+            Some(draft) => {
+                model = model.with_draft(&presets::find(draft).unwrap().model().unwrap());
+            }
+        }
+        let decode: Topology = option("--decode").unwrap().parse().unwrap();
+        let mut needed = 0;
+        for cache in &model.caches {
+            let first = cache.window().first_live(tokens).max(cached);
+            let entries = if cache.sort.is_recurrent() { 1 } else { tokens - first };
+            for state in cache.states() {
+                for rank in 0..u64::from(decode.tp) {
+                    let held = state.held(rank, decode.tp.into()).volume();
+                    needed += entries * held * u64::from(state.kind.format.bytes);
+                }
+            }
+        }
+        let transfer = &answer["transfer"];
+        assert_eq!(transfer["bytes"], needed, "{name}");
+        assert_eq!(transfer["minimum"], model.minimum_bytes(tokens, cached), "{name}");
+        let pairs = transfer["pairs"].as_array().unwrap();
+        let sum = |key: &str| pairs.iter().map(|pair| pair[key].as_u64().unwrap()).sum::<u64>();
+        assert_eq!(transfer["bytes"], sum("bytes"), "{name}");
+        assert_eq!(transfer["copies"], sum("copies"), "{name}");
+        assert_eq!(answer["works"], true, "{name}");
+    }
+}
+
+/// `kvferry check` on the manifests of both sides says the same as `kvferry plan`.
+#[test]
+fn check_agrees_with_plan() {
+    let folder = std::env::temp_dir().join(format!("kvferry-golden-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let model = presets::find("kimi-linear").unwrap().model().unwrap();
+    let write = |side: &str, topology: &str| -> String {
+        let topology: Topology = topology.parse().unwrap();
+        let mut paths = vec![];
+        for rank in vllm::manifests(&model, &topology, side).unwrap() {
+            let path = folder.join(format!("{side}-{}.json", rank.rank()));
+            fs::write(&path, rank.to_json()).unwrap();
+            paths.push(path.display().to_string());
+        }
+        paths.join(" ")
+    };
+    let (prefill, decode) = (write("prefill", "tp=4"), write("decode", "tp=2,pp=2"));
+    let (code, checked, _) = kvferry(&format!("check {prefill} --with {decode} --json"));
+    assert_eq!(code, 0);
+    let (_, planned, _) =
+        kvferry("plan --model kimi-linear --prefill tp=4 --decode tp=2,pp=2 --json");
+    let read = |text: &str| serde_json::from_str::<Value>(text).unwrap()["transfer"].clone();
+    assert_eq!(read(&checked), read(&planned));
+
+    // One of the prefill ranks is missing: refused, with the state that nobody holds.
+    let some = prefill.split_once(' ').unwrap().1;
+    let (code, _, errors) = kvferry(&format!("check {some} --with {decode}"));
+    assert_eq!(code, 2, "{errors}");
+    assert!(errors.starts_with("refused: ") && errors.contains("layers."), "{errors}");
+
+    // Another model on the decode side.
+    let model = presets::find("llama-3.1-8b").unwrap().model().unwrap();
+    let other = folder.join("other.json");
+    let rank = &vllm::manifests(&model, &Topology::default(), "decode").unwrap()[0];
+    fs::write(&other, rank.to_json()).unwrap();
+    let (code, output, errors) =
+        kvferry(&format!("check {prefill} --with {} --json", other.display()));
+    assert_eq!(code, 2);
+    assert!(errors.contains("Start both sides with the same model"), "{errors}");
+    let answer: Value = serde_json::from_str(&output).unwrap();
+    assert_eq!(answer["works"], false);
+    fs::remove_dir_all(&folder).unwrap();
+}

@@ -1,0 +1,145 @@
+//! Wrong input: one clear line on standard error, exit code 1, nothing on standard output.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use kvferry_models::{Topology, presets, rules::vllm};
+
+fn kvferry(arguments: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(arguments)
+        .output()
+        .expect("the command starts");
+    let text = |bytes| String::from_utf8(bytes).expect("the output is text");
+    (output.status.code().expect("it ends by itself"), text(output.stdout), text(output.stderr))
+}
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvferry-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.0.join(name);
+        fs::write(&path, text).unwrap();
+        path.display().to_string()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Asserts that the command ends with 1, says one line that has all of `parts`, and prints nothing.
+fn refuses(arguments: &[&str], parts: &[&str]) {
+    let (code, output, errors) = kvferry(arguments);
+    assert_eq!(code, 1, "{arguments:?}: {errors}");
+    assert_eq!(output, "", "{arguments:?}");
+    assert_eq!(errors.trim_end().lines().count(), 1, "{arguments:?}: {errors}");
+    for part in parts {
+        assert!(errors.contains(part), "{arguments:?}: no '{part}' in: {errors}");
+    }
+}
+
+#[test]
+fn topologies() {
+    let plan = |prefill: &'static str, parts: &[&str]| {
+        refuses(&["plan", "--model", "llama-3.1-8b", "--prefill", prefill], parts);
+    };
+    plan("tp=5", &["vLLM 0.32 cannot run", "32 attention heads do not divide by 5"]);
+    plan("tp=64", &["cannot run", "do not divide by 64"]);
+    plan("tp=100000", &["'100000' is no value for 'tp'"]);
+    plan("tp=0", &["'0' is no value for 'tp'"]);
+    plan("tp=four", &["'four' is no value for 'tp'"]);
+    plan("blok=16", &["no key 'blok'", "did you mean 'block'?"]);
+    plan("tp=2,tp=4", &["given twice"]);
+    plan("tp", &["key=value"]);
+    plan("tp=2,layout=LBHCN", &["did you mean 'LBHNC'?"]);
+    plan("conv=dd", &["one of sd, ds"]);
+    plan("block=48,kernel=32", &["does not divide"]);
+    plan("block=17", &["cannot run", "multiples of 16"]);
+    plan("pp=40", &["only 32 layers"]);
+    plan("tp=2,blocks=10", &["needs 513 blocks"]);
+    refuses(
+        &["plan", "--model", "kimi-k3", "--prefill", "tp=5"],
+        &["vLLM 0.32 cannot run kimi-k3 with tp=5", "96 attention heads"],
+    );
+}
+
+#[test]
+fn models() {
+    refuses(&["plan", "--model", "kimi-liner-48b-a3b"], &["did you mean 'kimi-linear-48b-a3b'?"]);
+    refuses(&["plan", "--model", "qwen3.5"], &["qwen3.5-27b", "say which"]);
+    refuses(&["models", "no-such-model"], &["no preset 'no-such-model'"]);
+    refuses(&["plan", "--model", "no/such/config.json"], &["no/such/config.json"]);
+    let folder = Folder::new("models");
+    let broken = folder.file("broken.json", "{\"model_type\": \"llama\",");
+    refuses(&["plan", "--model", &broken], &["not JSON"]);
+    let unknown = folder.file("unknown.json", "{\"model_type\": \"lama\"}");
+    refuses(&["plan", "--model", &unknown], &["'lama' is not known", "did you mean 'llama'?"]);
+    let missing = folder.file("missing.json", "{\"model_type\": \"llama\"}");
+    refuses(&["plan", "--model", &missing], &["no field 'num_hidden_layers'", "'llama'"]);
+    refuses(
+        &["plan", "--model", "llama-3.1-8b", "--draft", "mtp"],
+        &["brings no draft layers of its own"],
+    );
+}
+
+#[test]
+fn requests() {
+    let plan = ["plan", "--model", "llama-3.1-8b"];
+    refuses(
+        &[&plan[..], &["--tokens", "10", "--cached", "11"]].concat(),
+        &["--cached 11 is more than --tokens 10"],
+    );
+    refuses(&[&plan[..], &["--tokens", "99999999999"]].concat(), &["too long"]);
+}
+
+#[test]
+fn command_lines() {
+    for arguments in [
+        &["plam"][..],
+        &["plan"],
+        &["plan", "--model", "llama-3.1-8b", "--prefil", "tp=2"],
+        &["plan", "--model", "llama-3.1-8b", "--tokens", "many"],
+        &["check", "a.json"],
+        &[],
+    ] {
+        let (code, output, errors) = kvferry(arguments);
+        assert_eq!((code, output.as_str()), (1, ""), "{arguments:?}");
+        assert!(!errors.is_empty(), "{arguments:?}");
+    }
+    let (_, _, errors) = kvferry(&["plam"]);
+    assert!(errors.contains("'plan'"), "{errors}");
+    let (_, _, errors) = kvferry(&["plan", "--model", "llama-3.1-8b", "--prefil", "tp=2"]);
+    assert!(errors.contains("'--prefill'"), "{errors}");
+    let (code, output, _) = kvferry(&["--help"]);
+    assert!(code == 0 && output.contains("plan"));
+}
+
+#[test]
+fn manifests() {
+    let folder = Folder::new("manifests");
+    let model = presets::find("llama-3.1-8b").unwrap().model().unwrap();
+    let topology: Topology = "tp=2".parse().unwrap();
+    let ranks = vllm::manifests(&model, &topology, "engine").unwrap();
+    let text = ranks[0].to_json();
+    let good = folder.file("good.json", &text);
+    let truncated = folder.file("truncated.json", &text[..text.len() / 2]);
+    refuses(&["check", &truncated, "--with", &good], &["truncated.json"]);
+    let other = folder.file("other.json", "{\"hello\": 1}");
+    refuses(&["check", &good, "--with", &other], &["other.json"]);
+    refuses(&["check", &good, "--with", "nowhere.json"], &["nowhere.json"]);
+    refuses(&["check", &good, &good, "--with", &good], &["both describe rank 0"]);
+    let kimi = presets::find("kimi-linear").unwrap().model().unwrap();
+    let rank = &vllm::manifests(&kimi, &topology, "engine").unwrap()[1];
+    let foreign = folder.file("foreign.json", &rank.to_json());
+    refuses(&["check", &good, &foreign, "--with", &good], &["do not describe ranks of one engine"]);
+}

@@ -1,0 +1,240 @@
+//! Pairs that must not fit: refused before any byte could move, with the reason and both values.
+
+use std::collections::BTreeSet;
+
+use kvferry_layout::{Law, Manifest, Phase, Window};
+use kvferry_plan::{Incompatible, Plan};
+use kvferry_testkit::draw::{Side, engine};
+use kvferry_testkit::drive::compile;
+use kvferry_testkit::engine::{Engine, Recipe};
+use kvferry_testkit::judge::compatible;
+use kvferry_testkit::model::{Layer, Model, Sight};
+use kvferry_testkit::mutate::Difference;
+use kvferry_testkit::plain::Memory::Separate;
+use kvferry_testkit::plain::orders::token_major;
+use kvferry_testkit::random::Dice;
+
+/// One thing differs between two random engines: every rank that it concerns is refused, and every
+/// other rank is not.
+#[test]
+fn one_difference_is_refused_where_it_concerns_a_rank() {
+    let mut refused: Vec<(Difference, u64)> = vec![];
+    for difference in Difference::ALL {
+        let mut count = 0;
+        for seed in 0..60 {
+            let mut dice = Dice::new(seed);
+            let model = Model::draw(&mut dice);
+            let Some(other) = difference.apply(&model, &mut dice) else { continue };
+            let destination = engine(&model, Side::Destination, &mut dice);
+            let source = engine(&other, Side::Source, &mut dice);
+            let sources: Vec<usize> = (0..source.ranks.len()).collect();
+            for rank in 0..destination.ranks.len() {
+                let verdict = compile(&source, &sources, &destination, rank);
+                let fits = compatible(&source, &sources, &destination, rank);
+                match (&verdict, &fits) {
+                    (Ok(_), Ok(())) | (Err(_), Err(_)) => {}
+                    _ => panic!("{difference:?}, seed {seed}, rank {rank}: {verdict:?}, {fits:?}"),
+                }
+                count += u64::from(verdict.is_err());
+                // A plan that does not prove would be a fault of the compiler, not of the pair.
+                if let Err(refusal) = verdict {
+                    assert!(!matches!(refusal, Incompatible::Unproven { .. }), "{refusal}");
+                }
+            }
+        }
+        refused.push((difference, count));
+    }
+    assert!(refused.iter().all(|(_, count)| *count >= 30), "{refused:?}");
+}
+
+/// The same for a source whose manifests are not all there, down to none.
+#[test]
+fn missing_manifests_are_refused_where_they_are_needed() {
+    let (mut refused, mut served) = (0, 0);
+    for seed in 0..300 {
+        let mut dice = Dice::new(seed);
+        let model = Model::draw(&mut dice);
+        let source = engine(&model, Side::Source, &mut dice);
+        let destination = engine(&model, Side::Destination, &mut dice);
+        let mut sources: Vec<usize> = (0..source.ranks.len()).collect();
+        dice.shuffle(&mut sources);
+        sources.truncate(dice.index(sources.len() + 1));
+        for rank in 0..destination.ranks.len() {
+            let verdict = compile(&source, &sources, &destination, rank);
+            match (verdict, compatible(&source, &sources, &destination, rank)) {
+                (Ok(_), Ok(())) => served += 1,
+                (Err(_), Err(_)) => refused += 1,
+                (verdict, fits) => panic!("seed {seed}, rank {rank}: {verdict:?}, {fits:?}"),
+            }
+        }
+    }
+    assert!(refused > 200 && served > 100, "{refused} refused, {served} served");
+}
+
+fn model(layers: Vec<Layer>) -> Model {
+    Model::new(layers)
+}
+
+fn simple(model: &Model, lanes: u64) -> Engine {
+    Recipe::plain("e", model, lanes).lay_out(Separate, &token_major())
+}
+
+fn refusal(source: &Engine, destination: &Engine) -> Incompatible {
+    let sources: Vec<usize> = (0..source.ranks.len()).collect();
+    let refusal = compile(source, &sources, destination, 0).unwrap_err();
+    let message = refusal.to_string();
+    assert!(message.ends_with('.') && message.matches('.').count() >= 2, "what to do: {message}");
+    refusal
+}
+
+fn plain(dim: u64) -> Model {
+    model(vec![
+        Layer::attention("layers.0", Sight::Full, 4, dim, dim),
+        Layer::latent("layers.1", 5),
+    ])
+}
+
+#[test]
+fn identity() {
+    let mut other = plain(2);
+    other.identity.insert("revision".to_owned(), "2".to_owned());
+    let expected = Incompatible::Identity {
+        fact: "revision".to_owned(),
+        source_rank: source_rank(&simple(&other, 1)),
+        source_value: Some("2".to_owned()),
+        destination_value: Some("1".to_owned()),
+    };
+    assert_eq!(refusal(&simple(&other, 1), &simple(&plain(2), 1)), expected);
+
+    // A fact that only one side states differs too, in both directions.
+    other = plain(2);
+    other.identity.insert("quantisation".to_owned(), "fp8".to_owned());
+    let (with, without) = (simple(&other, 1), simple(&plain(2), 1));
+    for (source, destination) in [(&with, &without), (&without, &with)] {
+        let found = refusal(source, destination);
+        let Incompatible::Identity { fact, source_value, destination_value, .. } = &found else {
+            panic!("{found}")
+        };
+        assert_eq!(fact, "quantisation");
+        assert_ne!(source_value, destination_value);
+        assert!(found.to_string().contains("'fp8'"), "{found}");
+    }
+}
+
+/// How refusals name the only source rank.
+fn source_rank(engine: &Engine) -> String {
+    let found = refusal(engine, &simple(&plain(3), 1));
+    match found {
+        Incompatible::Identity { source_rank, .. } | Incompatible::Axes { source_rank, .. } => {
+            assert!(source_rank.contains('e'), "{source_rank}");
+            source_rank
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn axes() {
+    let found = refusal(&simple(&plain(2), 2), &simple(&plain(3), 2));
+    let Incompatible::Axes { state, source_axes, destination_axes, .. } = &found else {
+        panic!("{found}")
+    };
+    assert_eq!(
+        (state.as_str(), source_axes[1].length, destination_axes[1].length),
+        ("layers.0/k", 2, 3)
+    );
+    let message = found.to_string();
+    assert!(message.contains("dim=2") && message.contains("dim=3"), "{message}");
+}
+
+#[test]
+fn law() {
+    let mut other = plain(2);
+    other.layers[1].tensors[0].law = Law::every(4);
+    let found = refusal(&simple(&other, 1), &simple(&plain(2), 1));
+    let Incompatible::Law { state, source_law, destination_law, .. } = &found else {
+        panic!("{found}")
+    };
+    assert_eq!(state, "layers.1/latent");
+    assert_eq!((*source_law, *destination_law), (Law::every(4), Law::PER_TOKEN));
+}
+
+#[test]
+fn window() {
+    let with = |sight| model(vec![Layer::attention("layers.0", sight, 2, 2, 2)]);
+    let found =
+        refusal(&simple(&with(Sight::Sliding(9)), 1), &simple(&with(Sight::Sliding(10)), 1));
+    let Incompatible::Window { state, kept, needed, .. } = &found else { panic!("{found}") };
+    assert_eq!(state, "layers.0/k");
+    assert_eq!((*kept, *needed), (Window::sliding(9), Window::sliding(10)));
+    let message = found.to_string();
+    assert!(message.contains("last 9 tokens") && message.contains("last 10 tokens"), "{message}");
+    // Full attention needs what no window keeps.
+    refusal(&simple(&with(Sight::Chunked(64)), 1), &simple(&with(Sight::Full), 1));
+}
+
+#[test]
+fn missing_states() {
+    let mut other = plain(2);
+    other.layers.pop();
+    let found = refusal(&simple(&other, 3), &simple(&plain(2), 1));
+    let expected = Incompatible::Missing { state: "layers.1/latent".to_owned(), sources: 3 };
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn missing_heads() {
+    let (source, destination) = (simple(&plain(2), 4), simple(&plain(2), 2));
+    let found = compile(&source, &[0, 2, 3], &destination, 0).unwrap_err();
+    let Incompatible::Uncovered { state, part, phase } = &found else { panic!("{found}") };
+    assert_eq!((state.as_str(), *phase), ("layers.0/k", Phase::ALL));
+    assert_eq!((part.0[0].start, part.0[0].end), (1, 2), "head 1 is on rank 1 alone");
+    // The other destination rank does not need it.
+    compile(&source, &[0, 2, 3], &destination, 1).unwrap();
+}
+
+#[test]
+fn missing_turns() {
+    let latents = model(vec![Layer::latent("layers.0", 3)]);
+    let source = Recipe::plain("p", &latents, 4).context(2).lay_out(Separate, &token_major());
+    let destination = simple(&latents, 1);
+    compile(&source, &[3, 1, 0, 2], &destination, 0).unwrap();
+    let found = compile(&source, &[3, 0, 2], &destination, 0).unwrap_err();
+    let Incompatible::Uncovered { state, phase, .. } = &found else { panic!("{found}") };
+    assert_eq!(state, "layers.0/latent");
+    assert!((0..64).any(|entry| phase.holds(entry)), "{phase}");
+    assert!(
+        (0..64).all(|entry| !phase.holds(entry) || entry / 2 % 4 == 1),
+        "turn 1 is missing: {phase}"
+    );
+}
+
+/// A destination rank that holds nothing fits every source, also none.
+#[test]
+fn nothing_to_fill_fits_nothing_to_read() {
+    let latents = model(vec![Layer::latent("layers.0", 3)]);
+    let empty =
+        Recipe::plain("d", &latents, 1).stages(&[&[0], &[]]).lay_out(Separate, &token_major());
+    let manifests: [&Manifest; 0] = [];
+    Plan::compile(&empty.ranks[1].manifest, &manifests).unwrap();
+    let found = Plan::compile(&empty.ranks[0].manifest, &manifests).unwrap_err();
+    assert_eq!(found, Incompatible::Missing { state: "layers.0/latent".to_owned(), sources: 0 });
+}
+
+/// Every refusal has a message of its own that names the state it is about.
+#[test]
+fn messages_differ() {
+    let mut format = plain(2);
+    format.layers[0].tensors[0].states[0].format.name = "f16".to_owned();
+    let mut law = plain(2);
+    law.layers[1].tensors[0].law = Law::every(4);
+    let mut missing = plain(2);
+    missing.layers.pop();
+    let destination = simple(&plain(2), 1);
+    let messages: BTreeSet<String> = [format, law, missing, plain(7)]
+        .iter()
+        .map(|other| refusal(&simple(other, 1), &destination).to_string())
+        .collect();
+    assert_eq!(messages.len(), 4);
+    assert!(messages.iter().all(|message| message.contains("layers.")), "{messages:?}");
+}
