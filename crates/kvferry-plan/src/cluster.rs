@@ -1,7 +1,7 @@
 //! Nests that touch, walked together.
 
 use crate::cursor::Fitted;
-use crate::nest::{Loop, Nest, Steps};
+use crate::nest::{Loop, Nest};
 use crate::walk::{Segment, Shape};
 
 /// Nests that are walked together, segment by segment, because the end of each touches the start of
@@ -11,8 +11,8 @@ pub(crate) struct Cluster {
     pub(crate) rhythm: usize,
     /// Indices of the regions on the source and on the destination.
     pub(crate) regions: (u32, u32),
-    pub(crate) source_steps: Steps,
-    pub(crate) destination_steps: Steps,
+    /// Bytes from one block to the next on the source and on the destination.
+    pub(crate) blocks: (u64, u64),
     /// Loops around the walk over the segments: what lies further apart than blocks do.
     pub(crate) outer: Vec<Loop>,
     pub(crate) nests: Vec<Nest>,
@@ -24,36 +24,20 @@ impl Cluster {
     /// Moves a place in block 0 to the blocks of a segment.
     #[inline(always)]
     pub(crate) fn at_blocks(&self, start: (u64, u64), segment: &Segment) -> (u64, u64) {
-        let source = u64::from(segment.source).wrapping_mul(self.source_steps.block);
-        let destination = u64::from(segment.destination).wrapping_mul(self.destination_steps.block);
+        let source = u64::from(segment.source).wrapping_mul(self.blocks.0);
+        let destination = u64::from(segment.destination).wrapping_mul(self.blocks.1);
         (start.0.wrapping_add(source), start.1.wrapping_add(destination))
-    }
-
-    /// The bytes from one repetition of a shape to the next, on the source and on the destination.
-    pub(crate) fn steps(&self, shape: &Shape) -> (u64, u64) {
-        (
-            shape.source_step.offset(&self.source_steps),
-            shape.destination_step.offset(&self.destination_steps),
-        )
     }
 }
 
-/// What nests must have in common to be merged.
+/// What nests must have in common to be walked together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub(crate) group: usize,
     pub(crate) rhythm: usize,
     pub(crate) regions: (u32, u32),
-    pub(crate) source_steps: Steps,
-    pub(crate) destination_steps: Steps,
-}
-
-impl Key {
-    /// For nests from the destination to itself.
-    pub(crate) fn own(group: usize, rhythm: usize, region: u32, steps: Steps) -> Self {
-        let regions = (region, region);
-        Self { group, rhythm, regions, source_steps: steps, destination_steps: steps }
-    }
+    /// Bytes from one block to the next on the source and on the destination.
+    pub(crate) blocks: (u64, u64),
 }
 
 /// Merges nests and joins those that touch, in the order of the destination's groups and addresses.
@@ -73,7 +57,7 @@ pub(crate) fn clusters(
         while append_neighbours(&mut nests) {}
         let entries = evenly(&key);
         let mut alone = vec![];
-        for chain in chains(nests, &key, entries) {
+        for chain in chains(nests, entries) {
             match <[Nest; 1]>::try_from(chain) {
                 Ok([nest]) => alone.push(nest),
                 Err(chain) => match progressions(chain.clone()) {
@@ -90,25 +74,14 @@ pub(crate) fn clusters(
     let cluster = |(key, mut nests): (Key, Vec<Nest>)| {
         let mut outer = vec![];
         if let ([nest], true) = (&mut nests[..], repeated(&key)) {
-            let block = key.destination_steps.block;
-            let inner = nest.loops.iter().position(|repeat| repeat.destination < block);
+            let inner = nest.loops.iter().position(|repeat| repeat.destination < key.blocks.1);
             let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
             outer = std::mem::replace(&mut nest.loops, inner);
         }
-        let Key { rhythm, regions, source_steps, destination_steps, .. } = key;
-        let mut cluster = Cluster {
-            rhythm,
-            regions,
-            source_steps,
-            destination_steps,
-            outer,
-            nests,
-            usual: (Shape { entries: evenly(&key), repeats: 1, ..Shape::default() }, vec![]),
-        };
-        cluster.usual.1 = (0..cluster.nests.len())
-            .map(|nest| Fitted::new(&cluster, nest, &cluster.usual.0, &[]))
-            .collect();
-        cluster
+        let Key { rhythm, regions, blocks, .. } = key;
+        let whole = Shape { entries: evenly(&key), repeats: 1, ..Shape::default() };
+        let fits = nests.iter().map(|nest| Fitted::new(nest, &whole, 1, &[])).collect();
+        Cluster { rhythm, regions, blocks, outer, nests, usual: (whole, fits) }
     };
     clusters.into_iter().map(cluster).collect()
 }
@@ -122,14 +95,15 @@ fn append_neighbours(nests: &mut Vec<Nest>) -> bool {
 
 /// Splits nests where the end of one does not touch the start of the next on both sides, when
 /// `entries` entries are copied.
-fn chains(nests: Vec<Nest>, key: &Key, entries: u64) -> Vec<Vec<Nest>> {
+fn chains(nests: Vec<Nest>, entries: u64) -> Vec<Vec<Nest>> {
     let mut chains: Vec<Vec<Nest>> = vec![];
     for nest in nests {
         let touches = |last: &Nest| {
             let (source, destination) = last.extent();
-            let along = |steps: &Steps| (entries - 1) * steps.entry;
-            last.source + source + along(&key.source_steps) == nest.source
-                && last.destination + destination + along(&key.destination_steps)
+            let (source_step, destination_step) =
+                (last.steps.source.entry, last.steps.destination.entry);
+            last.source + source + (entries - 1) * source_step == nest.source
+                && last.destination + destination + (entries - 1) * destination_step
                     == nest.destination
         };
         match chains.last_mut() {
@@ -142,12 +116,16 @@ fn chains(nests: Vec<Nest>, key: &Key, entries: u64) -> Vec<Vec<Nest>> {
 
 /// Makes one nest of several that are alike and evenly apart (the layers of a group).
 fn progressions(mut nests: Vec<Nest>) -> Vec<Nest> {
-    nests.sort_by(|a, b| (a.run, &a.loops, a.destination).cmp(&(b.run, &b.loops, b.destination)));
+    nests.sort_by(|a, b| {
+        let (a, b) =
+            ((a.steps, a.run, &a.loops, a.destination), (b.steps, b.run, &b.loops, b.destination));
+        a.cmp(&b)
+    });
     let mut merged: Vec<Nest> = vec![];
     let mut rest = &nests[..];
     while let [first, others @ ..] = rest {
         let step = |from: &Nest, to: &Nest| {
-            let alike = from.run == to.run && from.loops == to.loops;
+            let alike = (from.steps, from.run, &from.loops) == (to.steps, to.run, &to.loops);
             let source = to.source.checked_sub(from.source).filter(|&step| step > 0 && alike)?;
             Some((source, to.destination.checked_sub(from.destination)?))
         };
@@ -163,7 +141,8 @@ fn progressions(mut nests: Vec<Nest>) -> Vec<Nest> {
         if let (Some((source, destination)), true) = (stride, count > 1) {
             loops.push(Loop { count: count as u64, source, destination });
         }
-        merged.push(Nest::new(first.source, first.destination, first.run, loops));
+        let start = (first.source, first.destination);
+        merged.push(Nest::new(start, first.steps, first.run, loops));
         rest = &rest[count..];
     }
     merged

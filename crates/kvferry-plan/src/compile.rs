@@ -7,7 +7,7 @@ use kvferry_layout::{Law, Manifest, Window};
 use crate::cluster::{Cluster, Key, clusters};
 use crate::cover::{Part, cover};
 use crate::incompatible::Incompatible;
-use crate::nest::{Loop, Nest, Steps};
+use crate::nest::{BothSteps, Loop, Nest, Steps};
 use crate::prove::prove;
 use crate::walk::{Holding, Rhythm};
 
@@ -97,14 +97,16 @@ impl Plan {
                 source: *strides.0,
                 destination: *strides.1,
             });
+            let steps = BothSteps { source: source_steps, destination: destination_steps };
             let nest = Nest::new(
-                start(source, from),
-                start(destination, to),
+                (start(source, from), start(destination, to)),
+                steps,
                 u64::from(kind.format.bytes),
                 loops.collect(),
             );
             let regions = (from.view.region, to.view.region);
-            let key = Key { group: part.to.0, rhythm, regions, source_steps, destination_steps };
+            let blocks = (source_steps.block, destination_steps.block);
+            let key = Key { group: part.to.0, rhythm, regions, blocks };
             nests[part.source].push((key, nest));
         }
         let rhythms = rhythms.list;
@@ -242,25 +244,26 @@ fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
     let mut nests = vec![];
     for (index, group) in destination.groups().iter().enumerate() {
         let both = |count, stride| Loop { count, source: stride, destination: stride };
-        let base = |region: u32| destination.regions()[region as usize].base;
+        let mut add = |rhythm, (region, offset): (u32, u64), steps: Steps, run, loops| {
+            let start = destination.regions()[region as usize].base + offset;
+            let (regions, blocks) = ((region, region), (steps.block, steps.block));
+            let steps = BothSteps { source: steps, destination: steps };
+            let nest = Nest::new((start, start), steps, run, loops);
+            nests.push((Key { group: index, rhythm, regions, blocks }, nest));
+        };
         for (number, piece) in group.pieces.iter().enumerate() {
             let (held, steps) = holding(destination, (index, number));
-            let kind = destination.kind(piece);
+            let (kind, view) = (destination.kind(piece), &piece.view);
             let rhythm = leftovers.number(Leftover::Entries(kind.law, held));
-            let start = base(piece.view.region) + piece.view.offset;
-            let loops = piece.bounds.0.iter().zip(&piece.view.axes);
+            let loops = piece.bounds.0.iter().zip(&view.axes);
             let loops = loops.map(|(span, &stride)| both(span.len(), stride)).collect();
-            let nest = Nest::new(start, start, u64::from(kind.format.bytes), loops);
-            let region = piece.view.region;
-            nests.push((Key::own(index, rhythm, region, steps), nest));
+            add(rhythm, (view.region, view.offset), steps, kind.format.bytes.into(), loops);
         }
         for scratch in &group.scratch {
             let rhythm = leftovers.number(Leftover::Blocks { group: index });
-            let start = base(scratch.region) + scratch.offset;
             let loops = scratch.dims.iter().map(|&(count, stride)| both(count, stride)).collect();
-            let nest = Nest::new(start, start, scratch.run, loops);
             let steps = Steps { block: scratch.block, ..Steps::default() };
-            nests.push((Key::own(index, rhythm, scratch.region, steps), nest));
+            add(rhythm, (scratch.region, scratch.offset), steps, scratch.run, loops);
         }
     }
     (leftovers.list, nests)

@@ -3,7 +3,7 @@
 use kvferry_layout::Copy;
 
 use crate::cluster::Cluster;
-use crate::nest::{Loop, MAX_LOOPS, extent, fuse};
+use crate::nest::{Loop, MAX_LOOPS, Nest, extent, fuse};
 use crate::summary::Summary;
 use crate::walk::{Segment, Segments, Shape};
 
@@ -32,25 +32,22 @@ impl Fitted {
         touches_itself: false,
     };
 
-    /// Fits a nest, with loops around it, to a shape.
-    pub(crate) fn new(cluster: &Cluster, nest: usize, shape: &Shape, around: &[Loop]) -> Self {
-        let nest = &cluster.nests[nest];
+    /// Fits a nest, with loops around it, to a shape that repeats `count` times.
+    pub(crate) fn new(nest: &Nest, shape: &Shape, count: u64, around: &[Loop]) -> Self {
         let mut fitted = Self {
             offset: (
-                shape.source.offset(&cluster.source_steps),
-                shape.destination.offset(&cluster.destination_steps),
+                shape.source.offset(&nest.steps.source),
+                shape.destination.offset(&nest.steps.destination),
             ),
             run: nest.run,
             ..Self::EMPTY
         };
         let entries = Loop {
             count: shape.entries,
-            source: cluster.source_steps.entry,
-            destination: cluster.destination_steps.entry,
+            source: nest.steps.source.entry,
+            destination: nest.steps.destination.entry,
         };
-        // Where several nests take turns, so do the repetitions.
-        let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
-        let (source, destination) = cluster.steps(shape);
+        let (source, destination) = shape.steps(nest);
         let repeats = Loop { count, source, destination };
         for repeat in around.iter().chain(&nest.loops).chain([&entries, &repeats]) {
             if repeat.count > 1 {
@@ -191,8 +188,10 @@ impl<'t> Cursor<'t> {
             self.fits.clear();
             if self.usual.is_none() {
                 for shape in self.shapes {
-                    let nests = 0..cluster.nests.len();
-                    self.fits.extend(nests.map(|nest| Fitted::new(cluster, nest, shape, inside)));
+                    // Where several nests take turns, so do the repetitions.
+                    let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
+                    let nests = cluster.nests.iter();
+                    self.fits.extend(nests.map(|nest| Fitted::new(nest, shape, count, inside)));
                 }
             }
             (self.segment, self.repeat, self.nest) = (0, 0, 0);
@@ -222,7 +221,7 @@ impl<'t> Cursor<'t> {
         self.start.0 = self.start.0.wrapping_add(offset.0);
         self.start.1 = self.start.1.wrapping_add(offset.1);
         if self.repeat > 0 {
-            let (source, destination) = cluster.steps(shape);
+            let (source, destination) = shape.steps(&cluster.nests[self.nest]);
             self.start.0 = self.start.0.wrapping_add(self.repeat * source);
             self.start.1 = self.start.1.wrapping_add(self.repeat * destination);
         }

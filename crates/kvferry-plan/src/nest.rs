@@ -18,11 +18,19 @@ pub(crate) struct Steps {
     pub(crate) entry: u64,
 }
 
-/// The bytes of one entry that are copied, seen from slot 0 of block 0.
+/// The steps of both sides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct BothSteps {
+    pub(crate) source: Steps,
+    pub(crate) destination: Steps,
+}
+
+/// The bytes of one entry that are copied, seen from slot 0 of block 0, and the way to other slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Nest {
     pub(crate) source: u64,
     pub(crate) destination: u64,
+    pub(crate) steps: BothSteps,
     pub(crate) run: u64,
     /// Sorted by the destination's stride, the largest first.
     pub(crate) loops: Vec<Loop>,
@@ -33,8 +41,13 @@ pub(crate) struct Nest {
 pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3 + 2;
 
 impl Nest {
-    pub(crate) fn new(source: u64, destination: u64, run: u64, loops: Vec<Loop>) -> Self {
-        let mut nest = Self { source, destination, run, loops };
+    pub(crate) fn new(
+        (source, destination): (u64, u64),
+        steps: BothSteps,
+        run: u64,
+        loops: Vec<Loop>,
+    ) -> Self {
+        let mut nest = Self { source, destination, steps, run, loops };
         nest.loops.retain(|repeat| repeat.count > 1);
         nest.loops.sort_unstable_by_key(|repeat| std::cmp::Reverse(repeat.destination));
         let len = fuse(&mut nest.loops, &mut nest.run);
@@ -57,6 +70,9 @@ impl Nest {
     pub(crate) fn append(&mut self, next: &Self) -> bool {
         let source = next.source.wrapping_sub(self.source);
         let destination = next.destination.wrapping_sub(self.destination);
+        if self.steps != next.steps {
+            return false;
+        }
         if self.loops == next.loops && source == self.run && destination == self.run {
             self.run += next.run;
             let len = fuse(&mut self.loops, &mut self.run);
@@ -131,7 +147,7 @@ mod tests {
     fn nest(at: u64, run: u64, loops: &[(u64, u64, u64)]) -> Nest {
         let loops =
             loops.iter().map(|&(count, source, destination)| Loop { count, source, destination });
-        Nest::new(at, at + 1000, run, loops.collect())
+        Nest::new((at, at + 1000), BothSteps::default(), run, loops.collect())
     }
 
     #[test]

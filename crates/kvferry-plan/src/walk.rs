@@ -2,7 +2,7 @@
 
 use kvferry_layout::{Group, Law, Phase, View, Window};
 
-use crate::nest::Steps;
+use crate::nest::{Nest, Steps};
 use crate::request::{RequestError, Side, Table};
 
 /// How one side's blocks hold the entries of a state.
@@ -262,6 +262,16 @@ pub(crate) struct Shape {
     pub(crate) source_step: Step,
     pub(crate) destination: Within,
     pub(crate) destination_step: Step,
+}
+
+impl Shape {
+    /// Bytes from one repetition to the next for a nest, on the source and on the destination.
+    pub(crate) fn steps(&self, nest: &Nest) -> (u64, u64) {
+        (
+            self.source_step.offset(&nest.steps.source),
+            self.destination_step.offset(&nest.steps.destination),
+        )
+    }
 }
 
 /// A stretch of entries that lie evenly on both sides: the blocks it starts in, and its shape.
