@@ -28,6 +28,13 @@ PATH="$env/bin:$PATH" "$env/bin/maturin" build --quiet --locked --profile dev --
 "$base" -m uv pip install --quiet --python "$python" --no-deps --reinstall "$wheels"/*.whl
 
 "$python" -m mypy python
+
+# What kvferry's own rules say about real models, to compare with.
+cargo build --quiet --locked --package kvferry-models --example manifests
+target=$(cargo metadata --format-version 1 --no-deps --locked |
+  "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
+export KVFERRY_MANIFESTS="$target/debug/examples/manifests"
+
 # From elsewhere: the installed package is tested, not the source tree.
 cd tests/python
 "$python" -m mypy.stubtest kvferry._core

@@ -350,6 +350,8 @@ class _Rank:
                 layer,
                 f"an indexer's record of {spec.state_content_size_bytes} bytes is not described yet",
             )
+        if spec.tokens_per_state != 1:
+            raise refuse(layer, "the pages of a compressed indexer are not described yet")
         if current_platform.is_rocm():
             raise refuse(layer, "the shuffled indexer pages of ROCm are not described yet")
         scales = size // 128
