@@ -4,10 +4,12 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod bench;
 mod check;
 mod explain;
 mod failure;
 mod models;
+mod nixl;
 mod plan;
 mod report;
 mod request;
@@ -29,6 +31,8 @@ enum Command {
     Plan(plan::Args),
     Check(check::Args),
     Explain(explain::Args),
+    Bench(bench::Bench),
+    Nixl(nixl::Nixl),
 }
 
 fn main() -> ExitCode {
@@ -36,11 +40,18 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return failure::usage(&error),
     };
-    let result = match cli.command {
-        Command::Models(args) => models::run(&args),
-        Command::Plan(args) => plan::run(&args),
-        Command::Check(args) => check::run(&args),
-        Command::Explain(args) => explain::run(&args),
-    };
-    failure::exit(result)
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .without_time()
+        .with_target(false)
+        .init();
+    match cli.command {
+        Command::Models(args) => failure::exit(models::run(&args)),
+        Command::Plan(args) => failure::exit(plan::run(&args)),
+        Command::Check(args) => failure::exit(check::run(&args)),
+        Command::Explain(args) => failure::exit(explain::run(&args)),
+        Command::Bench(bench) => bench.run(),
+        Command::Nixl(nixl) => nixl.run(),
+    }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use kvferry_layout::{Law, Manifest, Window};
 
 use crate::cluster::{Cluster, Key, clusters};
-use crate::cover::{Part, cover};
+use crate::cover::{self, Part, cover};
 use crate::incompatible::Incompatible;
 use crate::nest::{BothSteps, Loop, Nest, Steps};
 use crate::prove::prove;
@@ -67,8 +67,8 @@ impl Plan {
         for source in sources {
             check_identity(destination, source)?;
         }
-        let parts = cover(destination, sources)?;
-        prove(destination, sources, &parts)?;
+        let parts = cover(destination, sources, &mut cover::Steps::new())?;
+        prove(destination, sources, &parts, &mut cover::Steps::new())?;
 
         let mut rhythms = Numbered::default();
         let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
@@ -203,7 +203,7 @@ fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incom
         None => Ok(()),
         Some(fact) => Err(Incompatible::Identity {
             fact: fact.clone(),
-            source_rank: crate::cover::rank_name(source),
+            source_rank: cover::rank_name(source),
             source_value: theirs.get(fact).cloned(),
             destination_value: ours.get(fact).cloned(),
         }),

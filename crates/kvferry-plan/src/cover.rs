@@ -24,8 +24,31 @@ pub struct Part {
 /// The longest repetition of turns (see [`Phase`]) that is compiled.
 const MAX_CYCLE: u64 = 4096;
 
+/// Boxes held against each other in one compilation. Real pairs take thousands; a hostile or mistaken
+/// one is refused when they are spent.
+const MAX_STEPS: u64 = 20_000_000;
+
+/// What is left of [`MAX_STEPS`].
+pub(crate) struct Steps(u64);
+
+impl Steps {
+    pub(crate) fn new() -> Self {
+        Self(MAX_STEPS)
+    }
+
+    /// Takes `steps` steps for `state`.
+    pub(crate) fn spend(&mut self, steps: usize, state: &str) -> Result<(), Incompatible> {
+        self.0 = self.0.checked_sub(steps as u64).ok_or_else(|| Incompatible::TooComplex {
+            state: state.to_owned(),
+            limit: MAX_STEPS,
+        })?;
+        Ok(())
+    }
+}
+
 /// A piece of the destination while it is being covered.
-struct Wanted {
+struct Wanted<'a> {
+    state: &'a str,
     group: usize,
     piece: usize,
     /// The turns of all ranks repeat after this many entries.
@@ -55,11 +78,13 @@ struct Offer {
 pub(crate) fn cover(
     destination: &Manifest,
     sources: &[&Manifest],
+    steps: &mut Steps,
 ) -> Result<Vec<Part>, Incompatible> {
-    let mut wanted = wanted(destination, sources)?;
+    let mut wanted = wanted(destination, sources, steps)?;
     let mut weights = vec![0u128; sources.len()];
     for want in &wanted {
         for offer in &want.offers {
+            steps.spend(want.open.len() * offer.boxes.len(), want.state)?;
             let shared = offer.boxes.iter().map(|held| shared_volume(&want.open, held));
             weights[offer.source] += want.weight * shared.sum::<u128>();
         }
@@ -72,7 +97,7 @@ pub(crate) fn cover(
         let turn = name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()));
         let chosen = equals[(turn % equals.len() as u64) as usize];
         for want in &mut wanted {
-            take(want, chosen, &mut weights, &mut parts);
+            take(want, chosen, &mut weights, &mut parts, steps)?;
         }
         debug_assert_eq!(weights[chosen], 0, "a chosen source has nothing more to give");
         weights[chosen] = 0;
@@ -82,7 +107,7 @@ pub(crate) fn cover(
             if let Some(refusal) = want.forgetful {
                 return Err(refusal);
             }
-            let state = destination.groups()[want.group].pieces[want.piece].state.clone();
+            let state = want.state.to_owned();
             let part = StateBox(open.0[1..].to_vec());
             let phase = Phase { modulus: want.cycle, held: open.0[0] };
             return Err(Incompatible::Uncovered { state, part, phase });
@@ -92,7 +117,14 @@ pub(crate) fn cover(
 }
 
 /// Moves what `chosen` offers of a wanted piece from its open boxes to `parts`.
-fn take(want: &mut Wanted, chosen: usize, weights: &mut [u128], parts: &mut Vec<Part>) {
+fn take(
+    want: &mut Wanted<'_>,
+    chosen: usize,
+    weights: &mut [u128],
+    parts: &mut Vec<Part>,
+    steps: &mut Steps,
+) -> Result<(), Incompatible> {
+    steps.spend(want.offers.len(), want.state)?;
     for index in 0..want.offers.len() {
         if want.offers[index].source != chosen {
             continue;
@@ -100,6 +132,7 @@ fn take(want: &mut Wanted, chosen: usize, weights: &mut [u128], parts: &mut Vec<
         for number in 0..want.offers[index].boxes.len() {
             let offer = &want.offers[index];
             let held = &offer.boxes[number];
+            steps.spend(want.open.len(), want.state)?;
             let mut left = Vec::with_capacity(want.open.len());
             for open in std::mem::take(&mut want.open) {
                 let Some(both) = open.intersect(held) else {
@@ -108,6 +141,7 @@ fn take(want: &mut Wanted, chosen: usize, weights: &mut [u128], parts: &mut Vec<
                 };
                 open.subtract(held, &mut left);
                 for other in &want.offers {
+                    steps.spend(other.boxes.len(), want.state)?;
                     let lost: u128 = other.boxes.iter().map(|held| common(&both, held)).sum();
                     weights[other.source] -= want.weight * lost;
                 }
@@ -128,10 +162,15 @@ fn take(want: &mut Wanted, chosen: usize, weights: &mut [u128], parts: &mut Vec<
             want.open = left;
         }
     }
+    Ok(())
 }
 
 /// The pieces of the destination, each with the source pieces that have a part of it and fit.
-fn wanted(destination: &Manifest, sources: &[&Manifest]) -> Result<Vec<Wanted>, Incompatible> {
+fn wanted<'a>(
+    destination: &'a Manifest,
+    sources: &[&Manifest],
+    steps: &mut Steps,
+) -> Result<Vec<Wanted<'a>>, Incompatible> {
     let mut holders: HashMap<&str, Vec<(usize, usize, usize)>> = HashMap::new();
     for (source, manifest) in sources.iter().enumerate() {
         for (group, facts) in manifest.groups().iter().enumerate() {
@@ -148,6 +187,7 @@ fn wanted(destination: &Manifest, sources: &[&Manifest]) -> Result<Vec<Wanted>, 
             let Some(holders) = holders.get(piece.state.as_str()) else {
                 return Err(Incompatible::Missing { state: state(), sources: sources.len() });
             };
+            steps.spend(holders.len(), &piece.state)?;
             let mut cycle = period(piece.phase);
             let mut forgetful = None;
             let mut fitting = Vec::with_capacity(holders.len());
@@ -218,6 +258,7 @@ fn wanted(destination: &Manifest, sources: &[&Manifest]) -> Result<Vec<Wanted>, 
                 boxes: in_cycle(&held.bounds, held.phase, cycle),
             });
             wanted.push(Wanted {
+                state: &piece.state,
                 group,
                 piece: number,
                 cycle,

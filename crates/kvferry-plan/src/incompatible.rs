@@ -121,6 +121,18 @@ pub enum Incompatible {
         /// For which entries.
         phase: Phase,
     },
+    /// Too many boxes have to be held against each other.
+    #[error(
+        "state '{state}': the two sides hold it in too many parts, or in turns that fit too badly: the \
+         plan is not found within {limit} steps. Describe a rank's part of a state as one piece, and \
+         choose context-parallel sizes that divide each other."
+    )]
+    TooComplex {
+        /// The state at which the search gave up.
+        state: String,
+        /// The steps allowed.
+        limit: u64,
+    },
     /// A fault in the compiler, found by the proof that follows it.
     #[error(
         "state '{state}': the plan does not prove: {problem}. This is a fault in kvferry; please report it."

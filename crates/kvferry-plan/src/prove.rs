@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use kvferry_layout::{Manifest, StateBox};
 
-use crate::cover::{Part, common, in_cycle};
+use crate::cover::{Part, Steps, common, in_cycle};
 use crate::incompatible::Incompatible;
 
 /// Proves that the parts cover every piece of the destination exactly once, each from a source piece
@@ -14,6 +14,7 @@ pub(crate) fn prove(
     destination: &Manifest,
     sources: &[&Manifest],
     parts: &[Part],
+    steps: &mut Steps,
 ) -> Result<(), Incompatible> {
     let mut by_piece: BTreeMap<(usize, usize), Vec<&Part>> = BTreeMap::new();
     for part in parts {
@@ -38,12 +39,14 @@ pub(crate) fn prove(
                 let Some(held) = held.filter(|held| held.state == piece.state) else {
                     return unproven(format!("{part:?} is not read from a piece of the state"));
                 };
+                let held = in_cycle(&held.bounds, held.phase, cycle);
                 for one in in_cycle(&part.bounds, part.phase, cycle) {
+                    steps.spend(taken.len() + whole.len() + held.len(), &piece.state)?;
                     let size = common(&one, &one);
                     let inside = |boxes: &[StateBox]| {
                         boxes.iter().map(|outer| common(outer, &one)).sum::<u128>() == size
                     };
-                    if !inside(&whole) || !inside(&in_cycle(&held.bounds, held.phase, cycle)) {
+                    if !inside(&whole) || !inside(&held) {
                         return unproven(format!("{part:?} lies outside its pieces"));
                     }
                     if taken.iter().any(|other| common(other, &one) > 0) {

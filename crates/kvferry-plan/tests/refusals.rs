@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_layout::{Law, Manifest, Phase, Window};
+use kvferry_layout::{
+    Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
+    Window,
+};
 use kvferry_plan::{Incompatible, Plan};
 use kvferry_testkit::draw::{Side, engine};
 use kvferry_testkit::drive::compile;
@@ -237,4 +240,62 @@ fn messages_differ() {
         .collect();
     assert_eq!(messages.len(), 4);
     assert!(messages.iter().all(|message| message.contains("layers.")), "{messages:?}");
+}
+
+/// A manifest can be sound and still cost too much to hold against another: that is a refusal, not a
+/// hanging handshake.
+#[test]
+fn pairs_that_would_take_for_ever_are_refused() {
+    let manifest = |pieces: u64, phase: Phase, tokens: u64| {
+        let bytes = tokens;
+        let region = |n: u64| Region { base: (n + 1) << 24, bytes, place: Place::Host };
+        let piece = |n: u64| Piece {
+            state: "layers.0/k".to_owned(),
+            kind: 0,
+            bounds: StateBox::new([n..n + 1]),
+            phase,
+            view: View {
+                region: n as u32,
+                offset: 0,
+                block: bytes,
+                kernel: None,
+                entry: 1,
+                axes: vec![1],
+            },
+        };
+        let group = Group {
+            name: "attention".to_owned(),
+            blocks: 1,
+            null_block: None,
+            tokens_per_block: Some(tokens),
+            window: Window::FULL,
+            pieces: (0..pieces).map(piece).collect(),
+            scratch: vec![],
+        };
+        let kind = Kind {
+            format: Format::new("u8", 1),
+            axes: vec![Axis::new("head", pieces)],
+            law: Law::PER_TOKEN,
+        };
+        Manifest::new(Draft {
+            regions: (0..pieces).map(region).collect(),
+            kinds: vec![kind],
+            groups: vec![group],
+            ..Draft::default()
+        })
+        .unwrap()
+    };
+    let held = |modulus, end| Phase { modulus, held: (0..end).into() };
+    // Turns of two lengths that hardly ever come together.
+    let (source, destination) =
+        (manifest(16, held(2, 1), 2), manifest(16, held(2047, 2047 - 1), 2047));
+    let refusal = Plan::compile(&destination, &[&source]).unwrap_err();
+    assert!(matches!(refusal, Incompatible::TooComplex { .. }), "{refusal}");
+    // One state in very many pieces on both sides.
+    let many = manifest(8_000, Phase::ALL, 1);
+    let refusal = Plan::compile(&many, &[&many]).unwrap_err();
+    assert!(matches!(refusal, Incompatible::TooComplex { .. }), "{refusal}");
+    // A few hundred are no trouble.
+    let some = manifest(300, Phase::ALL, 1);
+    assert!(Plan::compile(&some, &[&some]).is_ok());
 }

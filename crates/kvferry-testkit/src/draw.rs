@@ -70,7 +70,7 @@ pub fn engine(model: &Model, side: Side, dice: &mut Dice) -> Engine {
         groups,
         slabs,
         speculative: dice.pick(&[0, 0, 1, 2]),
-        adjacent_regions: dice.chance(15),
+        adjacent_regions: dice.chance(40),
         idle_stride: dice.chance(15).then(|| dice.pick(&[0, 1, 7, 1 << 40, u64::MAX])),
     }
     .build()

@@ -1,0 +1,45 @@
+//! `kvferry nixl`: get NVIDIA's transfer library.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use kvferry_transport::nixl;
+
+/// Get NIXL, the transfer library for RDMA, NVLink and GPU memory.
+#[derive(Debug, Args)]
+pub(crate) struct Nixl {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Fetch NIXL's wheel with pip, check its hash, and unpack it into the user's cache.
+    Install {
+        /// The Python whose pip is used.
+        #[arg(long, value_name = "PATH")]
+        python: Option<PathBuf>,
+    },
+    /// Tell where NIXL is found.
+    Where,
+}
+
+impl Nixl {
+    pub(crate) fn run(self) -> ExitCode {
+        let found = match self.command {
+            Command::Install { python } => nixl::install(python.as_deref()),
+            Command::Where => nixl::find(None),
+        };
+        match found {
+            Ok(library) => {
+                println!("{}", library.display());
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("error: {error}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+}

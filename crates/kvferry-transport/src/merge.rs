@@ -1,0 +1,141 @@
+//! From the copies a caller asks for to the copies that are posted: checked, and as few as can be.
+
+use crate::copy::Copy;
+use crate::error::{Error, Side};
+use crate::region::Spans;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    /// From the peer to this process.
+    Read,
+    /// From this process to the peer.
+    Write,
+}
+
+/// Checks each copy against the regions of both sides and joins copies that touch on both.
+///
+/// Copies keep their order, empty ones vanish, and no copy crosses from one region into another.
+/// `touch` is called with the index of each local span that is used, often more than once.
+pub(crate) fn merge(
+    copies: &[Copy],
+    direction: Direction,
+    local: &Spans,
+    peer: &Spans,
+    mut touch: impl FnMut(usize),
+) -> Result<Vec<Copy>, Error> {
+    let mut merged: Vec<Copy> = Vec::new();
+    let (mut local_span, mut peer_span) = (usize::MAX, usize::MAX);
+    for copy in copies.iter().filter(|copy| copy.bytes > 0) {
+        let (ours, theirs) = match direction {
+            Direction::Read => (copy.destination, copy.source),
+            Direction::Write => (copy.source, copy.destination),
+        };
+        let find = |spans: &Spans, side, address, hint| {
+            spans.find(address, copy.bytes, hint).ok_or(Error::OutsideRegion {
+                side,
+                address,
+                bytes: copy.bytes,
+            })
+        };
+        let local_now = find(local, Side::Local, ours, local_span)?;
+        let peer_now = find(peer, Side::Peer, theirs, peer_span)?;
+        let same = (local_now, peer_now) == (local_span, peer_span);
+        if local_now != local_span {
+            touch(local_now);
+        }
+        (local_span, peer_span) = (local_now, peer_now);
+        if let Some(last) = merged.last_mut()
+            && same
+            && last.source + last.bytes == copy.source
+            && last.destination + last.bytes == copy.destination
+        {
+            last.bytes += copy.bytes;
+            continue;
+        }
+        merged.push(*copy);
+    }
+    Ok(merged)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::Region;
+    use proptest::prelude::*;
+
+    fn spans(regions: &[(u64, u64)]) -> Spans {
+        Spans::from_peer(regions.iter().map(|&(b, n)| Region::host(b, n)).collect()).unwrap()
+    }
+
+    /// Carries copies out byte by byte.
+    fn carry_out(copies: &[Copy]) -> Vec<(u64, u64)> {
+        copies
+            .iter()
+            .flat_map(|c| (0..c.bytes).map(|i| (c.source + i, c.destination + i)))
+            .collect()
+    }
+
+    fn touches(a: Copy, b: Copy, local: &Spans, peer: &Spans) -> bool {
+        let owner = |spans: &Spans, at| spans.find(at, 1, usize::MAX);
+        a.source + a.bytes == b.source
+            && a.destination + a.bytes == b.destination
+            && owner(peer, a.source) == owner(peer, b.source)
+            && owner(local, a.destination) == owner(local, b.destination)
+    }
+
+    proptest! {
+        /// The same bytes go the same ways in the same order; nothing that could be joined is left;
+        /// a list is refused exactly when one of its bytes, or its copies, leave a region.
+        #[test]
+        fn merging_agrees_with_a_byte_by_byte_model(
+            runs in prop::collection::vec((0u64..60, 0u64..60, prop::collection::vec(0u64..5, 1..5)), 0..8),
+        ) {
+            let local = spans(&[(0, 20), (20, 20), (50, 40)]);
+            let peer = spans(&[(0, 30), (30, 50)]);
+            let mut copies = Vec::new();
+            for (mut source, mut destination, lengths) in runs {
+                for bytes in lengths {
+                    copies.push(Copy { source, destination, bytes });
+                    source += bytes;
+                    destination += bytes;
+                }
+            }
+            let inside = copies.iter().filter(|c| c.bytes > 0).all(|c| {
+                local.find(c.destination, c.bytes, usize::MAX).is_some()
+                    && peer.find(c.source, c.bytes, usize::MAX).is_some()
+            });
+            match merge(&copies, Direction::Read, &local, &peer, |_| ()) {
+                Err(Error::OutsideRegion { .. }) => prop_assert!(!inside),
+                Err(other) => prop_assert!(false, "{other}"),
+                Ok(merged) => {
+                    prop_assert!(inside);
+                    prop_assert_eq!(carry_out(&merged), carry_out(&copies));
+                    for pair in merged.windows(2) {
+                        prop_assert!(!touches(pair[0], pair[1], &local, &peer));
+                    }
+                    for c in &merged {
+                        prop_assert!(c.bytes > 0);
+                        prop_assert!(local.find(c.destination, c.bytes, usize::MAX).is_some());
+                        prop_assert!(peer.find(c.source, c.bytes, usize::MAX).is_some());
+                    }
+                    let turned: Vec<Copy> = copies
+                        .iter()
+                        .map(|c| Copy { source: c.destination, destination: c.source, bytes: c.bytes })
+                        .collect();
+                    let back = merge(&turned, Direction::Write, &local, &peer, |_| ()).unwrap();
+                    prop_assert_eq!(back.len(), merged.len());
+                }
+            }
+        }
+
+        /// Addresses at the end of the address space are refused, not wrapped.
+        #[test]
+        fn nothing_wraps(source in any::<u64>(), destination in any::<u64>(), bytes in 1u64..) {
+            let all = Spans::everything();
+            let fits = source.checked_add(bytes).is_some() && destination.checked_add(bytes).is_some();
+            let copies = [Copy { source, destination, bytes }];
+            prop_assert_eq!(merge(&copies, Direction::Read, &all, &all, |_| ()).is_ok(), fits);
+        }
+    }
+}

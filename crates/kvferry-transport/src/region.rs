@@ -1,0 +1,333 @@
+//! Registered memory.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use crate::copy::Copy;
+use crate::error::{Error, Side};
+use crate::merge::{Direction, merge};
+
+/// Where a region's bytes live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Place {
+    /// Ordinary memory of the process.
+    Host,
+    /// Memory of the GPU with this CUDA ordinal.
+    Gpu(u32),
+}
+
+/// A span of memory to register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Region {
+    /// Address of the first byte.
+    pub base: u64,
+    /// Length.
+    pub bytes: u64,
+    /// Where the bytes live.
+    pub place: Place,
+}
+
+impl Region {
+    /// A region of ordinary memory.
+    pub fn host(base: u64, bytes: u64) -> Self {
+        Self { base, bytes, place: Place::Host }
+    }
+
+    /// The address after the last byte; `None` when it does not exist.
+    pub fn end(&self) -> Option<u64> {
+        self.base.checked_add(self.bytes)
+    }
+}
+
+/// Names a registered region of one transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub(crate) u64);
+
+/// Keeps a region from being deregistered while it is held.
+pub(crate) type Hold = Arc<()>;
+
+/// The registered regions of one transport, sorted by address and free of overlaps.
+#[derive(Debug, Default)]
+pub(crate) struct Regions {
+    table: RwLock<Vec<Entry>>,
+    next: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    id: RegionId,
+    region: Region,
+    /// Held by this process's own operations.
+    operations: Hold,
+    /// Held while bytes are served to, or taken from, a peer.
+    serving: Hold,
+}
+
+impl Regions {
+    pub(crate) fn insert(&self, region: Region) -> Result<RegionId, Error> {
+        let Some(end) = region.end().filter(|_| region.bytes > 0) else {
+            return Err(Error::Unsupported(format!(
+                "a region of {} bytes at {:#x} is not a span of memory",
+                region.bytes, region.base
+            )));
+        };
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let at = table.partition_point(|entry| entry.region.base < region.base);
+        let before = at
+            .checked_sub(1)
+            .and_then(|i| table.get(i))
+            .is_some_and(|entry| entry.region.base + entry.region.bytes > region.base);
+        let after = table.get(at).is_some_and(|entry| entry.region.base < end);
+        if before || after {
+            return Err(Error::Overlap { address: region.base, bytes: region.bytes });
+        }
+        let id = RegionId(self.next.fetch_add(1, Ordering::Relaxed));
+        table.insert(
+            at,
+            Entry { id, region, operations: Hold::default(), serving: Hold::default() },
+        );
+        Ok(id)
+    }
+
+    /// Takes a region out of the table, so that nothing new can touch it.
+    ///
+    /// Operations of this process that still touch it are waited for until `deadline`; then the
+    /// region stays and the answer is [`Error::RegionBusy`]. `gone` runs once the region is out of
+    /// the table. What is being served from it is waited for until `deadline` too; after that
+    /// `evict` is called once, which must make the servers let go.
+    pub(crate) fn remove(
+        &self,
+        id: RegionId,
+        deadline: Instant,
+        gone: impl FnOnce(),
+        evict: impl FnOnce(),
+    ) -> Result<Region, Error> {
+        let entry = loop {
+            let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+            let at = table.iter().position(|entry| entry.id == id).ok_or(Error::NoSuchRegion)?;
+            if Arc::strong_count(&table[at].operations) == 1 {
+                break table.remove(at);
+            }
+            drop(table);
+            if Instant::now() >= deadline {
+                return Err(Error::RegionBusy);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        gone();
+        let served = || Arc::strong_count(&entry.serving) > 1;
+        while served() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if served() {
+            evict();
+            // The servers were told to stop; each lets go as soon as its system call returns.
+            while served() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Ok(entry.region)
+    }
+
+    pub(crate) fn spans(&self) -> Spans {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        Spans(table.iter().map(|entry| entry.region).collect())
+    }
+
+    /// Checks and merges the copies of one operation, and holds the local regions they touch.
+    pub(crate) fn admit(
+        &self,
+        copies: &[Copy],
+        direction: Direction,
+        peer: &Spans,
+    ) -> Result<Admitted, Error> {
+        // The holds are taken before the check: what was checked cannot go away afterwards.
+        let (local, all) = {
+            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            let regions = table.iter().map(|entry| entry.region).collect();
+            let holds: Vec<Hold> = table.iter().map(|entry| entry.operations.clone()).collect();
+            (Spans(regions), holds)
+        };
+        let mut touched = vec![false; all.len()];
+        let merged = merge(copies, direction, &local, peer, |i| touched[i] = true)?;
+        let on_gpu = std::iter::zip(&local.0, &touched)
+            .any(|(region, &touched)| touched && region.place != Place::Host);
+        let holds = std::iter::zip(all, touched)
+            .filter_map(|(hold, touched)| touched.then_some(hold))
+            .collect();
+        Ok(Admitted { copies: merged, holds, on_gpu })
+    }
+
+    /// Checks that each of `pieces` (address, bytes) lies in registered host memory, and holds the
+    /// regions they touch. A piece may cross from one region into the next when they touch.
+    pub(crate) fn serve(&self, pieces: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let mut holds: Vec<Hold> = Vec::new();
+        let mut last = usize::MAX;
+        for &(address, bytes) in pieces {
+            let outside = || Error::OutsideRegion { side: Side::Peer, address, bytes };
+            let end = address.checked_add(bytes).ok_or_else(outside)?;
+            let mut at = table.partition_point(|e| e.region.base + e.region.bytes <= address);
+            let mut covered = address;
+            while covered < end {
+                let entry = table.get(at).ok_or_else(outside)?;
+                if entry.region.base > covered || entry.region.place != Place::Host {
+                    return Err(outside());
+                }
+                if last != at {
+                    holds.push(entry.serving.clone());
+                    last = at;
+                }
+                covered = entry.region.base + entry.region.bytes;
+                at += 1;
+            }
+        }
+        Ok(holds)
+    }
+}
+
+/// Copies that may be posted.
+pub(crate) struct Admitted {
+    /// Checked and merged.
+    pub(crate) copies: Vec<Copy>,
+    /// The local regions they touch.
+    pub(crate) holds: Vec<Hold>,
+    /// Whether any of those lies on a GPU.
+    pub(crate) on_gpu: bool,
+}
+
+/// Sorted spans without overlaps: what a side has registered, as the other side knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Spans(pub(crate) Vec<Region>);
+
+impl Spans {
+    /// Spans for a side that checks for itself.
+    pub(crate) fn everything() -> Self {
+        Self(vec![Region::host(0, u64::MAX)])
+    }
+
+    /// Sorts and checks what a peer said of itself.
+    pub(crate) fn from_peer(mut regions: Vec<Region>) -> Result<Self, Error> {
+        regions.sort_unstable_by_key(|region| region.base);
+        let mut last = 0;
+        for region in &regions {
+            match region.end() {
+                Some(end) if region.base >= last && region.bytes > 0 => last = end,
+                _ => {
+                    return Err(Error::BadDescription(
+                        "its regions overlap or are empty".to_owned(),
+                    ));
+                }
+            }
+        }
+        Ok(Self(regions))
+    }
+
+    /// Which span holds all of the bytes; `hint` is tried first.
+    pub(crate) fn find(&self, address: u64, bytes: u64, hint: usize) -> Option<usize> {
+        let end = address.checked_add(bytes)?;
+        let holds = |region: &Region| region.base <= address && end <= region.base + region.bytes;
+        if self.0.get(hint).is_some_and(holds) {
+            return Some(hint);
+        }
+        let at = self.0.partition_point(|region| region.base + region.bytes <= address);
+        self.0.get(at).filter(|region| holds(region)).map(|_| at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    #[test]
+    fn overlaps_are_refused_and_neighbours_are_not() {
+        let regions = Regions::default();
+        let first = regions.insert(Region::host(100, 50)).unwrap();
+        for (base, bytes) in [(100, 50), (149, 1), (90, 11), (0, 1000), (120, 5)] {
+            assert!(matches!(
+                regions.insert(Region::host(base, bytes)),
+                Err(Error::Overlap { .. })
+            ));
+        }
+        regions.insert(Region::host(150, 10)).unwrap();
+        regions.insert(Region::host(90, 10)).unwrap();
+        regions.remove(first, soon(), || (), || ()).unwrap();
+        regions.insert(Region::host(100, 50)).unwrap();
+        assert!(regions.insert(Region::host(0, 0)).is_err());
+        assert!(regions.insert(Region::host(u64::MAX, 2)).is_err());
+    }
+
+    #[test]
+    fn a_region_in_use_stays() {
+        let regions = Regions::default();
+        let id = regions.insert(Region::host(100, 50)).unwrap();
+        let other = regions.insert(Region::host(200, 50)).unwrap();
+        let copy = Copy { source: 7, destination: 110, bytes: 5 };
+        let admitted = regions.admit(&[copy], Direction::Read, &Spans::everything()).unwrap();
+        assert!(regions.remove(other, Instant::now(), || (), || ()).is_ok());
+        assert_eq!(regions.remove(id, Instant::now(), || (), || ()), Err(Error::RegionBusy));
+        drop(admitted);
+        assert!(regions.remove(id, soon(), || (), || ()).is_ok());
+        assert_eq!(regions.remove(id, soon(), || (), || ()), Err(Error::NoSuchRegion));
+    }
+
+    #[test]
+    fn eviction_runs_when_servers_do_not_let_go() {
+        let regions = Regions::default();
+        let id = regions.insert(Region::host(100, 50)).unwrap();
+        let holds = regions.serve(&[(100, 50)]).unwrap();
+        regions.remove(id, Instant::now(), || (), || drop(holds)).unwrap();
+        assert!(regions.serve(&[(100, 1)]).is_err());
+    }
+
+    proptest! {
+        /// `serve` and `find` against a map of bytes.
+        #[test]
+        fn bounds_agree_with_a_byte_map(
+            cuts in prop::collection::vec((0u64..12, 1u64..12, any::<bool>()), 0..8),
+            piece in (0u64..200, 0u64..40),
+        ) {
+            let regions = Regions::default();
+            let mut owner = [usize::MAX; 400];
+            let mut host = [false; 400];
+            let mut at = 0;
+            for (number, (gap, bytes, on_host)) in cuts.into_iter().enumerate() {
+                at += gap;
+                let place = if on_host { Place::Host } else { Place::Gpu(0) };
+                regions.insert(Region { base: at, bytes, place }).unwrap();
+                for byte in at..at + bytes {
+                    owner[byte as usize] = number;
+                    host[byte as usize] = on_host;
+                }
+                at += bytes;
+            }
+            let (address, bytes) = piece;
+            let range = address as usize..(address + bytes) as usize;
+            let served = regions.serve(&[piece]).is_ok();
+            prop_assert_eq!(served, range.clone().all(|b| host[b]));
+            if bytes > 0 {
+                let one = owner[address as usize];
+                let model = one != usize::MAX && range.clone().all(|b| owner[b] == one);
+                for hint in [0, 3, 99] {
+                    prop_assert_eq!(regions.spans().find(address, bytes, hint), model.then_some(one));
+                }
+            }
+        }
+
+        /// Nothing near the end of the address space wraps round into a region.
+        #[test]
+        fn nothing_wraps(address in any::<u64>(), bytes in any::<u64>()) {
+            let regions = Regions::default();
+            regions.insert(Region::host(1000, 1000)).unwrap();
+            let inside = bytes == 0 || (address >= 1000 && bytes <= 1000 && address <= 2000 - bytes);
+            let wraps = address.checked_add(bytes).is_none();
+            prop_assert_eq!(regions.serve(&[(address, bytes)]).is_ok(), inside && !wraps);
+        }
+    }
+}

@@ -1,0 +1,770 @@
+//! One peer, seen from the side that asks: a few connections, each with its thread.
+//!
+//! Each thread (a lane) keeps several requests on the way, so that the server always has the next
+//! one at hand. Bytes that arrive go straight to their destination. A connection that breaks is
+//! opened again and what was on it is asked for again; only a peer that cannot be reached any more
+//! is lost.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::frame::{self, Answer, Hello, Request, Token, Verb, Verdict, Welcome};
+use super::socket;
+use crate::bytes::Fields;
+use crate::error::{Error, InvalidFrame, Side};
+use crate::merge::Direction;
+use crate::progress::{Chunk, Interrupt, Next, Progress};
+use crate::rate::RateWatch;
+use crate::region::{Region, Spans};
+use crate::transport::Instance;
+
+/// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
+/// operation over the lanes and to be cancelled soon.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Requests on the way per lane.
+const DEPTH: usize = 4;
+/// How long to wait for a connection, and for the answer to its hello.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
+const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+/// Between two tries to learn whether a write can still land.
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) instance: Instance,
+    pub(crate) rate: Arc<RateWatch>,
+    me: Instance,
+    addresses: Vec<SocketAddr>,
+    token: Token,
+    session: [u8; 16],
+    queue: Mutex<Queue>,
+    work: Condvar,
+    lanes: Vec<Lane>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    operations: VecDeque<Arc<Progress>>,
+    /// Operations whose bytes are in place and whose notification has not left yet. The first
+    /// lane sends them, in this order.
+    notify: VecDeque<Arc<Progress>>,
+    tables: VecDeque<Arc<TableRequest>>,
+    closing: bool,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    stream: Mutex<Option<Arc<TcpStream>>>,
+    /// The operations that have a chunk on the way here.
+    on_the_way: Mutex<Vec<u64>>,
+}
+
+/// A question for the peer's regions.
+#[derive(Debug, Default)]
+pub(crate) struct TableRequest {
+    answer: Mutex<Option<Result<Table, Error>>>,
+    answered: Condvar,
+}
+
+/// A peer's regions, and how often they had changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Table {
+    pub(crate) generation: u64,
+    pub(crate) spans: Spans,
+}
+
+/// A request that has not been answered.
+enum OnTheWay {
+    Chunk(Arc<Progress>, Chunk, u64),
+    Notify(Arc<Progress>, u64),
+    Table(Arc<TableRequest>, u64),
+}
+
+enum Work {
+    /// Send a chunk of it.
+    Operation(Arc<Progress>),
+    /// Send its notification, under this number.
+    Notify(Arc<Progress>, u64),
+    /// Ask for the table.
+    Table(Arc<TableRequest>),
+    /// Connect: there is something to do, or writes that may still land must be settled.
+    Connect,
+    /// Wait for the answer that is due.
+    Answer,
+    /// End.
+    Closing,
+}
+
+/// Why a connection could not be opened.
+enum Refusal {
+    /// The peer is not there any more, or is another: nothing it was sent can land.
+    Gone(Error),
+    /// No answer: it may be there or not.
+    Silent(Error),
+}
+
+impl Refusal {
+    fn error(&self) -> &Error {
+        match self {
+            Self::Gone(error) | Self::Silent(error) => error,
+        }
+    }
+}
+
+/// What a client needs to know of a server.
+pub(crate) struct Address {
+    pub(crate) instance: Instance,
+    pub(crate) token: Token,
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+impl Link {
+    /// Opens the first connection, and starts the lanes.
+    pub(crate) fn open(
+        address: Address,
+        me: Instance,
+        session: [u8; 16],
+        lanes: usize,
+        rate: RateWatch,
+        deadline: Instant,
+    ) -> Result<Arc<Self>, Error> {
+        let link = Arc::new(Self {
+            instance: address.instance,
+            rate: Arc::new(rate),
+            me,
+            addresses: address.addresses,
+            token: address.token,
+            session,
+            queue: Mutex::default(),
+            work: Condvar::new(),
+            lanes: (0..lanes.max(1)).map(|_| Lane::default()).collect(),
+            threads: Mutex::default(),
+        });
+        let patience = deadline.saturating_duration_since(Instant::now());
+        let first = link.open_lane(0, patience).map_err(|refusal| match refusal.error() {
+            _ if Instant::now() >= deadline => Error::DeadlinePassed,
+            error => error.clone(),
+        })?;
+        let mut first = Some(first);
+        for lane in 0..link.lanes.len() {
+            let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
+                let link = link.clone();
+                let stream = first.take();
+                move || LaneThread::new(&link, lane, stream).run()
+            });
+            match thread {
+                Ok(thread) => link.threads().push(thread),
+                Err(error) => {
+                    link.close();
+                    return Err(Error::system("starting a thread", &error));
+                }
+            }
+        }
+        Ok(link)
+    }
+
+    /// Hands over an operation.
+    pub(crate) fn post(&self, operation: Arc<Progress>) {
+        if operation.is_empty() {
+            self.notify(operation);
+            return;
+        }
+        let mut queue = self.lock();
+        if queue.closing {
+            drop(queue);
+            operation.stop(Error::Disconnected);
+            return;
+        }
+        queue.operations.push_back(operation);
+        drop(queue);
+        self.work.notify_one();
+    }
+
+    /// All bytes of an operation are in place: sends its notification, if it has one.
+    pub(crate) fn notify(&self, operation: Arc<Progress>) {
+        if operation.notification.is_none() {
+            operation.notified();
+            return;
+        }
+        let mut queue = self.lock();
+        if queue.closing {
+            drop(queue);
+            operation.stop(Error::Disconnected);
+            return;
+        }
+        queue.notify.push_back(operation);
+        drop(queue);
+        // Only the first lane sends notifications, and which lane one wake-up reaches is not ours
+        // to say.
+        self.work.notify_all();
+    }
+
+    /// Asks the peer for its regions.
+    pub(crate) fn table(&self, deadline: Instant) -> Result<Table, Error> {
+        let request = Arc::new(TableRequest::default());
+        {
+            let mut queue = self.lock();
+            if queue.closing {
+                return Err(Error::Disconnected);
+            }
+            queue.tables.push_back(request.clone());
+        }
+        self.work.notify_all();
+        let mut answer = request.lock();
+        loop {
+            if let Some(answer) = answer.take() {
+                return answer;
+            }
+            let pause = deadline.saturating_duration_since(Instant::now());
+            if pause.is_zero() {
+                return Err(Error::DeadlinePassed);
+            }
+            answer = request
+                .answered
+                .wait_timeout(answer, pause)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Ends all operations, connections and threads. Nothing lands after this.
+    pub(crate) fn close(&self) {
+        self.lock().closing = true;
+        self.fail_all(&Error::Disconnected);
+        self.work.notify_all();
+        for lane in &self.lanes {
+            lane.cut();
+        }
+        let threads = std::mem::take(&mut *self.threads());
+        for thread in threads {
+            let _ = thread.join();
+        }
+        // A lane may have given something back while it was being told.
+        self.fail_all(&Error::Disconnected);
+    }
+
+    fn fail_all(&self, error: &Error) {
+        let (operations, tables) = {
+            let mut queue = self.lock();
+            let queue = &mut *queue;
+            let operations: Vec<_> =
+                queue.operations.drain(..).chain(queue.notify.drain(..)).collect();
+            (operations, std::mem::take(&mut queue.tables))
+        };
+        for operation in operations {
+            operation.stop(error.clone());
+        }
+        for table in tables {
+            table.set(Err(error.clone()));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open_lane(&self, lane: usize, patience: Duration) -> Result<Arc<TcpStream>, Refusal> {
+        let until = Instant::now() + patience;
+        let mut last = Refusal::Silent(Error::PeerLost("it gave no address".to_owned()));
+        for address in &self.addresses {
+            let left = until.saturating_duration_since(Instant::now());
+            let connected = TcpStream::connect_timeout(
+                address,
+                left.clamp(Duration::from_millis(1), CONNECT_PATIENCE),
+            );
+            last = match connected {
+                Ok(stream) => {
+                    let stream = Arc::new(stream);
+                    *self.lanes[lane].lock_stream() = Some(stream.clone());
+                    // `close` cuts the streams it sees: it saw this one, or we see that it ran.
+                    if self.lock().closing {
+                        return Err(Refusal::Gone(Error::Disconnected));
+                    }
+                    match self.greet(lane, &stream, until) {
+                        Ok(()) => return Ok(stream),
+                        Err(refusal) => refusal,
+                    }
+                }
+                Err(error) => {
+                    let lost = Error::PeerLost(format!("connecting to {address}: {error}"));
+                    match error.kind() {
+                        io::ErrorKind::ConnectionRefused => Refusal::Gone(lost),
+                        _ => Refusal::Silent(lost),
+                    }
+                }
+            };
+        }
+        Err(last)
+    }
+
+    fn greet(&self, lane: usize, stream: &TcpStream, until: Instant) -> Result<(), Refusal> {
+        let silent = |error: io::Error| Refusal::Silent(Error::PeerLost(format!("hello: {error}")));
+        let misbehaved = |error| Refusal::Gone(Error::PeerMisbehaved(error));
+        let patience = until
+            .saturating_duration_since(Instant::now())
+            .clamp(Duration::from_millis(1), HELLO_PATIENCE);
+        stream.set_nodelay(true).map_err(silent)?;
+        stream.set_read_timeout(Some(patience)).map_err(silent)?;
+        let hello = Hello {
+            token: self.token,
+            instance: self.me.0,
+            session: self.session,
+            lane: lane as u32,
+            proof_bytes: 0,
+        };
+        socket::send_bytes(stream, &hello.encode()).map_err(silent)?;
+        let mut bytes = [0; Welcome::BYTES];
+        socket::receive_bytes(stream, &mut bytes).map_err(silent)?;
+        let welcome = Welcome::decode(&bytes).map_err(misbehaved)?;
+        let mut proof = vec![0; welcome.proof_bytes as usize];
+        socket::receive_bytes(stream, &mut proof).map_err(silent)?;
+        stream.set_read_timeout(None).map_err(silent)?;
+        let what = match (welcome.instance == self.instance.0, welcome.admitted) {
+            (false, _) => "another process answers at its address",
+            (true, false) => "it does not know the token of its description",
+            (true, true) => return Ok(()),
+        };
+        Err(Refusal::Gone(Error::PeerLost(what.to_owned())))
+    }
+}
+
+impl Interrupt for Link {
+    fn interrupt(&self, id: u64) {
+        {
+            // Those that wait in line are simply dropped.
+            let mut queue = self.lock();
+            queue.operations.retain(|operation| operation.id != id);
+            queue.notify.retain(|operation| operation.id != id);
+        }
+        for lane in &self.lanes {
+            if lane.lock_on_the_way().contains(&id) {
+                lane.cut();
+            }
+        }
+    }
+}
+
+impl Lane {
+    fn lock_stream(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_on_the_way(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.on_the_way.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn forget(&self, id: u64) {
+        let mut on_the_way = self.lock_on_the_way();
+        if let Some(at) = on_the_way.iter().position(|&other| other == id) {
+            on_the_way.swap_remove(at);
+        }
+    }
+
+    /// Wakes the lane's thread from whatever it waits for on its connection.
+    fn cut(&self) {
+        if let Some(stream) = self.lock_stream().as_ref() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl TableRequest {
+    fn lock(&self) -> MutexGuard<'_, Option<Result<Table, Error>>> {
+        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, answer: Result<Table, Error>) {
+        *self.lock() = Some(answer);
+        self.answered.notify_all();
+    }
+}
+
+struct LaneThread<'a> {
+    link: &'a Arc<Link>,
+    number: usize,
+    stream: Option<Arc<TcpStream>>,
+    on_the_way: VecDeque<OnTheWay>,
+    next_request: u64,
+    next_notification: u64,
+    /// Notifications that were on a connection that broke, with their numbers: the peer may have
+    /// them or not, and knows by the number.
+    unheard: VecDeque<(Arc<Progress>, u64)>,
+    /// Write chunks that were on a connection that broke: they may still land until the peer has
+    /// ended its side of it.
+    may_land: Vec<(Arc<Progress>, Chunk)>,
+    /// When to try again to learn whether they can.
+    retry_at: Option<Instant>,
+    entries: Vec<libc::iovec>,
+    frame: Vec<u8>,
+}
+
+impl<'a> LaneThread<'a> {
+    fn new(link: &'a Arc<Link>, number: usize, stream: Option<Arc<TcpStream>>) -> Self {
+        Self {
+            link,
+            number,
+            stream,
+            on_the_way: VecDeque::with_capacity(DEPTH),
+            next_request: 1,
+            next_notification: 1,
+            unheard: VecDeque::new(),
+            may_land: Vec::new(),
+            retry_at: None,
+            entries: Vec::with_capacity(frame::MAX_PIECES + 2),
+            frame: Vec::new(),
+        }
+    }
+
+    fn lane(&self) -> &'a Lane {
+        &self.link.lanes[self.number]
+    }
+
+    fn run(mut self) {
+        loop {
+            let work = if self.on_the_way.len() < DEPTH { self.next_work() } else { Work::Answer };
+            let done = match work {
+                Work::Closing => {
+                    self.broken(&Error::Disconnected);
+                    self.settle_writes(&Error::Disconnected);
+                    return;
+                }
+                Work::Answer => self.receive(),
+                other => match self.connected() {
+                    Ok(stream) => self.send(&stream, other),
+                    Err(error) => {
+                        self.decline(other, &error);
+                        Ok(())
+                    }
+                },
+            };
+            if let Err(error) = done {
+                self.broken(&error);
+            }
+        }
+    }
+
+    /// Waits for something to do; does not wait while answers are due.
+    fn next_work(&mut self) -> Work {
+        let mut queue = self.link.lock();
+        loop {
+            if queue.closing {
+                return Work::Closing;
+            }
+            // A lane without a connection takes nothing before it has one: opening it may take long
+            // when the peer is slow, and other lanes may have theirs.
+            let waiting = !queue.operations.is_empty()
+                || (self.number == 0
+                    && !(queue.tables.is_empty()
+                        && queue.notify.is_empty()
+                        && self.unheard.is_empty()));
+            if self.stream.is_none() && waiting {
+                self.link.work.notify_one();
+                return Work::Connect;
+            }
+            if self.number == 0 {
+                if let Some(table) = queue.tables.pop_front() {
+                    return Work::Table(table);
+                }
+                while let Some((operation, number)) = self.unheard.pop_front() {
+                    if !operation.is_stopped() {
+                        return Work::Notify(operation, number);
+                    }
+                }
+                if let Some(operation) = queue.notify.pop_front() {
+                    let number = self.next_notification;
+                    self.next_notification += 1;
+                    return Work::Notify(operation, number);
+                }
+            }
+            // A write is sent only when no bytes are due from the peer: both sides would
+            // otherwise be sending, and neither receiving.
+            let bytes_due = self.on_the_way.iter().any(|request| match request {
+                OnTheWay::Chunk(operation, ..) => operation.direction == Direction::Read,
+                _ => false,
+            });
+            let fits =
+                |operation: &Arc<Progress>| !(bytes_due && operation.direction == Direction::Write);
+            if queue.operations.front().is_some_and(fits)
+                && let Some(operation) = queue.operations.pop_front()
+            {
+                return Work::Operation(operation);
+            }
+            if !self.on_the_way.is_empty() {
+                return Work::Answer;
+            }
+            let pause = if self.may_land.is_empty() {
+                None
+            } else {
+                let now = Instant::now();
+                match self.retry_at.filter(|&at| at > now) {
+                    Some(at) => Some(at - now),
+                    None => return Work::Connect,
+                }
+            };
+            let work = &self.link.work;
+            queue = match pause {
+                None => work.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                Some(pause) => {
+                    work.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// The connection, opened anew where it was lost. A peer that cannot be reached fails all
+    /// operations that wait for it.
+    fn connected(&mut self) -> Result<Arc<TcpStream>, Error> {
+        if let Some(stream) = &self.stream {
+            return Ok(stream.clone());
+        }
+        match self.link.open_lane(self.number, HELLO_PATIENCE) {
+            Ok(stream) => {
+                self.stream = Some(stream.clone());
+                self.settle_writes(&Error::PeerLost("the connection broke".to_owned()));
+                Ok(stream)
+            }
+            Err(refusal) => {
+                *self.lane().lock_stream() = None;
+                self.retry_at = Some(Instant::now() + RETRY_PAUSE);
+                let error = refusal.error().clone();
+                if matches!(refusal, Refusal::Gone(_)) {
+                    self.settle_writes(&error);
+                }
+                self.link.fail_all(&error);
+                for (operation, _) in self.unheard.drain(..) {
+                    operation.stop(error.clone());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn decline(&self, work: Work, error: &Error) {
+        match work {
+            Work::Operation(operation) | Work::Notify(operation, _) => {
+                operation.stop(error.clone());
+            }
+            Work::Table(table) => table.set(Err(error.clone())),
+            Work::Connect | Work::Answer | Work::Closing => {}
+        }
+    }
+
+    fn send(&mut self, stream: &TcpStream, work: Work) -> Result<(), Error> {
+        let sent = match work {
+            Work::Operation(operation) => return self.send_chunk(stream, operation),
+            Work::Notify(operation, number) => {
+                let message = operation.notification.clone().unwrap_or_default();
+                let header = Request {
+                    verb: Verb::Notify,
+                    pieces: 0,
+                    id: number,
+                    bytes: message.len() as u64,
+                };
+                self.on_the_way.push_back(OnTheWay::Notify(operation, number));
+                let mut frame = header.encode().to_vec();
+                frame.extend(message);
+                socket::send_bytes(stream, &frame)
+            }
+            Work::Table(table) => {
+                let header =
+                    Request { verb: Verb::Table, pieces: 0, id: self.number_request(), bytes: 0 };
+                self.on_the_way.push_back(OnTheWay::Table(table, header.id));
+                socket::send_bytes(stream, &header.encode())
+            }
+            Work::Connect | Work::Answer | Work::Closing => Ok(()),
+        };
+        sent.map_err(lost)
+    }
+
+    fn number_request(&mut self) -> u64 {
+        let id = self.next_request;
+        self.next_request += 1;
+        id
+    }
+
+    fn send_chunk(&mut self, stream: &TcpStream, operation: Arc<Progress>) -> Result<(), Error> {
+        // First the note, then the chunk: whoever stops the operation looks the other way round,
+        // and so sees the note or keeps us from taking the chunk.
+        self.lane().lock_on_the_way().push(operation.id);
+        let Some((chunk, more)) = operation.take(frame::MAX_PIECES, CHUNK_BYTES) else {
+            self.lane().forget(operation.id);
+            return Ok(());
+        };
+        if more {
+            self.link.lock().operations.push_back(operation.clone());
+            self.link.work.notify_one();
+        }
+        let direction = operation.direction;
+        let header = Request {
+            verb: match direction {
+                Direction::Read => Verb::Read,
+                Direction::Write => Verb::Write,
+            },
+            pieces: chunk.copies.len() as u32,
+            id: self.number_request(),
+            bytes: chunk.bytes,
+        };
+        self.frame.clear();
+        self.frame.extend(header.encode());
+        for copy in &chunk.copies {
+            let theirs = match direction {
+                Direction::Read => copy.source,
+                Direction::Write => copy.destination,
+            };
+            frame::put_piece(&mut self.frame, theirs, copy.bytes);
+        }
+        self.entries.clear();
+        self.entries.push(socket::entry_of(&self.frame));
+        if direction == Direction::Write {
+            let ours = chunk.copies.iter();
+            self.entries.extend(ours.map(|copy| socket::entry(copy.source, copy.bytes)));
+        }
+        self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, header.id));
+        // SAFETY: the sources lie in registered regions (`Regions::admit`), which may be read at
+        // any time and which the operation holds until its chunks are settled.
+        unsafe { socket::send_all(stream, &mut self.entries) }.map_err(lost)
+    }
+
+    /// Takes in the answer to the oldest request.
+    fn receive(&mut self) -> Result<(), Error> {
+        let (Some(stream), Some(request)) = (self.stream.clone(), self.on_the_way.front()) else {
+            return Err(Error::Disconnected);
+        };
+        let mut header = [0; Answer::BYTES];
+        socket::receive_bytes(&stream, &mut header).map_err(lost)?;
+        let answer = Answer::decode(&header).map_err(Error::PeerMisbehaved)?;
+        let (id, bytes) = match request {
+            OnTheWay::Chunk(operation, chunk, id) => match operation.direction {
+                Direction::Read => (*id, Some(chunk.bytes)),
+                Direction::Write => (*id, Some(0)),
+            },
+            OnTheWay::Notify(_, id) => (*id, Some(0)),
+            OnTheWay::Table(_, id) => (*id, None),
+        };
+        if answer.id != id {
+            return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
+        }
+        if answer.verdict == Verdict::Done && bytes.is_some_and(|bytes| bytes != answer.bytes) {
+            return Err(Error::PeerMisbehaved(InvalidFrame::Length(answer.bytes)));
+        }
+        if let OnTheWay::Chunk(operation, chunk, _) = request
+            && answer.verdict == Verdict::Done
+            && operation.direction == Direction::Read
+        {
+            self.entries.clear();
+            let ours = chunk.copies.iter();
+            self.entries.extend(ours.map(|copy| socket::entry(copy.destination, copy.bytes)));
+            // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may be
+            // written at any time and which the operation holds until its chunks are settled.
+            unsafe { socket::receive_all(&stream, &mut self.entries) }.map_err(lost)?;
+        }
+        let mut table = None;
+        if let OnTheWay::Table(..) = request {
+            table = Some(receive_table(&stream, answer.bytes)?);
+        }
+        match self.on_the_way.pop_front() {
+            Some(OnTheWay::Chunk(operation, chunk, _)) => {
+                self.lane().forget(operation.id);
+                if answer.verdict == Verdict::Outside {
+                    operation.settle_failed(outside(&operation, &chunk, answer.bytes));
+                } else if operation.settle_done(chunk.bytes) == Next::Notify {
+                    self.link.notify(operation);
+                }
+            }
+            Some(OnTheWay::Notify(operation, _)) => operation.notified(),
+            Some(OnTheWay::Table(request, _)) => {
+                if let Some(table) = table {
+                    request.set(Ok(table));
+                }
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// The connection is no more: whatever was on it is sorted out.
+    fn broken(&mut self, error: &Error) {
+        self.lane().cut();
+        self.stream = None;
+        *self.lane().lock_stream() = None;
+        tracing::debug!("a connection to {} broke: {error}", self.link.instance);
+        while let Some(request) = self.on_the_way.pop_front() {
+            match request {
+                OnTheWay::Chunk(operation, chunk, _) => {
+                    self.lane().forget(operation.id);
+                    match operation.direction {
+                        // Only this thread puts bytes there, and it has stopped.
+                        Direction::Read => self.retry(operation, chunk, error),
+                        Direction::Write => self.may_land.push((operation, chunk)),
+                    }
+                }
+                OnTheWay::Notify(operation, number) => self.unheard.push_back((operation, number)),
+                OnTheWay::Table(table, _) => {
+                    // Nobody waits for it any more when this is the last hold on it.
+                    if Arc::strong_count(&table) > 1 {
+                        self.link.lock().tables.push_back(table);
+                    }
+                }
+            }
+        }
+        self.unheard.make_contiguous().sort_unstable_by_key(|&(_, number)| number);
+    }
+
+    fn retry(&self, operation: Arc<Progress>, chunk: Chunk, error: &Error) {
+        if operation.settle_retry(chunk, error) {
+            self.link.lock().operations.push_front(operation);
+            self.link.work.notify_one();
+        }
+    }
+
+    /// The peer has ended its side of the broken connection, or is gone: nothing that was on it
+    /// can land any more.
+    fn settle_writes(&mut self, error: &Error) {
+        for (operation, chunk) in std::mem::take(&mut self.may_land) {
+            self.retry(operation, chunk, error);
+        }
+    }
+}
+
+fn lost(error: io::Error) -> Error {
+    Error::PeerLost(match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the connection was closed".to_owned(),
+        _ => error.to_string(),
+    })
+}
+
+fn outside(operation: &Progress, chunk: &Chunk, address: u64) -> Error {
+    let piece = chunk.copies.iter().find(|copy| match operation.direction {
+        Direction::Read => copy.source == address,
+        Direction::Write => copy.destination == address,
+    });
+    Error::OutsideRegion { side: Side::Peer, address, bytes: piece.map_or(0, |piece| piece.bytes) }
+}
+
+fn receive_table(stream: &TcpStream, bytes: u64) -> Result<Table, Error> {
+    let invalid = Error::PeerMisbehaved(InvalidFrame::Length(bytes));
+    if bytes < 8 || bytes - 8 > frame::MAX_REGIONS * frame::PIECE_BYTES as u64 {
+        return Err(invalid);
+    }
+    let mut body = vec![0; bytes as usize];
+    socket::receive_bytes(stream, &mut body).map_err(lost)?;
+    let mut fields = Fields(&body);
+    let generation = fields.u64().ok_or_else(|| invalid.clone())?;
+    let mut regions = Vec::new();
+    while !fields.0.is_empty() {
+        let (Some(base), Some(bytes)) = (fields.u64(), fields.u64()) else {
+            return Err(invalid);
+        };
+        regions.push(Region::host(base, bytes));
+    }
+    Ok(Table { generation, spans: Spans::from_peer(regions)? })
+}
