@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub const MAX_AXES: usize = 6;
 
 /// Whose memory a region is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Place {
     /// The host's memory.
@@ -36,6 +36,18 @@ pub struct Region {
     pub bytes: u64,
     /// Whose memory it is.
     pub place: Place,
+}
+
+impl Region {
+    /// A region of the host's memory.
+    pub fn host(base: u64, bytes: u64) -> Self {
+        Self { base, bytes, place: Place::Host }
+    }
+
+    /// The address after the last byte; `None` when it does not exist.
+    pub fn end(&self) -> Option<u64> {
+        self.base.checked_add(self.bytes)
+    }
 }
 
 /// How an attention kernel divides a block: `entries` entries lie in each kernel block, and kernel

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::counters::Counters;
 use crate::error::Error;
 use crate::merge::Direction;
 use crate::rate::RateWatch;
 use crate::region::Hold;
 use crate::transport::{Operation, Report, Status};
+use kvferry_layout::Copy;
 
 /// What a caller holds of an operation.
 #[derive(Debug)]

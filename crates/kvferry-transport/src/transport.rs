@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::error::Error;
-use crate::region::{Region, RegionId};
+use crate::region::RegionId;
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 /// Moves lists of copies between registered memory of this process and of its peers.
 ///

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::region::Place;
+use kvferry_layout::Place;
 
 type Handle = *mut c_void;
 

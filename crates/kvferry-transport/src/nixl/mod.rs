@@ -25,15 +25,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::bytes::{Fields, put_block};
-use crate::copy::Copy;
 use crate::counters::Counters;
 use crate::error::Error;
 use crate::merge::Direction;
 use crate::random::random;
 use crate::rate::{Link, RateWatch};
-use crate::region::{Place, Region, RegionId, Regions, Spans};
+use crate::region::{RegionId, Regions, Spans};
 use crate::tcp::check_notification;
 use crate::transport::{Instance, Notification, Statistics, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::{Place, Region};
 
 pub mod capi;
 mod cuda;

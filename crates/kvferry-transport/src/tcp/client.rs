@@ -20,8 +20,9 @@ use crate::error::{Error, InvalidFrame, Side};
 use crate::merge::Direction;
 use crate::progress::{Chunk, Interrupt, Next, Progress};
 use crate::rate::RateWatch;
-use crate::region::{Region, Spans};
+use crate::region::Spans;
 use crate::transport::Instance;
+use kvferry_layout::Region;
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
