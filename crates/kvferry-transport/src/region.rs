@@ -123,8 +123,16 @@ impl Regions {
         if served() {
             evict();
             // The servers were told to stop; each lets go as soon as its system call returns.
-            while served() {
+            let until = Instant::now() + Duration::from_secs(10);
+            while served() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(1));
+            }
+            if served() {
+                // It cannot be given back, so it stays ours.
+                let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+                let at = table.partition_point(|e| e.region.base < entry.region.base);
+                table.insert(at, entry);
+                return Err(Error::RegionBusy);
             }
         }
         Ok(entry.region)

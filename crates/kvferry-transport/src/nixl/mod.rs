@@ -167,7 +167,7 @@ struct Inner {
     closed: AtomicBool,
     /// Nothing new is posted while its metadata is being replaced.
     paused: AtomicBool,
-    /// Operations that the driver has posted and that have not ended.
+    /// Operations that the driver has taken and that have not ended.
     under_way: Mutex<usize>,
 }
 
@@ -301,7 +301,10 @@ impl Nixl {
         metadata: &[u8],
         deadline: Instant,
     ) -> Result<(), Error> {
-        peer.0.paused.store(true, Ordering::SeqCst);
+        {
+            let _queue = self.shared.lock();
+            peer.0.paused.store(true, Ordering::SeqCst);
+        }
         let loaded = self.quiesce(peer, deadline).and_then(|()| {
             self.shared.forget_prepared(peer.0.instance);
             // NIXL does not add to what it knows of a peer.
