@@ -11,6 +11,7 @@ mod explain;
 mod failure;
 mod models;
 mod nixl;
+mod output;
 mod plan;
 mod report;
 mod request;

@@ -385,10 +385,19 @@ impl Latents {
         let latent = kind(&self.format, [("dim", self.size)], Law::PER_TOKEN);
         let sort = Sort::Latent { indexed: self.indexer.is_some() };
         if let Some(size) = self.indexer {
-            // A token's key in 8 bits and one 32-bit scale for every 128 of its numbers.
-            let bytes = u32::try_from(size + size.div_ceil(128) * 4).expect("sizes are limited");
-            let record = kind(&Format::new("fp8_e4m3+f32/128", bytes), [], Law::PER_TOKEN);
-            into.push(at.cache(Sort::Indexer, vec![one("indexer", record)]));
+            // A token's key in 8 bits and one 32-bit scale for every 128 of its numbers. The kernels
+            // keep a block's keys together, and its scales behind them.
+            let state = |name, format, axis, length| State {
+                name: at.state(name),
+                kind: kind(&format, [(axis, length)], Law::PER_TOKEN),
+                split: None,
+            };
+            let states = vec![
+                state("indexer", Format::new("fp8_e4m3", 1), "dim", size),
+                state("indexer.scale", Format::new("f32", 4), "scale", size.div_ceil(128)),
+            ];
+            let keys = Tensor { states, packing: Packing::Planes };
+            into.push(at.cache(Sort::Indexer, vec![keys]));
         }
         into.push(at.cache(sort, vec![one("latent", latent)]));
     }

@@ -90,6 +90,8 @@ pub struct Tensor {
 pub enum Packing {
     /// One after the other: along the content of a head, or a single state.
     Plain,
+    /// Each state of all tokens of a kernel block, then the next state.
+    Planes,
     /// The input of a convolution: a matrix of channels and columns, whose channels are the states one
     /// after the other. An engine stores it in either order.
     Convolution {

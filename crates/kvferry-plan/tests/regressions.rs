@@ -616,11 +616,11 @@ fn nothing_crosses_the_border_of_a_region() {
 }
 
 /// States of as many axes as there may be, in an order that fuses none of them, in layers that repeat at
-/// two distances, over tokens and blocks that follow each other: the deepest loops that there are.
+/// several distances, over tokens and blocks that follow each other: the deepest loops that there are.
 #[test]
 fn the_deepest_loops() {
     let names = ["a", "b", "c", "d", "e", "f"];
-    let layers = (0..4).map(|index| {
+    let layers = (0..16).map(|index| {
         let axes = names.map(|name| (name, 2));
         let state = State::new(format!("layers.{index}/odd"), &bf16(), &axes);
         let tensors = vec![Tensor::tokens(Sight::Full, vec![state])];
@@ -641,7 +641,10 @@ fn the_deepest_loops() {
                 scratch: 0,
             }],
         };
-        recipe.slabs = vec![slab(0, [0, 1]), slab(10, [2, 3])];
+        // Layers in pairs, pairs of pairs, and pairs of those.
+        let leads = [0, 10, 50, 10, 300, 10, 50, 10];
+        recipe.slabs =
+            (0..).zip(leads).map(|(at, lead)| slab(lead, [2 * at, 2 * at + 1])).collect();
         recipe.build()
     };
     let axes = || names.map(|name| Step::Axis(name.to_owned())).into_iter();
@@ -651,5 +654,5 @@ fn the_deepest_loops() {
     let (source, destination) = (engine("p", forwards), engine("d", backwards));
     let tallies = prove(&source, &destination, &[9, 4, 12]);
     // Every element by itself, but for the few that touch where one layer ends and the next begins.
-    assert!((9 * 4 * 63..=9 * 4 * 64).contains(&tallies[0].copies), "{tallies:?}");
+    assert!((9 * 16 * 63..=9 * 16 * 64).contains(&tallies[0].copies), "{tallies:?}");
 }

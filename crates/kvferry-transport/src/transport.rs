@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::error::Error;
-use crate::region::{Region, RegionId};
+use crate::region::RegionId;
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 /// Moves lists of copies between registered memory of this process and of its peers.
 ///
@@ -69,7 +70,8 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// the secret that opens the door: give it only to peers that may read and write the regions.
     fn describe(&self) -> Result<Vec<u8>, Error>;
 
-    /// Connects to the peer that gave this description. Connecting again with a newer description
+    /// Connects to the peer that gave this description. Take descriptions only from peers that have
+    /// proven who they are: back ends that use a library hand parts of it on. Connecting again with a newer description
     /// of the same peer brings its regions up to date.
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Self::Peer, Error>;
 

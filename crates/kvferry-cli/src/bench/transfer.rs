@@ -107,7 +107,7 @@ impl Transfer {
             match self.start(contender, bytes) {
                 Ok(started) => running.push((contender, started)),
                 Err(why) => {
-                    absent.push(Absent { contender: contender.name(), why: why.to_string() })
+                    absent.push(Absent { contender: contender.name(), why: why.to_string() });
                 }
             }
         }

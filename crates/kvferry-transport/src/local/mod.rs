@@ -18,14 +18,15 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::bytes::{Fields, put_block};
-use crate::copy::Copy;
 use crate::error::{Error, Side};
 use crate::merge::Direction;
 use crate::progress::{Chunk, Interrupt, Next, Progress, Transfer};
 use crate::random::random;
-use crate::region::{Region, RegionId, Spans};
+use crate::region::{RegionId, Spans};
 use crate::tcp::{self, Table, Tcp, TcpOptions, TcpPeer};
 use crate::transport::{Instance, Notification, Statistics, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 mod memory;
 

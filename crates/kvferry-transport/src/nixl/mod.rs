@@ -25,15 +25,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::bytes::{Fields, put_block};
-use crate::copy::Copy;
 use crate::counters::Counters;
 use crate::error::Error;
 use crate::merge::Direction;
 use crate::random::random;
 use crate::rate::{Link, RateWatch};
-use crate::region::{Place, Region, RegionId, Regions, Spans};
+use crate::region::{RegionId, Regions, Spans};
 use crate::tcp::check_notification;
 use crate::transport::{Instance, Notification, Statistics, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::{Place, Region};
 
 pub mod capi;
 mod cuda;
@@ -167,7 +168,7 @@ struct Inner {
     closed: AtomicBool,
     /// Nothing new is posted while its metadata is being replaced.
     paused: AtomicBool,
-    /// Operations that the driver has posted and that have not ended.
+    /// Operations that the driver has taken and that have not ended.
     under_way: Mutex<usize>,
 }
 
@@ -301,7 +302,10 @@ impl Nixl {
         metadata: &[u8],
         deadline: Instant,
     ) -> Result<(), Error> {
-        peer.0.paused.store(true, Ordering::SeqCst);
+        {
+            let _queue = self.shared.lock();
+            peer.0.paused.store(true, Ordering::SeqCst);
+        }
         let loaded = self.quiesce(peer, deadline).and_then(|()| {
             self.shared.forget_prepared(peer.0.instance);
             // NIXL does not add to what it knows of a peer.

@@ -30,6 +30,7 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("timed_out_reads_never_land_late", timed_out_reads_never_land_late::<B>),
         ("disconnected_reads_never_land_late", disconnected_reads_never_land_late::<B>),
         ("cancelled_writes_never_land_late", cancelled_writes_never_land_late::<B>),
+        ("cancelling_one_disturbs_no_other", cancelling_one_disturbs_no_other::<B>),
         ("dropped_transports_never_land_late", dropped_transports_never_land_late::<B>),
         ("a_killed_peer_is_an_error", a_killed_peer_is_an_error::<B>),
         ("a_restarted_peer_is_reachable", a_restarted_peer_is_reachable::<B>),
@@ -62,7 +63,7 @@ fn soon() -> Instant {
 }
 
 fn rounds(usual: usize) -> usize {
-    if std::env::var_os("KVFERRY_LONG_TESTS").is_some() { usual * 10 } else { usual }
+    if std::env::var_os(crate::LONG).is_some() { usual * 10 } else { usual }
 }
 
 /// Two processes: this one with a transport and memory of its own, and a connected peer.
@@ -616,6 +617,41 @@ fn cancelled_writes_never_land_late<B: BackEnd>() {
             "bytes landed after the destination was declared safe"
         );
     }
+}
+
+fn cancelling_one_disturbs_no_other<B: BackEnd>() {
+    let bytes = 64 * MIB;
+    let mut pair = Pair::<B>::new(2 * bytes);
+    let theirs = pattern(PEER_SEED, 2 * bytes);
+    // One that goes on, in each direction, on half of the memory.
+    let read = pair.read(&[pair.inward(0, 0, bytes)]);
+    let half = bytes / 2;
+    let copies = [pair.outward(bytes, bytes + half, half)];
+    let write = pair.transport.write(&pair.peer, &copies, None, soon()).unwrap();
+    let cancelled: Vec<_> = (0..40)
+        .map(|i| {
+            let copies = [pair.inward(0, bytes + half, half)];
+            let operation = pair.read(&copies);
+            if i % 2 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            operation.cancel();
+            operation
+        })
+        .collect();
+    done(&read);
+    done(&write);
+    for operation in &cancelled {
+        assert!(operation.wait(soon()).is_safe());
+    }
+    assert!(
+        pair.ours.snapshot()[..bytes] == theirs[..bytes],
+        "a read beside cancelled ones is not exact"
+    );
+    let mut written = theirs;
+    let ours = pattern(OUR_SEED, 2 * bytes);
+    written[bytes + half..].copy_from_slice(&ours[bytes..bytes + half]);
+    assert_eq!(pair.process.hash(), hash(&written), "a write beside cancelled reads is not exact");
 }
 
 fn dropped_transports_never_land_late<B: BackEnd>() {

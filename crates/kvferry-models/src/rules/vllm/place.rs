@@ -236,6 +236,7 @@ impl PlacedLayer {
             for state in &tensor.states {
                 let size = u64::from(state.kind.format.bytes);
                 let lengths = lengths(state);
+                let mut entry = if cache.sort.is_recurrent() { 0 } else { self.token };
                 let (axes, advance) = match (tensor.packing, cache.sort) {
                     (Packing::Convolution { .. }, _) => match pools.conv {
                         Conv::Sd => (vec![size, channels * size], lengths[0] * size),
@@ -248,6 +249,12 @@ impl PlacedLayer {
                         (vec![self.head, size], lengths[1] * size)
                     }
                     (Packing::Plain, _) => dense(&lengths, size),
+                    (Packing::Planes, _) => {
+                        let (axes, bytes) = dense(&lengths, size);
+                        let tokens = self.kernel.map(|kernel| kernel.entries);
+                        entry = bytes;
+                        (axes, bytes * tokens.or(group.tokens_per_block).unwrap_or(1))
+                    }
                 };
                 group.pieces.push(Piece {
                     state: state.name.clone(),
@@ -259,7 +266,7 @@ impl PlacedLayer {
                         offset,
                         block: self.block,
                         kernel: self.kernel,
-                        entry: if cache.sort.is_recurrent() { 0 } else { self.token },
+                        entry,
                         axes,
                     },
                 });

@@ -331,7 +331,7 @@ impl Pair<'_> {
         let tensors = self.model.caches.iter().flat_map(|cache| &cache.tensors);
         tensors.filter_map(|tensor| match tensor.packing {
             Packing::Convolution { grows } => Some(grows),
-            Packing::Plain => None,
+            Packing::Plain | Packing::Planes => None,
         })
     }
 

@@ -1,0 +1,25 @@
+//! `kvferry._core`: manifests and plans for Python. The stubs beside the Python sources
+//! (`python/kvferry/_core.pyi`) document it for its users.
+
+mod errors;
+mod manifest;
+mod plan;
+
+use pyo3::prelude::*;
+
+/// The extension module.
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::manifest::Manifest;
+    #[pymodule_export]
+    use super::plan::{Plan, Summary, compile};
+    #[pymodule_export]
+    use super::version;
+}
+
+/// The version of this build.
+#[pyfunction]
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}

@@ -1,0 +1,22 @@
+"""Move KV caches and recurrent states between LLM engines that look nothing alike.
+
+A rank's memory is described by facts (`Manifest`). `compile` intersects a destination's facts with
+those of the ranks it is to read from and answers with a `Plan`, or raises `Incompatible` with the
+reason. A plan yields the copies of a request from both sides' block tables.
+"""
+
+from ._core import Manifest, Plan, Summary, compile, version
+from ._errors import Error, Incompatible, ManifestError, RequestError
+
+__version__ = version()
+
+__all__ = [
+    "Error",
+    "Incompatible",
+    "Manifest",
+    "ManifestError",
+    "Plan",
+    "RequestError",
+    "Summary",
+    "compile",
+]

@@ -1,0 +1,123 @@
+"""What a cache's specs do not say, and where vLLM keeps it instead."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from .._errors import Error
+
+
+class Unsupported(Error):
+    """A cache that kvferry cannot describe: which layer, why, and what to do."""
+
+    #: The layer's name in vLLM; empty where it is about the engine as a whole.
+    layer: str
+
+
+def refuse(layer: str, message: str) -> Unsupported:
+    place = f"layer '{layer}': " if layer else ""
+    return Unsupported(place + message, kind="unsupported", layer=layer)
+
+
+class Model:
+    """The facts of a model that a rank needs to say which part of a state it holds."""
+
+    def __init__(self, vllm_config: Any, tp_size: int) -> None:
+        self._config = vllm_config
+        self._tp = tp_size
+        self.layers: int = vllm_config.model_config.get_total_num_hidden_layers()
+
+    def place(self, layer: str) -> tuple[bool, int]:
+        """Whether a layer belongs to the draft, and its number there.
+
+        vLLM numbers a draft's layers on from the model's own, or names them apart.
+        """
+        parts = layer.split(".")
+        number = next((int(part) for part in parts if part.isdecimal()), None)
+        if number is None:
+            raise refuse(layer, "its name holds no layer number")
+        if parts[0] == "draft_model":
+            return True, number
+        draft = number >= self.layers
+        return draft, number - self.layers if draft else number
+
+    def kv_heads(self, layer: str, local: int, sliding: bool) -> int:
+        """KV heads of a layer in the whole model, of which this rank holds `local`.
+
+        Heads that split evenly tell their number themselves. A single head may be a share or one of
+        several replicas: then the model's configuration decides.
+        """
+        if local > 1 or self._tp == 1:
+            return local * self._tp
+        draft, index = self.place(layer)
+        model = self._config.model_config
+        if draft:
+            model = self._config.speculative_config.draft_model_config
+        total = int(model.model_arch_config[index].total_num_kv_heads)
+        if sliding:
+            # Some models give their sliding layers another number, beside the one that vLLM reads.
+            total = int(getattr(model.hf_text_config, "swa_num_key_value_heads", None) or total)
+        if max(1, total // self._tp) != local:
+            raise refuse(
+                layer,
+                f"this rank of {self._tp} holds {local} KV head, but the model's configuration says "
+                f"that there are {total} in all; say how many there are with `kv_heads`",
+            )
+        return total
+
+    def mamba_groups(self, layer: str, heads: int, size: int, state: int, columns: int) -> int:
+        """Groups of a Mamba2 layer in the whole model.
+
+        One group on each of two ranks may be two groups or twice the same one. The model class says
+        how wide the convolution would be on a single rank, which tells the two apart.
+        """
+        from vllm.model_executor.models import ModelRegistry
+
+        model = self._config.model_config
+        parallel = copy.copy(self._config.parallel_config)
+        parallel.tensor_parallel_size = 1
+        alone = copy.copy(self._config)
+        alone.parallel_config = parallel
+        architecture, _ = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
+        if not hasattr(architecture, "get_mamba_state_shape_from_config"):
+            raise refuse(
+                layer,
+                f"{architecture.__name__} does not say how many groups its Mamba layers have; "
+                "say it with `mamba_groups`",
+            )
+        conv = prod(architecture.get_mamba_state_shape_from_config(alone)[0])
+        return int(conv // columns - heads * size) // (2 * state)
+
+    def identity(self) -> dict[str, str]:
+        """What makes equal shapes mean equal things."""
+        model = self._config.model_config
+        text = model.hf_text_config
+        identity = {
+            "model": str(model.model),
+            "family": str(model.hf_config.model_type),
+            "format": str(model.dtype).removeprefix("torch."),
+        }
+        if getattr(model, "revision", None):
+            identity["revision"] = str(model.revision)
+        if getattr(model, "quantization", None):
+            identity["quantization"] = str(model.quantization)
+        positions = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+        if positions:
+            identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
+        speculative = getattr(self._config, "speculative_config", None)
+        draft = getattr(speculative, "draft_model_config", None)
+        if draft is not None:
+            identity["draft"] = str(draft.model)
+        return identity
+
+
+def backend_names(vllm_config: Any, layers: list[str]) -> Mapping[str, str]:
+    """The attention back end of every layer, from the layers of the running process."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {
+        layer: context[layer].get_attn_backend().get_name() for layer in layers if layer in context
+    }

@@ -1,0 +1,271 @@
+"""What a description refuses, and what it takes from a running process."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import kvferry
+import kvferry.vllm
+import pytest
+import torch
+from kvferry.vllm import Unsupported, facts, packing
+from pools import Attention, Engine, Indexer, Latent, Topology, linear, mamba2, short_conv
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    HiddenStateCacheSpec,
+    KVQuantMode,
+    RSWASpec,
+    SinkFullAttentionSpec,
+)
+
+
+def describe(engine, /, **facts):
+    """Rank 0 again, with other facts."""
+    config, tensors = engine.stages[0]
+    given = dict(
+        tp_rank=0,
+        pp_rank=0,
+        engine="again",
+        conv_order=engine.side.conv,
+        backends=dict.fromkeys(tensors[0], "FLASH_ATTN"),
+        mamba_groups=12,
+    )
+    return kvferry.vllm.manifest(engine.config, config, tensors[0], **given | facts)
+
+
+@pytest.fixture
+def gqa():
+    return Engine("engine", [Attention(4)] * 2, Topology(tp=2))
+
+
+@pytest.fixture
+def hybrid():
+    return Engine("engine", [Attention(4), mamba2(), short_conv(), linear()], Topology(tp=2, spec=2))
+
+
+@pytest.mark.parametrize(
+    "cls, facts",
+    [
+        (CircularBufferSpec, {}),
+        (CrossAttentionSpec, {}),
+        (SinkFullAttentionSpec, {"sink_len": 16}),
+        (RSWASpec, {"rswa_window": 8}),
+        (HiddenStateCacheSpec, {}),
+    ],
+)
+def test_caches_that_mean_something_else_are_refused_by_name(gqa, cls, facts):
+    group = gqa.groups[0]
+    spec = group.kv_cache_spec
+    group.kv_cache_spec = cls(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        **facts,
+    )
+    with pytest.raises(Unsupported, match=f"model.layers.0.mixer.*{cls.__name__}") as caught:
+        describe(gqa)
+    assert caught.value.layer == "model.layers.0.mixer"
+    assert isinstance(caught.value, kvferry.Error)
+
+
+def test_states_beside_the_usual_ones_are_refused(hybrid):
+    group = next(g for g in hybrid.groups if "mixer" in g.layer_names[0] and "1" in g.layer_names[0])
+    spec = group.kv_cache_spec
+    group.kv_cache_spec = replace(
+        spec, shapes=(*spec.shapes, (2, 2)), dtypes=(*spec.dtypes, torch.float32)
+    )
+    with pytest.raises(Unsupported, match="Run without ReplaySSM and RecoverSSM"):
+        describe(hybrid)
+
+
+def test_a_back_end_whose_order_is_not_known_is_refused(gqa):
+    with pytest.raises(Unsupported, match="back end ROCM_ATTN keeps keys and values; choose one of"):
+        describe(gqa, backends=dict.fromkeys(gqa.layers, "ROCM_ATTN"))
+    with pytest.raises(Unsupported, match="back end None"):
+        describe(gqa, backends={})
+
+
+def test_quantised_pages_are_records_of_their_own_format(gqa):
+    group = gqa.groups[0]
+    spec = group.kv_cache_spec
+    group.kv_cache_spec = replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+    (kind,) = describe(gqa).to_dict()["kinds"]
+    assert kind["format"] == {"name": "int8_per_token_head 32+32 auto", "bytes": 128}
+    assert [axis["name"] for axis in kind["axes"]] == ["head"]
+    with pytest.raises(Unsupported, match="CPU back end"):
+        describe(gqa, backends=dict.fromkeys(gqa.layers, "CPU_ATTN"))
+    group.kv_cache_spec = replace(spec, num_head_slots=4, kv_quant_mode=KVQuantMode.NVFP4)
+    with pytest.raises(Unsupported):
+        describe(gqa)
+    gqa.config.cache_config = SimpleNamespace(calculate_kv_scales=True)
+    group.kv_cache_spec = replace(spec, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    with pytest.raises(Unsupported, match="load them from the checkpoint"):
+        describe(gqa)
+
+
+def test_facts_that_contradict_each_other_are_refused(gqa, hybrid):
+    with pytest.raises(Unsupported, match="should hold 4 of 8 KV heads"):
+        describe(gqa, kv_heads=dict.fromkeys(gqa.layers, 8))
+    with pytest.raises(Unsupported, match="does not fit 5 groups on 2 ranks"):
+        describe(hybrid, mamba_groups=5)
+    with pytest.raises(ValueError, match="'SD' or 'DS', not 'sd'"):
+        describe(hybrid, conv_order="sd")
+    one_head = Engine("engine", [Attention(2)], Topology(tp=2))
+    one_head.config.model_config.model_arch_config[0].total_num_kv_heads = 8
+    with pytest.raises(Unsupported, match="there are 8 in all; say how many there are with `kv_heads`"):
+        describe(one_head)
+    assert describe(one_head, kv_heads={"model.layers.0.mixer": 2})
+
+
+def test_layers_without_tensors_or_numbers(gqa):
+    config, tensors = gqa.stages[0]
+    with pytest.raises(Unsupported, match="model.layers.1.mixer.*no tensor"):
+        kvferry.vllm.manifest(
+            gqa.config,
+            config,
+            {"model.layers.0.mixer": tensors[0]["model.layers.0.mixer"]},
+            tp_rank=0,
+            pp_rank=0,
+            engine="again",
+            backends=dict.fromkeys(tensors[0], "FLASH_ATTN"),
+        )
+    config.kv_cache_groups[0].layer_names[0] = "model.encoder"
+    with pytest.raises(Unsupported, match="'model.encoder'.*no layer number"):
+        describe(gqa)
+
+
+def test_context_parallel_prefill_is_refused(gqa):
+    gqa.config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(Unsupported, match="prefill context parallelism"):
+        describe(gqa)
+
+
+def test_groups_that_are_not_transferred_have_no_table(hybrid):
+    count = len(hybrid.groups)
+    hybrid.groups[0].enable_kv_transfer = False
+    made = describe(hybrid).to_dict()
+    assert len(made["groups"]) == count - 1
+    assert not any("/k" in p["state"] for g in made["groups"] for p in g["pieces"])
+
+
+def test_layers_that_read_anothers_cache_keep_none(gqa):
+    config, tensors = gqa.stages[0]
+    config.kv_cache_groups[0].layer_names.append("model.layers.2.mixer")
+    shared = {**tensors[0], "model.layers.2.mixer": tensors[0]["model.layers.1.mixer"]}
+    gqa.stages[0] = (config, [shared, shared])
+    gqa.config.model_config.get_total_num_hidden_layers = lambda: 3
+    states = [p["state"] for p in describe(gqa).to_dict()["groups"][0]["pieces"]]
+    assert states == ["layers.0/k", "layers.0/v", "layers.1/k", "layers.1/v"]
+
+
+def test_names_do_not_depend_on_order():
+    names = ["model.layers.0.first", "model.layers.0.second", "model.layers.1.first"]
+    engine = Engine("engine", [Attention(4)] * 3, Topology(), names)
+    pieces = describe(engine).to_dict()["groups"][0]["pieces"]
+    assert {p["state"] for p in pieces if p["state"].endswith("/k")} == {
+        "model.layers.0.first/k",
+        "model.layers.0.second/k",
+        "layers.1/k",
+    }
+
+
+def test_draft_layers_are_named_apart(gqa):
+    gqa.config.model_config.get_total_num_hidden_layers = lambda: 1
+    states = [p["state"] for p in describe(gqa).to_dict()["groups"][0]["pieces"]]
+    assert states == ["layers.0/k", "layers.0/v", "draft/layers.0/k", "draft/layers.0/v"]
+
+
+def test_defaults_come_from_the_process(gqa, monkeypatch):
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    layer = SimpleNamespace(get_attn_backend=lambda: backend)
+    gqa.config.compilation_config = SimpleNamespace(
+        static_forward_context=dict.fromkeys(gqa.layers, layer)
+    )
+    gqa.config.kv_transfer_config = SimpleNamespace(engine_id="prefill-7")
+    config, tensors = gqa.stages[0]
+    made = kvferry.vllm.manifest(gqa.config, config, tensors[1])
+    assert (made.engine, made.rank, made.label) == ("prefill-7", 1, "tp1")
+    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bfloat16"}
+    assert made.to_dict()["groups"][0]["pieces"][0]["bounds"] == [[2, 4], [0, 32]]
+
+
+def test_identity(gqa):
+    model = gqa.config.model_config
+    model.revision, model.quantization = "abc", "fp8"
+    model.hf_text_config.rope_parameters = {"rope_theta": 1e6, "factor": 2}
+    made = describe(gqa, identity={"model": "served"})
+    assert made.identity == {
+        "model": "served",
+        "family": "tiny",
+        "format": "bfloat16",
+        "revision": "abc",
+        "quantization": "fp8",
+        "positions": '{"factor": 2, "rope_theta": 1000000.0}',
+    }
+
+
+def test_dumps_for_the_command_line(gqa, tmp_path, monkeypatch):
+    made = describe(gqa, engine="host/0")
+    monkeypatch.delenv("KVFERRY_DUMP_MANIFEST", raising=False)
+    assert kvferry.vllm.dump(made) is None
+    monkeypatch.setenv("KVFERRY_DUMP_MANIFEST", str(tmp_path / "new"))
+    path = kvferry.vllm.dump(made)
+    assert path == tmp_path / "new" / "host_0-tp0.json"
+    assert kvferry.Manifest.from_json(path.read_text()) == made
+    assert json.loads(path.read_text())["kvferry_manifest"] == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_gpus_have_their_number():
+    device = torch.device("cuda", 3)
+    storage = SimpleNamespace(data_ptr=lambda: 4096, nbytes=lambda: 100)
+    tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
+    from kvferry.vllm.describe import _Regions
+
+    regions = _Regions()
+    assert regions.index(tensor) == regions.index(tensor) == 0
+    assert regions.list == [{"base": 4096, "bytes": 100, "place": {"gpu": 3}}]
+
+
+def test_the_indexer_needs_its_size(monkeypatch):
+    engine = Engine("engine", [Latent(), Indexer()], Topology())
+    engine.config.model_config.hf_text_config.index_head_dim = 64
+    with pytest.raises(Unsupported, match="record of 132 bytes"):
+        describe(engine)
+
+
+class TestRuns:
+    """Turning an order of elements into even runs."""
+
+    def test_what_is_even_is_one_run(self):
+        offsets = torch.arange(32).view(4, 8)
+        assert packing._runs(offsets) == [packing.Run(0, 8, 0, 0, 0, 8, 1)]
+        assert packing._runs(offsets.T) == [packing.Run(0, 4, 0, 0, 0, 1, 8)]
+
+    def test_tiles(self):
+        # Tiles of 2 tokens; pairs of numbers.
+        t, d = torch.arange(4).view(4, 1), torch.arange(4).view(1, 4)
+        offsets = 100 + t // 2 * 8 + t % 2 * 2 + d // 2 * 4 + d % 2
+        runs = packing._runs(offsets)
+        assert runs == [packing.Run(0, 2, 100, 2, 8, 2, 1), packing.Run(2, 4, 104, 2, 8, 2, 1)]
+
+    def test_what_is_not_even_is_none(self):
+        assert packing._runs(torch.tensor([[0, 1], [1, 3]])) is None
+        assert packing._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
+
+
+def test_unsupported_survives_a_pickle():
+    import pickle
+
+    error = pickle.loads(pickle.dumps(facts.refuse("model.layers.1", "no")))
+    assert (error.kind, error.layer, str(error)) == (
+        "unsupported",
+        "model.layers.1",
+        "layer 'model.layers.1': no",
+    )
