@@ -141,7 +141,7 @@ impl Recipe {
             let block = TOKENS_PER_BLOCK * heads * DIM;
             let memory = Memory::new((block * u64::from(BLOCKS)) as usize);
             let mut draft = draft(self.name, self.model, rank, heads, &memory);
-            let region = kvferry_transport::Region::host(memory.base(), memory.bytes as u64);
+            let region = Region::host(memory.base(), memory.bytes as u64);
             let mut held = None;
             let carrier = match self.by {
                 By::Tcp => {
