@@ -1,0 +1,68 @@
+//! The one thread on which an agent's connections live.
+
+use std::future::Future;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
+
+use crate::error::Error;
+
+/// Runs tasks on a thread of its own until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Background {
+    handle: Handle,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Background {
+    pub(crate) fn start(name: &str) -> Result<Self, Error> {
+        let failed = |error: std::io::Error| Error::Io {
+            what: "starting the agent's thread".to_owned(),
+            kind: error.kind(),
+        };
+        // Blocking calls are rare: compiling plans and connecting transports.
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(16)
+            .thread_name(name)
+            .build()
+            .map_err(failed)?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel();
+        let thread = thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                _ = runtime.block_on(stopped);
+                runtime.shutdown_timeout(Duration::from_secs(1));
+            })
+            .map_err(failed)?;
+        Ok(Self { handle, stop: Some(stop), thread: Some(thread) })
+    }
+
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    pub(crate) fn spawn<F: Future<Output = ()> + Send + 'static>(&self, task: F) {
+        self.handle.spawn(task);
+    }
+
+    /// Ends all tasks. Idempotent.
+    pub(crate) fn stop(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

@@ -1,0 +1,235 @@
+//! Messages over one connection, authenticated and encrypted where there is something to do it with.
+
+use std::io;
+use std::sync::Arc;
+
+use snow::{Builder, StatelessTransportState};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::error::{Misbehaviour, PeerError};
+use crate::trust::{Tls, Trust};
+
+const MAGIC: &[u8; 8] = b"kvferry\x01";
+const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+/// What Noise allows in one message, and what of that is its authentication.
+const NOISE_BYTES: usize = 65_535;
+const NOISE_TAG: usize = 16;
+
+/// Longest message before the two sides have greeted each other.
+pub(crate) const MAX_OPENING: usize = 4 << 10;
+/// Longest question.
+pub(crate) const MAX_QUESTION: usize = 8 << 20;
+/// Longest answer: the cards of many ranks.
+pub(crate) const MAX_REPLY: usize = 256 << 20;
+
+type Source = Box<dyn AsyncRead + Send + Unpin>;
+type Sink = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// The half that receives.
+pub(crate) struct Receiver {
+    stream: Source,
+    noise: Option<(Arc<StatelessTransportState>, u64)>,
+    /// Decrypted, but not yet asked for.
+    pending: Vec<u8>,
+}
+
+/// The half that sends.
+pub(crate) struct Sender {
+    stream: Sink,
+    noise: Option<(Arc<StatelessTransportState>, u64)>,
+}
+
+/// Opens a connection as the side that connected. `address` is what was connected to.
+pub(crate) async fn open(
+    mut stream: TcpStream,
+    trust: &Trust,
+    address: &str,
+) -> Result<(Sender, Receiver), PeerError> {
+    let prologue = prologue(trust);
+    stream.write_all(&prologue).await.map_err(|e| io_error("connecting", &e))?;
+    match trust {
+        Trust::Loopback | Trust::Insecure => Ok(plain(stream)),
+        Trust::Tls(tls) => {
+            let name = Tls::name(address)
+                .ok_or_else(|| PeerError::Tls(format!("'{address}' has no host name")))?;
+            let connector = tokio_rustls::TlsConnector::from(tls.client.clone());
+            let stream = connector.connect(name, stream).await.map_err(|e| tls_error(&e))?;
+            Ok(split(stream))
+        }
+        Trust::Key(key) => {
+            let builder = noise_builder(&prologue, key.bytes())?;
+            let mut noise = builder.build_initiator().map_err(|_| PeerError::Untrusted)?;
+            let mut buffer = [0; 256];
+            let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
+            write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("connecting", &e))?;
+            // A peer with another key closes the connection here.
+            let answer = read_frame(&mut stream).await.map_err(|_| PeerError::Untrusted)?;
+            noise.read_message(&answer, &mut buffer).map_err(|_| PeerError::Untrusted)?;
+            sealed(stream, noise)
+        }
+    }
+}
+
+/// Accepts a connection. Says nothing to a peer that has not proven itself.
+pub(crate) async fn accept(
+    mut stream: TcpStream,
+    trust: &Trust,
+) -> Result<(Sender, Receiver), PeerError> {
+    let prologue = prologue(trust);
+    let mut theirs = [0; 9];
+    stream.read_exact(&mut theirs).await.map_err(|e| io_error("accepting", &e))?;
+    if theirs[..8] != prologue[..8] {
+        return Err(PeerError::Misbehaved(Misbehaviour::Magic));
+    }
+    if theirs[8] != prologue[8] {
+        let (theirs, ours) = (theirs[8], prologue[8]);
+        return Err(PeerError::Misbehaved(Misbehaviour::Mode { theirs, ours }));
+    }
+    match trust {
+        Trust::Loopback | Trust::Insecure => Ok(plain(stream)),
+        Trust::Tls(tls) => {
+            let acceptor = tokio_rustls::TlsAcceptor::from(tls.server.clone());
+            let stream = acceptor.accept(stream).await.map_err(|e| tls_error(&e))?;
+            Ok(split(stream))
+        }
+        Trust::Key(key) => {
+            let builder = noise_builder(&prologue, key.bytes())?;
+            let mut noise = builder.build_responder().map_err(|_| PeerError::Untrusted)?;
+            let mut buffer = [0; 256];
+            let first = read_frame(&mut stream).await.map_err(|e| io_error("accepting", &e))?;
+            noise.read_message(&first, &mut buffer).map_err(|_| PeerError::Untrusted)?;
+            let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
+            write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("accepting", &e))?;
+            sealed(stream, noise)
+        }
+    }
+}
+
+fn prologue(trust: &Trust) -> [u8; 9] {
+    let mut bytes = [0; 9];
+    bytes[..8].copy_from_slice(MAGIC);
+    bytes[8] = trust.mode();
+    bytes
+}
+
+fn noise_builder<'a>(prologue: &'a [u8], key: &'a [u8; 32]) -> Result<Builder<'a>, PeerError> {
+    let pattern = PATTERN.parse().map_err(|_| PeerError::Untrusted)?;
+    let builder = Builder::new(pattern).prologue(prologue);
+    builder.and_then(|builder| builder.psk(0, key)).map_err(|_| PeerError::Untrusted)
+}
+
+fn plain(stream: TcpStream) -> (Sender, Receiver) {
+    let (read, write) = stream.into_split();
+    halves(Box::new(read), Box::new(write), None)
+}
+
+fn split<S>(stream: S) -> (Sender, Receiver)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (read, write) = tokio::io::split(stream);
+    halves(Box::new(read), Box::new(write), None)
+}
+
+fn sealed(stream: TcpStream, noise: snow::HandshakeState) -> Result<(Sender, Receiver), PeerError> {
+    let noise = noise.into_stateless_transport_mode().map_err(|_| PeerError::Untrusted)?;
+    let (read, write) = stream.into_split();
+    Ok(halves(Box::new(read), Box::new(write), Some(Arc::new(noise))))
+}
+
+fn halves(
+    read: Source,
+    write: Sink,
+    noise: Option<Arc<StatelessTransportState>>,
+) -> (Sender, Receiver) {
+    let numbered = noise.map(|noise| (noise, 0));
+    let sender = Sender { stream: write, noise: numbered.clone() };
+    (sender, Receiver { stream: read, noise: numbered, pending: vec![] })
+}
+
+impl Sender {
+    /// Sends one message.
+    pub(crate) async fn send(&mut self, message: &[u8]) -> Result<(), PeerError> {
+        let too_long = PeerError::Misbehaved(Misbehaviour::TooLong(message.len() as u64));
+        let length = u32::try_from(message.len()).map_err(|_| too_long)?;
+        let mut bytes = Vec::with_capacity(4 + message.len());
+        bytes.extend(length.to_le_bytes());
+        bytes.extend(message);
+        if let Some((noise, number)) = &mut self.noise {
+            let clear = std::mem::take(&mut bytes);
+            let mut buffer = vec![0; NOISE_BYTES];
+            for chunk in clear.chunks(NOISE_BYTES - NOISE_TAG) {
+                let n = noise
+                    .write_message(*number, chunk, &mut buffer)
+                    .map_err(|_| PeerError::Misbehaved(Misbehaviour::Forged))?;
+                *number += 1;
+                bytes.extend((n as u16).to_le_bytes());
+                bytes.extend(&buffer[..n]);
+            }
+        }
+        self.stream.write_all(&bytes).await.map_err(|e| io_error("sending", &e))?;
+        self.stream.flush().await.map_err(|e| io_error("sending", &e))
+    }
+}
+
+impl Receiver {
+    /// Receives one message of at most `longest` bytes.
+    pub(crate) async fn receive(&mut self, longest: usize) -> Result<Vec<u8>, PeerError> {
+        let length = self.take(4).await?;
+        let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
+        if length > longest {
+            return Err(PeerError::Misbehaved(Misbehaviour::TooLong(length as u64)));
+        }
+        self.take(length).await
+    }
+
+    /// The next `n` bytes. Memory grows with what has arrived, not with what was promised.
+    async fn take(&mut self, n: usize) -> Result<Vec<u8>, PeerError> {
+        let Some((noise, number)) = &mut self.noise else {
+            let mut bytes = Vec::with_capacity(n.min(NOISE_BYTES));
+            let mut limited = (&mut self.stream).take(n as u64);
+            let got = limited.read_to_end(&mut bytes).await;
+            return match got {
+                Ok(got) if got == n => Ok(bytes),
+                Ok(_) => Err(io_error("receiving", &io::ErrorKind::UnexpectedEof.into())),
+                Err(error) => Err(io_error("receiving", &error)),
+            };
+        };
+        let mut buffer = vec![0; NOISE_BYTES];
+        while self.pending.len() < n {
+            let frame =
+                read_frame(&mut self.stream).await.map_err(|e| io_error("receiving", &e))?;
+            // The number is not sent: a frame that is repeated, left out or moved does not open.
+            let got = noise
+                .read_message(*number, &frame, &mut buffer)
+                .map_err(|_| PeerError::Misbehaved(Misbehaviour::Forged))?;
+            *number += 1;
+            self.pending.extend(&buffer[..got]);
+        }
+        let rest = self.pending.split_off(n);
+        Ok(std::mem::replace(&mut self.pending, rest))
+    }
+}
+
+async fn read_frame<S: AsyncRead + Unpin + ?Sized>(stream: &mut S) -> io::Result<Vec<u8>> {
+    let mut length = [0; 2];
+    stream.read_exact(&mut length).await?;
+    let mut frame = vec![0; usize::from(u16::from_le_bytes(length))];
+    stream.read_exact(&mut frame).await?;
+    Ok(frame)
+}
+
+async fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
+    let mut bytes = (frame.len() as u16).to_le_bytes().to_vec();
+    bytes.extend(frame);
+    stream.write_all(&bytes).await
+}
+
+pub(crate) fn io_error(what: &'static str, error: &io::Error) -> PeerError {
+    PeerError::Io { what, kind: error.kind() }
+}
+
+fn tls_error(error: &io::Error) -> PeerError {
+    PeerError::Tls(error.to_string())
+}

@@ -1,0 +1,409 @@
+//! P's side of a request: the promise to keep its blocks.
+//!
+//! A [`Leases`] table is a plain value: it has no clock, no thread and no socket. Whoever owns it
+//! says what time it is and carries its answers, so that an exhaustive check can drive the same code
+//! as a serving engine does.
+//!
+//! A lease ends in one of four ways ([`Ended`]), and a block is reported as released at the moment
+//! its lease leaves the table, never before. An answer of [`Answer::Held`] therefore means that the
+//! blocks had not been touched when the question arrived: the reader needs no clock to know that
+//! what it read before it asked is good.
+
+use std::collections::{BTreeMap, btree_map};
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
+/// message for an earlier life of a request cannot touch a later one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct LeaseKey {
+    /// The request, as the engine names it.
+    pub request: String,
+    /// Which lease of that request.
+    pub nonce: u64,
+}
+
+impl fmt::Display for LeaseKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}#{:016x}", self.request, self.nonce)
+    }
+}
+
+/// Who reads a request: one rank of one engine, in one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Consumer {
+    /// The engine.
+    pub engine: String,
+    /// Which of its ranks.
+    pub rank: u32,
+    /// How many ranks it has: the lease is done when each of them has confirmed.
+    pub ranks: u32,
+    /// Drawn anew whenever the rank starts to read: an answer to one attempt says nothing about the
+    /// bytes of another.
+    pub attempt: u64,
+}
+
+/// What P answers to a confirmation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Answer {
+    /// The blocks were kept until now: what was read before the question was asked is good.
+    Held,
+    /// They were not, or nobody knows any more: what was read must not be used.
+    NotHeld(Loss),
+}
+
+/// Why a lease is not held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Loss {
+    /// No such lease is known: it never was, or it ended long ago.
+    Unknown,
+    /// It ended.
+    Ended(Ended),
+    /// The engine that granted it has restarted, or its ranks have.
+    Restarted,
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => f.write_str("no such lease is known"),
+            Self::Ended(ended) => write!(f, "the lease ended: {ended}"),
+            Self::Restarted => f.write_str("the engine has restarted since it granted the lease"),
+        }
+    }
+}
+
+/// How a lease ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Ended {
+    /// Every rank of the reading engine has confirmed.
+    Confirmed,
+    /// The reader gave it up.
+    Abandoned,
+    /// Nobody extended it in time.
+    Expired,
+    /// The engine that granted it took it back.
+    Revoked,
+}
+
+impl Ended {
+    /// All of them, in the order of declaration.
+    pub const ALL: [Self; 4] = [Self::Confirmed, Self::Abandoned, Self::Expired, Self::Revoked];
+
+    /// As a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Confirmed => "confirmed",
+            Self::Abandoned => "abandoned",
+            Self::Expired => "expired",
+            Self::Revoked => "revoked",
+        }
+    }
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The blocks of a request are the engine's again.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Released {
+    /// The request.
+    pub request: String,
+    /// Why.
+    pub why: Ended,
+    /// How long its blocks were kept.
+    pub after: Duration,
+}
+
+/// A request that has a lease already.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("request '{0}' has a lease already")]
+pub struct AlreadyGranted(pub String);
+
+/// All leases of one engine. Times are on the owner's own clock, since any fixed moment.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Leases {
+    term: Duration,
+    longest: Duration,
+    open: BTreeMap<String, Lease>,
+    ended: BTreeMap<LeaseKey, Tombstone>,
+    released: Vec<Released>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Lease {
+    nonce: u64,
+    granted: Duration,
+    expires: Duration,
+    readers: Readers,
+}
+
+/// What is remembered of a lease that ended: a reader whose answer was lost asks again.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Tombstone {
+    why: Ended,
+    readers: Readers,
+    forget: Duration,
+}
+
+/// The attempts that were confirmed while the lease was held: engine and size, rank, attempt.
+type Readers = BTreeMap<(String, u32), BTreeMap<u32, u64>>;
+
+impl Leases {
+    /// A table without leases. A lease lasts `term` from when it was granted or last extended, and
+    /// never more than `longest` in all.
+    pub fn new(term: Duration, longest: Duration) -> Self {
+        let (open, ended) = (BTreeMap::new(), BTreeMap::new());
+        Self { term, longest: longest.max(term), open, ended, released: Vec::new() }
+    }
+
+    /// How long a lease lasts without an extension.
+    pub fn term(&self) -> Duration {
+        self.term
+    }
+
+    /// How many leases are open.
+    pub fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// How many ended leases are still remembered.
+    pub fn remembered(&self) -> usize {
+        self.ended.len()
+    }
+
+    /// Every open lease: its request, its age, the time left, and how many ranks have confirmed.
+    pub fn iter(&self, now: Duration) -> impl Iterator<Item = (&str, Duration, Duration, usize)> {
+        self.open.iter().map(move |(request, lease)| {
+            let confirmed = lease.readers.values().map(BTreeMap::len).max().unwrap_or(0);
+            let age = now.saturating_sub(lease.granted);
+            (request.as_str(), age, lease.expires.saturating_sub(now), confirmed)
+        })
+    }
+
+    /// Promises to keep a request's blocks. `nonce` must never have been used before.
+    pub fn grant(&mut self, key: LeaseKey, now: Duration) -> Result<(), AlreadyGranted> {
+        match self.open.entry(key.request) {
+            btree_map::Entry::Occupied(entry) => Err(AlreadyGranted(entry.key().clone())),
+            btree_map::Entry::Vacant(entry) => {
+                let (expires, readers) = (now + self.term, Readers::new());
+                entry.insert(Lease { nonce: key.nonce, granted: now, expires, readers });
+                Ok(())
+            }
+        }
+    }
+
+    /// A reader still wants the request. Answers whether the lease is held.
+    pub fn extend(&mut self, key: &LeaseKey, now: Duration) -> Answer {
+        match self.open.get_mut(&key.request) {
+            Some(lease) if lease.nonce == key.nonce => {
+                // Never past the longest life, and never back.
+                let until = (now + self.term).min(lease.granted + self.longest);
+                lease.expires = lease.expires.max(until);
+                Answer::Held
+            }
+            _ => Answer::NotHeld(self.loss(key)),
+        }
+    }
+
+    /// A rank has read all that it needs and asks whether the blocks were kept until now. When every
+    /// rank of an engine has asked, the lease ends.
+    pub fn confirm(&mut self, key: &LeaseKey, consumer: &Consumer, now: Duration) -> Answer {
+        let reader = (consumer.engine.clone(), consumer.ranks);
+        match self.open.get_mut(&key.request) {
+            Some(lease) if lease.nonce == key.nonce => {
+                if consumer.rank >= consumer.ranks {
+                    return Answer::NotHeld(Loss::Unknown);
+                }
+                let ranks = lease.readers.entry(reader).or_default();
+                ranks.insert(consumer.rank, consumer.attempt);
+                if ranks.len() == consumer.ranks as usize {
+                    self.end(&key.request, Ended::Confirmed, now);
+                }
+                Answer::Held
+            }
+            // It may have been this very attempt whose answer was lost.
+            _ => {
+                match self.ended.get(key).and_then(|t| t.readers.get(&reader)?.get(&consumer.rank))
+                {
+                    Some(attempt) if *attempt == consumer.attempt => Answer::Held,
+                    _ => Answer::NotHeld(self.loss(key)),
+                }
+            }
+        }
+    }
+
+    /// The reader does not want the request any more. Answers whether that ended a lease.
+    pub fn abandon(&mut self, key: &LeaseKey, now: Duration) -> bool {
+        let open = self.open.get(&key.request).is_some_and(|lease| lease.nonce == key.nonce);
+        if open {
+            self.end(&key.request, Ended::Abandoned, now);
+        }
+        open
+    }
+
+    /// The engine takes its promise back. Answers whether there was one.
+    pub fn revoke(&mut self, request: &str, now: Duration) -> bool {
+        let open = self.open.contains_key(request);
+        if open {
+            self.end(request, Ended::Revoked, now);
+        }
+        open
+    }
+
+    /// The engine takes all its promises back.
+    pub fn revoke_all(&mut self, now: Duration) {
+        let all: Vec<String> = self.open.keys().cloned().collect();
+        for request in all {
+            self.end(&request, Ended::Revoked, now);
+        }
+    }
+
+    /// Ends what nobody extended, and forgets what ended long ago.
+    pub fn expire(&mut self, now: Duration) {
+        let due = self.open.iter().filter(|(_, lease)| lease.expires <= now);
+        let due: Vec<String> = due.map(|(request, _)| request.clone()).collect();
+        for request in due {
+            self.end(&request, Ended::Expired, now);
+        }
+        self.ended.retain(|_, tombstone| tombstone.forget > now);
+    }
+
+    /// What was released since the last call.
+    pub fn take_released(&mut self) -> Vec<Released> {
+        std::mem::take(&mut self.released)
+    }
+
+    fn end(&mut self, request: &str, why: Ended, now: Duration) {
+        let Some((request, lease)) = self.open.remove_entry(request) else { return };
+        let forget = now + self.term;
+        let key = LeaseKey { request: request.clone(), nonce: lease.nonce };
+        self.ended.insert(key, Tombstone { why, readers: lease.readers, forget });
+        let after = now.saturating_sub(lease.granted);
+        self.released.push(Released { request, why, after });
+    }
+
+    fn loss(&self, key: &LeaseKey) -> Loss {
+        self.ended.get(key).map_or(Loss::Unknown, |tombstone| Loss::Ended(tombstone.why))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERM: Duration = Duration::from_secs(10);
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn key(nonce: u64) -> LeaseKey {
+        LeaseKey { request: "r".to_owned(), nonce }
+    }
+
+    fn rank(rank: u32, attempt: u64) -> Consumer {
+        Consumer { engine: "d".to_owned(), rank, ranks: 2, attempt }
+    }
+
+    fn granted() -> Leases {
+        let mut leases = Leases::new(TERM, TERM * 3);
+        leases.grant(key(1), at(0)).unwrap();
+        leases
+    }
+
+    #[test]
+    fn released_when_every_rank_has_confirmed() {
+        let mut leases = granted();
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+        assert_eq!(leases.take_released(), []);
+        assert_eq!(leases.confirm(&key(1), &rank(1, 8), at(2)), Answer::Held);
+        let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
+        assert_eq!(leases.take_released(), [released]);
+    }
+
+    #[test]
+    fn duplicates_count_once() {
+        let mut leases = granted();
+        for _ in 0..5 {
+            assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+        }
+        assert_eq!(leases.open(), 1);
+    }
+
+    #[test]
+    fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
+        let mut leases = granted();
+        leases.confirm(&key(1), &rank(0, 7), at(1));
+        leases.confirm(&key(1), &rank(1, 8), at(1));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(2)), Answer::Held);
+        let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 9), at(2)), ended);
+        leases.expire(at(11));
+        assert_eq!(
+            leases.confirm(&key(1), &rank(0, 7), at(12)),
+            Answer::NotHeld(Loss::Unknown),
+            "forgotten: nobody can say any more that the bytes were good"
+        );
+        assert_eq!(leases.remembered(), 0);
+    }
+
+    #[test]
+    fn expires_unless_extended_and_never_lives_past_its_longest() {
+        let mut leases = granted();
+        leases.expire(at(9));
+        assert_eq!(leases.open(), 1);
+        assert_eq!(leases.extend(&key(1), at(9)), Answer::Held);
+        leases.expire(at(18));
+        assert_eq!(leases.open(), 1);
+        for second in 18..30 {
+            assert_eq!(leases.extend(&key(1), at(second)), Answer::Held);
+        }
+        leases.expire(at(30));
+        assert_eq!(leases.open(), 0);
+        let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
+        assert_eq!(leases.extend(&key(1), at(30)), lost);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(30)), lost);
+    }
+
+    #[test]
+    fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
+        let mut leases = granted();
+        assert!(leases.abandon(&key(1), at(1)));
+        leases.grant(key(2), at(2)).unwrap();
+        assert!(!leases.abandon(&key(1), at(3)));
+        for r in 0..2 {
+            let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), at(3)), lost);
+        }
+        assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
+        assert_eq!(leases.open(), 1);
+        leases.expire(at(12));
+        assert_eq!(leases.open(), 0, "the earlier life's heartbeat does not keep the later one");
+    }
+
+    #[test]
+    fn engines_of_another_shape_are_counted_apart() {
+        let mut leases = granted();
+        let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
+        leases.confirm(&key(1), &rank(0, 7), at(1));
+        leases.confirm(&key(1), &other, at(1));
+        assert_eq!(leases.open(), 1);
+        let beyond = Consumer { rank: 2, ..rank(0, 7) };
+        assert_eq!(leases.confirm(&key(1), &beyond, at(1)), Answer::NotHeld(Loss::Unknown));
+    }
+
+    #[test]
+    fn one_lease_per_request() {
+        let mut leases = granted();
+        assert_eq!(leases.grant(key(2), at(1)), Err(AlreadyGranted("r".to_owned())));
+        assert!(leases.revoke("r", at(1)));
+        assert!(!leases.revoke("r", at(1)));
+        assert_eq!(leases.grant(key(2), at(1)), Ok(()));
+    }
+}

@@ -1,0 +1,273 @@
+//! D's side of a request: its life on one rank.
+//!
+//! A [`Life`] is a plain value. Whoever owns it tells it what has happened ([`Event`]) and does what
+//! it asks for ([`Action`]); an exhaustive check drives the same code as a serving engine does.
+//!
+//! | from | event | to | who brings it |
+//! |---|---|---|---|
+//! | waiting | admitted | shaking hands | the worker's queue |
+//! | shaking hands | known | reading | the handshake |
+//! | shaking hands | failed | failed | the handshake |
+//! | reading | arrived | confirming | the transport |
+//! | reading | settled | reading: nothing will land, and that it failed comes next | the transport |
+//! | reading | failed | failed | the transport |
+//! | confirming | held | done | P |
+//! | confirming | not held | expired | P |
+//! | any of these | abort | aborted | the engine |
+//! | any of these | deadline | failed | the clock |
+//!
+//! Whatever comes later than the end is ignored. Beside its phase a life knows whether bytes may
+//! still land in its blocks: they are handed back when it has ended *and* nothing can land.
+
+use crate::error::Failure;
+use crate::lease::Loss;
+
+/// Where a request stands on one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// In the worker's queue.
+    Waiting,
+    /// The engine to read from is not known yet.
+    ShakingHands,
+    /// Bytes are on their way.
+    Reading,
+    /// All bytes are here; the engine they came from is asked whether they are good.
+    Confirming,
+    /// They are.
+    Done,
+    /// Something broke.
+    Failed(Failure),
+    /// The engine does not want the request any more.
+    Aborted,
+    /// The lease did not hold: the bytes must not be used.
+    Expired(Loss),
+}
+
+impl Phase {
+    /// Whether nothing follows.
+    pub fn is_end(&self) -> bool {
+        match self {
+            Self::Waiting | Self::ShakingHands | Self::Reading | Self::Confirming => false,
+            Self::Done | Self::Failed(_) | Self::Aborted | Self::Expired(_) => true,
+        }
+    }
+
+    /// As a word.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::ShakingHands => "shaking hands",
+            Self::Reading => "reading",
+            Self::Confirming => "confirming",
+            Self::Done => "done",
+            Self::Failed(_) => "failed",
+            Self::Aborted => "aborted",
+            Self::Expired(_) => "expired",
+        }
+    }
+}
+
+/// What has happened.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// Its turn has come.
+    Admitted,
+    /// The engine to read from is known and fits.
+    Known,
+    /// Every byte is at its place, and nothing more will land.
+    Arrived,
+    /// The handshake, the reads or the confirmation broke. Bytes may still land.
+    Failed(Failure),
+    /// Nothing will land any more.
+    Settled,
+    /// The lease held until now.
+    Held,
+    /// It did not.
+    NotHeld(Loss),
+    /// The engine does not want the request any more.
+    Abort,
+    /// Its time is up.
+    Deadline,
+}
+
+/// What to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Find out what there is to know about the engine to read from.
+    ShakeHands,
+    /// Start to read.
+    Read,
+    /// Ask whether the lease held.
+    Confirm,
+    /// Stop the reads.
+    Cancel,
+    /// Tell P that the request is not wanted any more: it need not wait for the lease to expire.
+    Abandon,
+    /// Tell the engine how it ended.
+    Report,
+    /// The blocks are the engine's again: nothing will land in them.
+    HandBack,
+}
+
+/// The life of one request on one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Life {
+    phase: Phase,
+    landing: bool,
+}
+
+impl Default for Life {
+    fn default() -> Self {
+        Self { phase: Phase::Waiting, landing: false }
+    }
+}
+
+impl Life {
+    /// Where it stands.
+    pub fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    /// Whether bytes may still land in its blocks.
+    pub fn landing(&self) -> bool {
+        self.landing
+    }
+
+    /// Takes note of what has happened, and says what to do.
+    pub fn on(&mut self, event: Event) -> Vec<Action> {
+        if self.phase.is_end() {
+            // What matters after the end is only that the blocks are at rest. The last byte may have
+            // been on its way to be reported when the end came.
+            let at_rest = matches!(event, Event::Settled | Event::Arrived);
+            if !at_rest || !self.landing {
+                return vec![];
+            }
+            self.landing = false;
+            return vec![Action::HandBack];
+        }
+        match (&self.phase, event) {
+            (_, Event::Abort) => self.end(Phase::Aborted),
+            (phase, Event::Deadline) => {
+                let failure = Failure::Deadline { phase: phase.name().to_owned() };
+                self.end(Phase::Failed(failure))
+            }
+            (Phase::Waiting, Event::Admitted) => self.go(Phase::ShakingHands, Action::ShakeHands),
+            (Phase::ShakingHands, Event::Known) => {
+                self.landing = true;
+                self.go(Phase::Reading, Action::Read)
+            }
+            (Phase::Reading, Event::Arrived) => {
+                self.landing = false;
+                self.go(Phase::Confirming, Action::Confirm)
+            }
+            (Phase::Reading, Event::Settled) => {
+                self.landing = false;
+                vec![]
+            }
+            (Phase::Confirming, Event::Held) => self.end(Phase::Done),
+            (Phase::Confirming, Event::NotHeld(loss)) => self.end(Phase::Expired(loss)),
+            (_, Event::Failed(failure)) => self.end(Phase::Failed(failure)),
+            // Late, repeated or out of order.
+            _ => vec![],
+        }
+    }
+
+    fn go(&mut self, phase: Phase, action: Action) -> Vec<Action> {
+        self.phase = phase;
+        vec![action]
+    }
+
+    fn end(&mut self, phase: Phase) -> Vec<Action> {
+        let mut actions = vec![Action::Report];
+        if self.landing {
+            actions.push(Action::Cancel);
+        } else {
+            actions.push(Action::HandBack);
+        }
+        match phase {
+            // P has ended the lease, or never knew it.
+            Phase::Done | Phase::Expired(_) => {}
+            _ => actions.push(Action::Abandon),
+        }
+        self.phase = phase;
+        actions
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn through(events: &[Event]) -> (Life, Vec<Action>) {
+        let mut life = Life::default();
+        let actions = events.iter().flat_map(|event| life.on(event.clone())).collect();
+        (life, actions)
+    }
+
+    #[test]
+    fn a_good_life() {
+        let (life, actions) =
+            through(&[Event::Admitted, Event::Known, Event::Arrived, Event::Held]);
+        assert_eq!(life.phase(), &Phase::Done);
+        use Action::*;
+        assert_eq!(actions, [ShakeHands, Read, Confirm, Report, HandBack]);
+    }
+
+    #[test]
+    fn bytes_are_never_used_without_a_confirmation() {
+        let (life, _) = through(&[Event::Admitted, Event::Known, Event::Held]);
+        assert_eq!(life.phase(), &Phase::Reading, "an answer before the question means nothing");
+        let lost = Event::NotHeld(Loss::Unknown);
+        let (life, _) =
+            through(&[Event::Admitted, Event::Known, Event::Arrived, lost, Event::Held]);
+        assert_eq!(life.phase(), &Phase::Expired(Loss::Unknown));
+    }
+
+    #[test]
+    fn blocks_stay_in_quarantine_while_bytes_may_land() {
+        for end in [Event::Abort, Event::Deadline, Event::Failed(Failure::PeerGone("x".into()))] {
+            let (mut life, actions) = through(&[Event::Admitted, Event::Known, end]);
+            assert!(life.phase().is_end());
+            assert!(!actions.contains(&Action::HandBack));
+            assert!(actions.contains(&Action::Cancel));
+            assert!(actions.contains(&Action::Abandon));
+            assert_eq!(life.on(Event::Settled), [Action::HandBack]);
+            assert_eq!(life.on(Event::Settled), [], "handed back once");
+        }
+    }
+
+    #[test]
+    fn an_abort_may_cross_the_last_byte() {
+        let (mut life, _) = through(&[Event::Admitted, Event::Known, Event::Abort]);
+        assert_eq!(life.on(Event::Arrived), [Action::HandBack]);
+        assert_eq!(life.phase(), &Phase::Aborted);
+    }
+
+    #[test]
+    fn no_quarantine_for_what_is_at_rest() {
+        let failed = Event::Failed(Failure::BadRequest("x".into()));
+        let (life, actions) = through(&[Event::Admitted, Event::Known, Event::Settled, failed]);
+        assert!(!life.landing());
+        assert!(actions.contains(&Action::HandBack));
+    }
+
+    #[test]
+    fn an_abort_ends_it_in_every_phase() {
+        let steps = [Event::Admitted, Event::Known, Event::Arrived];
+        for n in 0..=steps.len() {
+            let (mut life, _) = through(&steps[..n]);
+            let actions = life.on(Event::Abort);
+            assert_eq!(life.phase(), &Phase::Aborted);
+            assert_eq!(actions[0], Action::Report);
+            assert_eq!(life.on(Event::Abort), []);
+            assert_eq!(life.on(Event::Deadline), []);
+        }
+    }
+
+    #[test]
+    fn a_deadline_says_where_the_time_ran_out() {
+        let (life, _) = through(&[Event::Admitted, Event::Deadline]);
+        let failure = Failure::Deadline { phase: "shaking hands".to_owned() };
+        assert_eq!(life.phase(), &Phase::Failed(failure));
+    }
+}

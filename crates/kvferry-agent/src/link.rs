@@ -1,0 +1,257 @@
+//! Connections to other engines, as the side that asks.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tracing::{debug, warn};
+
+use crate::channel::{self, MAX_OPENING, MAX_REPLY, Receiver, Sender, io_error};
+use crate::error::PeerError;
+use crate::message::{
+    Hello, Question, Reply, Version, Welcome, decode, decode_opening, encode, encode_opening,
+};
+use crate::trust::Trust;
+
+/// How this side presents itself.
+#[derive(Clone, Debug)]
+pub(crate) struct Caller {
+    pub(crate) who: String,
+    pub(crate) trust: Trust,
+    pub(crate) version: Version,
+    /// A quiet connection is tried this often, and given up after three tries without an answer.
+    pub(crate) keepalive: Duration,
+}
+
+/// One connection. Cheap to clone; it ends with its last clone.
+#[derive(Clone)]
+pub(crate) struct Link {
+    questions: mpsc::Sender<(Question, oneshot::Sender<Result<Reply, PeerError>>)>,
+    closed: Arc<AtomicBool>,
+    version: Version,
+    pub(crate) welcome: Arc<Welcome>,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("welcome", &self.welcome).finish_non_exhaustive()
+    }
+}
+
+impl Link {
+    pub(crate) async fn open(address: &str, caller: &Caller) -> Result<Self, PeerError> {
+        let stream = TcpStream::connect(address).await.map_err(|e| io_error("connecting", &e))?;
+        stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
+        let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
+        let hello = Hello { who: caller.who.clone() };
+        sender.send(&encode_opening(caller.version, &hello)).await?;
+        let answer = receiver.receive(MAX_OPENING).await?;
+        let (version, welcome) = decode_opening(caller.version, &answer)?;
+        let (questions, asked) = mpsc::channel(256);
+        let closed = Arc::new(AtomicBool::new(false));
+        let link = Self {
+            questions,
+            closed: closed.clone(),
+            version: version.min(caller.version),
+            welcome: Arc::new(welcome),
+        };
+        let keepalive = caller.keepalive;
+        tokio::spawn(async move {
+            let waiting = Waiting::default();
+            let error = tokio::select! {
+                error = talk(sender, asked, &waiting, keepalive) => error,
+                error = listen(receiver, &waiting, keepalive) => error,
+            };
+            closed.store(true, Ordering::Release);
+            for (_, answer) in waiting.lock().drain() {
+                _ = answer.send(Err(error.clone()));
+            }
+        });
+        Ok(link)
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Asks, and waits for the answer until `deadline`.
+    pub(crate) async fn ask(
+        &self,
+        question: Question,
+        deadline: Instant,
+    ) -> Result<Reply, PeerError> {
+        if matches!(question, Question::Status) && self.version < Version::STATUS {
+            let (theirs, needed) = (self.version, Version::STATUS);
+            return Err(PeerError::TooOld { what: "asking for its status", theirs, needed });
+        }
+        let (answer, answered) = oneshot::channel();
+        let asked = async {
+            self.questions.send((question, answer)).await.map_err(|_| PeerError::Closed)?;
+            answered.await.unwrap_or(Err(PeerError::Closed))
+        };
+        timeout_at(deadline, asked).await.unwrap_or(Err(PeerError::Slow("an answer")))
+    }
+}
+
+/// The questions that were not answered yet.
+#[derive(Default)]
+struct Waiting(Mutex<HashMap<u32, oneshot::Sender<Result<Reply, PeerError>>>>);
+
+impl Waiting {
+    fn lock(
+        &self,
+    ) -> std::sync::MutexGuard<'_, HashMap<u32, oneshot::Sender<Result<Reply, PeerError>>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn talk(
+    mut sender: Sender,
+    mut asked: mpsc::Receiver<(Question, oneshot::Sender<Result<Reply, PeerError>>)>,
+    waiting: &Waiting,
+    keepalive: Duration,
+) -> PeerError {
+    let mut number: u32 = 0;
+    loop {
+        let question = match timeout(keepalive, asked.recv()).await {
+            Ok(Some((question, answer))) => {
+                let mut waiting = waiting.lock();
+                // Whoever asked and went away does not wait any more.
+                waiting.retain(|_, answer| !answer.is_closed());
+                waiting.insert(number, answer);
+                question
+            }
+            Ok(None) => return PeerError::Closed,
+            Err(_) => Question::Ping,
+        };
+        if let Err(error) = sender.send(&encode(&(number, question))).await {
+            return error;
+        }
+        number = number.wrapping_add(1);
+    }
+}
+
+async fn listen(mut receiver: Receiver, waiting: &Waiting, keepalive: Duration) -> PeerError {
+    loop {
+        let message = match timeout(keepalive * 3, receiver.receive(MAX_REPLY)).await {
+            Ok(Ok(message)) => message,
+            Ok(Err(error)) => return error,
+            Err(_) => return PeerError::Slow("an answer"),
+        };
+        let (number, reply): (u32, Reply) = match decode(&message) {
+            Ok(answer) => answer,
+            Err(error) => return error,
+        };
+        // None waits for pings, nor for answers that come too late.
+        if let Some(answer) = waiting.lock().remove(&number) {
+            _ = answer.send(Ok(reply));
+        }
+    }
+}
+
+/// One connection to each engine, opened when it is needed.
+#[derive(Debug)]
+pub(crate) struct Links {
+    caller: Caller,
+    slots: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Slot>>>>,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    link: Option<Link>,
+    failures: u32,
+    not_before: Option<Instant>,
+    last: Option<PeerError>,
+}
+
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+impl Links {
+    pub(crate) fn new(caller: Caller) -> Self {
+        Self { caller, slots: Mutex::default() }
+    }
+
+    /// How many engines this side is connected to, or was a moment ago.
+    pub(crate) fn addresses(&self) -> Vec<String> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    }
+
+    /// The connection to an address; opens one, with pauses between tries, until `deadline`.
+    pub(crate) async fn get(&self, address: &str, deadline: Instant) -> Result<Link, PeerError> {
+        let slot = {
+            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+            slots.entry(address.to_owned()).or_default().clone()
+        };
+        let got = timeout_at(deadline, self.get_in(&slot, address, deadline)).await;
+        let got = got.unwrap_or(Err(PeerError::Slow("connecting")));
+        if got.is_err() {
+            self.forget_gone(address, &slot);
+        }
+        got
+    }
+
+    /// A peer that is gone is forgotten, once nobody waits for it.
+    fn forget_gone(&self, address: &str, slot: &Arc<tokio::sync::Mutex<Slot>>) {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        // The map, and the caller.
+        if Arc::strong_count(slot) <= 2 {
+            slots.remove(address);
+        }
+    }
+
+    async fn get_in(
+        &self,
+        slot: &tokio::sync::Mutex<Slot>,
+        address: &str,
+        deadline: Instant,
+    ) -> Result<Link, PeerError> {
+        let mut slot = slot.lock().await;
+        loop {
+            if let Some(link) = &slot.link {
+                if !link.is_closed() {
+                    return Ok(link.clone());
+                }
+                debug!(address, "the connection has ended");
+                slot.link = None;
+            }
+            if let (Some(not_before), Some(last)) = (slot.not_before, &slot.last) {
+                let pausing = Instant::now() < not_before;
+                if pausing && (not_before >= deadline || is_final(last)) {
+                    return Err(last.clone());
+                }
+                sleep_until(not_before).await;
+            }
+            match timeout_at(deadline, Link::open(address, &self.caller)).await {
+                Ok(Ok(link)) => {
+                    *slot = Slot { link: Some(link.clone()), ..Slot::default() };
+                    return Ok(link);
+                }
+                Ok(Err(error)) => {
+                    let pause = FIRST_PAUSE * 2_u32.pow(slot.failures.min(8));
+                    slot.failures += 1;
+                    slot.not_before = Some(Instant::now() + pause.min(LONGEST_PAUSE));
+                    slot.last = Some(error.clone());
+                    warn!(address, %error, tries = slot.failures, "cannot connect");
+                    if is_final(&error) {
+                        return Err(error);
+                    }
+                }
+                Err(_) => return Err(PeerError::Slow("connecting")),
+            }
+        }
+    }
+}
+
+/// Whether trying again at once is of no use.
+fn is_final(error: &PeerError) -> bool {
+    match error {
+        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed => false,
+        _ => true,
+    }
+}

@@ -1,0 +1,263 @@
+//! What agents say to each other.
+//!
+//! A connection opens with a [`Hello`] and a [`Welcome`], whose first four bytes (major and minor
+//! version) have the same meaning in every version to come. After them the side that connected asks,
+//! and the other answers; questions carry a number, so that many can be under way.
+//!
+//! Minor versions add: fields at the end of a hello or welcome, which older readers skip, and
+//! questions, which newer sides do not put to older ones.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Misbehaviour, PeerError};
+use crate::lease::{Answer, Consumer, LeaseKey};
+
+/// A version of the protocol. The major numbers of two sides must be equal; of the minor numbers the
+/// lower one is spoken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Version {
+    /// Changes when sides no longer understand each other.
+    pub major: u16,
+    /// Changes when something is added.
+    pub minor: u16,
+}
+
+impl Version {
+    /// What this release speaks.
+    pub const CURRENT: Self = Self { major: 1, minor: 1 };
+    /// From here on a side can be asked for its status.
+    pub(crate) const STATUS: Self = Self { major: 1, minor: 1 };
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Names one life of an engine. It changes when the engine restarts, and when its ranks publish new
+/// memory: whatever was said about an earlier life is void.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Incarnation(#[serde(with = "hex")] pub u64);
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// What P hands to the router, and the router to D: where a request's blocks are, and under which
+/// lease.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Ticket {
+    /// The engine that holds the blocks.
+    pub engine: String,
+    /// Where it listens: `host:port`.
+    pub address: String,
+    /// Its life that granted the lease.
+    pub incarnation: Incarnation,
+    /// The request.
+    pub request: String,
+    /// Which lease of the request.
+    #[serde(with = "hex")]
+    pub nonce: u64,
+    /// How long the lease lasts without an extension.
+    pub term_ms: u64,
+}
+
+impl Ticket {
+    pub(crate) fn key(&self) -> LeaseKey {
+        LeaseKey { request: self.request.clone(), nonce: self.nonce }
+    }
+
+    pub(crate) fn term(&self) -> Duration {
+        // Whatever a ticket says, neither a storm of heartbeats nor none at all.
+        Duration::from_millis(self.term_ms.clamp(20, 3_600_000))
+    }
+}
+
+/// Numbers as text in JSON, where large ones lose digits.
+mod hex {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(n: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(&format_args!("{n:016x}"))
+        } else {
+            n.serialize(serializer)
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        if deserializer.is_human_readable() {
+            let text = String::deserialize(deserializer)?;
+            u64::from_str_radix(&text, 16).map_err(serde::de::Error::custom)
+        } else {
+            u64::deserialize(deserializer)
+        }
+    }
+}
+
+/// The first message of the side that connected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    /// Who it is, for the other side's logs.
+    pub(crate) who: String,
+}
+
+/// The answer to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Welcome {
+    /// The engine's name.
+    pub(crate) engine: String,
+    /// Its present life.
+    pub(crate) incarnation: Incarnation,
+    /// How long its leases last.
+    pub(crate) term_ms: u64,
+}
+
+/// What one rank of an engine makes known: the facts of its cache, and how to reach them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    /// The rank.
+    pub rank: u32,
+    /// Its manifest, encoded.
+    pub manifest: Vec<u8>,
+    /// The transport that reaches its memory.
+    pub transport: String,
+    /// That transport's description, which opens the door to the memory.
+    pub description: Vec<u8>,
+}
+
+impl Card {
+    /// As bytes, to carry from a worker to its scheduler.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// From bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, PeerError> {
+        decode(bytes)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Question {
+    /// Does this rank fit, and which of your ranks must it read?
+    Fit { manifest: Vec<u8>, transport: String },
+    /// These requests are still wanted.
+    Extend { incarnation: Incarnation, keys: Vec<LeaseKey> },
+    /// This rank has read what it needs: was the lease held until now?
+    Confirm { incarnation: Incarnation, key: LeaseKey, consumer: Consumer },
+    /// These requests are not wanted any more.
+    Abandon { incarnation: Incarnation, keys: Vec<LeaseKey> },
+    /// Are you there?
+    Ping,
+    /// What are you doing? (since 1.1)
+    Status,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Reply {
+    /// The ranks to read.
+    Cards { incarnation: Incarnation, cards: Vec<Card> },
+    /// The two sides do not fit.
+    Refused(String),
+    /// The ranks have not said yet what they hold.
+    NotReady,
+    /// For each of the leases.
+    Leases(Vec<Answer>),
+    /// For the one lease.
+    Lease(Answer),
+    /// Nothing more to say.
+    Done,
+    /// As JSON.
+    Status(String),
+}
+
+pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+    // Plain data: neither maps of unknown length nor anything else that postcard cannot encode.
+    postcard::to_allocvec(value).unwrap_or_default()
+}
+
+/// Decodes a whole message.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, PeerError> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        _ => Err(PeerError::Misbehaved(Misbehaviour::Garbage)),
+    }
+}
+
+/// A hello or welcome, with the version before it.
+pub(crate) fn encode_opening<T: Serialize>(version: Version, value: &T) -> Vec<u8> {
+    let mut bytes = version.major.to_le_bytes().to_vec();
+    bytes.extend(version.minor.to_le_bytes());
+    bytes.extend(encode(value));
+    bytes
+}
+
+/// Reads a hello or welcome of this major version or says which other it is; skips what a newer
+/// minor version has added.
+pub(crate) fn decode_opening<T: DeserializeOwned>(
+    ours: Version,
+    bytes: &[u8],
+) -> Result<(Version, T), PeerError> {
+    let garbage = PeerError::Misbehaved(Misbehaviour::Garbage);
+    let [a, b, c, d, rest @ ..] = bytes else { return Err(garbage) };
+    let theirs =
+        Version { major: u16::from_le_bytes([*a, *b]), minor: u16::from_le_bytes([*c, *d]) };
+    if theirs.major != ours.major {
+        return Err(PeerError::Version { theirs, ours });
+    }
+    let (value, _) = postcard::take_from_bytes(rest).map_err(|_| garbage)?;
+    Ok((theirs, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newer_minor_version_may_add_to_a_hello() {
+        let ours = Version { major: 1, minor: 0 };
+        let newer = Version { major: 1, minor: 7 };
+        let mut bytes = encode_opening(newer, &Hello { who: "d".to_owned() });
+        bytes.extend(b"something new");
+        let (version, hello): (_, Hello) = decode_opening(ours, &bytes).unwrap();
+        assert_eq!((version, hello.who.as_str()), (newer, "d"));
+    }
+
+    #[test]
+    fn another_major_version_is_named_even_if_nothing_else_can_be_read() {
+        let ours = Version::CURRENT;
+        let answer: Result<(Version, Hello), _> = decode_opening(ours, &[9, 0, 4, 0, 0xff, 0xff]);
+        let theirs = Version { major: 9, minor: 4 };
+        assert_eq!(answer.unwrap_err(), PeerError::Version { theirs, ours });
+    }
+
+    #[test]
+    fn what_does_not_decode_is_an_error() {
+        let garbage = PeerError::Misbehaved(Misbehaviour::Garbage);
+        let mut bytes = encode(&Question::Ping);
+        assert_eq!(decode::<Question>(&bytes), Ok(Question::Ping));
+        bytes.push(0);
+        assert_eq!(decode::<Question>(&bytes), Err(garbage.clone()));
+        assert_eq!(decode::<Question>(&[200]), Err(garbage.clone()));
+        assert_eq!(decode::<Question>(&[]), Err(garbage.clone()));
+        // A length that is not there must not be allocated for.
+        assert_eq!(decode::<Question>(&[0, 0xff, 0xff, 0xff, 0xff, 0x0f]), Err(garbage));
+    }
+
+    #[test]
+    fn an_incarnation_survives_json() {
+        let incarnation = Incarnation(u64::MAX - 1);
+        let json = serde_json::to_string(&incarnation).unwrap();
+        assert_eq!(json, "\"fffffffffffffffe\"");
+        assert_eq!(serde_json::from_str::<Incarnation>(&json).unwrap(), incarnation);
+    }
+}

@@ -1,0 +1,466 @@
+//! The worst day, step by step. The transport and the network do what each test says, so that every
+//! danger is shown before it is shown to be averted.
+
+mod common;
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use common::*;
+use kvferry_agent::{Ended, Failure, Loss, Notice, Outcome};
+use kvferry_transport::Error;
+
+/// Decode aborts, its blocks are used for another request, and a late write corrupts that.
+#[test]
+fn pain_2_a_late_write_does_not_reach_another_request() {
+    for obedient in [false, true] {
+        let (p, d) = held_pair(1);
+        let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+        p.prefill(1, &source, 4);
+        let ticket = p.scheduler.grant("first").unwrap();
+        d.start_load("first", &ticket, &source, &destination, 4, LONG);
+        let read = d.ranks[0].held.as_ref().unwrap().next();
+        d.ranks[0].worker.abort("first");
+        let ending = d.ranks[0].wait_end("first");
+        assert_eq!(ending.outcome, Outcome::Aborted);
+        assert!(ending.quarantined);
+        assert!(read.cancelled.load(Ordering::SeqCst));
+        let reuse = || d.prefill(2, &destination, 4);
+
+        if !obedient {
+            // The danger: the blocks go to another request at once, and the cancelled read lands.
+            reuse();
+            read.land(0, read.copies.len());
+            assert_ne!(d.ranks[0].wrong(2, &destination, 4), 0);
+            read.settle(Error::Cancelled);
+            continue;
+        }
+        read.land(0, read.copies.len());
+        assert_eq!(d.ranks[0].worker.notices(), [], "not while bytes may land");
+        let metrics = d.ranks[0].worker.metrics();
+        assert!(metrics.contains("kvferry_loads_quarantined{engine=\"d\",rank=\"0\"} 1"));
+        read.settle(Error::Cancelled);
+        let notices = d.ranks[0].worker.wait(Instant::now() + LONG);
+        assert_eq!(notices, [Notice::Settled { request: "first".to_owned() }]);
+        reuse();
+        assert_eq!(d.ranks[0].wrong(2, &destination, 4), 0);
+        assert_eq!(p.wait_released().why, Ended::Abandoned);
+    }
+}
+
+/// Prefill never reports: decode's blocks come back all the same, whatever P was doing when it fell
+/// silent.
+#[test]
+fn pain_14_decode_blocks_come_back_when_prefill_falls_silent() {
+    for silent_from in ["handshake", "confirmation"] {
+        let (p, d) = held_pair(1);
+        let wire = Wire::to(p.scheduler.address());
+        let mut ticket = p.scheduler.grant("r").unwrap();
+        ticket.address = wire.address.clone();
+        let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+        p.prefill(1, &source, 4);
+        if silent_from == "handshake" {
+            wire.stop();
+        }
+        d.start_load("r", &ticket, &source, &destination, 4, Duration::from_millis(700));
+        if silent_from == "confirmation" {
+            let read = d.ranks[0].held.as_ref().unwrap().next();
+            wire.stop();
+            read.land(0, read.copies.len());
+            read.finish();
+        }
+        let ending = d.ranks[0].wait_end("r");
+        match &ending.outcome {
+            Outcome::Failed(Failure::Deadline { phase }) => match silent_from {
+                "handshake" => assert_eq!(phase, "shaking hands"),
+                _ => {
+                    assert_eq!(phase, "confirming");
+                    // The danger: every byte is right, and nobody can know it.
+                    assert_eq!(d.ranks[0].wrong(1, &destination, 4), 0);
+                }
+            },
+            Outcome::Failed(Failure::PeerGone(_)) if silent_from == "handshake" => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(!ending.quarantined);
+        assert_eq!(d.ranks[0].worker.loads(), []);
+    }
+}
+
+/// Prefill's blocks are stranded after an abort: told, it has them back at once; not told, within the
+/// lease.
+#[test]
+fn pain_15_prefill_blocks_come_back_after_an_abort() {
+    for told in [true, false] {
+        let term = if told { LONG * 10 } else { Duration::from_millis(300) };
+        let p = Recipe::new("p", 1).by(By::Held).term(term).start();
+        let d = Recipe::new("d", 1).by(By::Held).start();
+        let wire = Wire::to(p.scheduler.address());
+        let mut ticket = p.scheduler.grant("r").unwrap();
+        ticket.address = wire.address.clone();
+        let blocks = blocks_for(4, 3);
+        d.scheduler.hold(&ticket, LONG);
+        d.start_load("r", &ticket, &blocks, &blocks, 4, LONG);
+        let read = d.ranks[0].held.as_ref().unwrap().next();
+        if !told {
+            wire.stop();
+        }
+        d.ranks[0].worker.abort("r");
+        d.scheduler.abandon(&ticket);
+        let why = p.wait_released().why;
+        assert_eq!(why, if told { Ended::Abandoned } else { Ended::Expired });
+        read.settle(Error::Cancelled);
+    }
+}
+
+/// One of several source ranks fails: the request fails at once instead of waiting for a count that
+/// is never reached, and nothing that the other brought is used.
+#[test]
+fn pain_16_half_a_transfer_fails_as_a_whole() {
+    let (p, d) = held_pair(2);
+    let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+    p.prefill(1, &source, 4);
+    let ticket = p.scheduler.grant("r").unwrap();
+    d.start_load("r", &ticket, &source, &destination, 4, LONG);
+    let held = d.ranks[0].held.as_ref().unwrap();
+    let (first, second) = (held.next(), held.next());
+    first.land(0, first.copies.len());
+    first.finish();
+    second.settle(Error::PeerLost("killed".to_owned()));
+    let ending = d.ranks[0].wait_end("r");
+    assert!(matches!(ending.outcome, Outcome::Failed(Failure::PeerGone(_))), "{ending:?}");
+    assert_eq!(p.wait_released().why, Ended::Abandoned, "the other ranks' part is not awaited");
+}
+
+/// Some of D's ranks confirm, again and again; one is still reading: P keeps the blocks.
+#[test]
+fn pain_16_ranks_are_counted_by_name() {
+    let p = Recipe::new("p", 1).by(By::Held).start();
+    let d = Recipe::new("d", 4).by(By::Held).start();
+    let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+    p.prefill(1, &source, 4);
+    let ticket = p.scheduler.grant("r").unwrap();
+    d.start_load("r", &ticket, &source, &destination, 4, LONG);
+    for rank in &d.ranks[..3] {
+        let read = rank.held.as_ref().unwrap().next();
+        read.land(0, read.copies.len());
+        read.finish();
+        assert_eq!(rank.wait_end("r").outcome, Outcome::Done);
+    }
+    let load = kvferry_agent::Load {
+        request: "r".to_owned(),
+        ticket: ticket.clone(),
+        tokens: 4,
+        cached: vec![0],
+        source: table(&source),
+        destination: table(&destination),
+        patience: LONG,
+        rest: false,
+    };
+    // The first rank reads and confirms once more: four confirmations, but three ranks.
+    d.ranks[0].worker.load(load).unwrap();
+    let again = d.ranks[0].held.as_ref().unwrap().next();
+    again.land(0, again.copies.len());
+    again.finish();
+    assert_eq!(d.ranks[0].wait_end("r").outcome, Outcome::Done);
+    assert_eq!(p.scheduler.released(), []);
+    assert_eq!(p.scheduler.status().leases[0].confirmed, 3);
+    let last = d.ranks[3].held.as_ref().unwrap().next();
+    last.land(0, last.copies.len());
+    last.finish();
+    assert_eq!(d.ranks[3].wait_end("r").outcome, Outcome::Done);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
+/// A peer restarts under the same name and address, with other memory: its old memory is never read
+/// again, requests of its old life fail, and those of its new life work.
+#[test]
+fn pain_17_a_restarted_peer_is_noticed() {
+    for by in [By::Tcp, By::Local] {
+        let (p, d) = (Recipe::new("p", 2).by(by).start(), Recipe::new("d", 1).by(by).start());
+        let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+        p.prefill(1, &source, 8);
+        let ticket = p.scheduler.grant("r1").unwrap();
+        d.start_load("r1", &ticket, &source, &destination, 8, LONG);
+        assert_eq!(d.wait_ends("r1"), [Outcome::Done]);
+        let old = p.scheduler.grant("old").unwrap();
+        let address: std::net::SocketAddr = p.scheduler.address().parse().unwrap();
+        // Its memory stays mapped in this process: the danger is that it could still be read.
+        drop(p);
+
+        let mut again = Recipe::new("p", 2).by(by);
+        again.scheduler.bind = address;
+        let p = again.start();
+        p.prefill(2, &source, 8);
+        let new = p.scheduler.grant("new").unwrap();
+        assert_eq!(new.address, old.address);
+        d.ranks[0].memory.fill(UNTOUCHED);
+        d.start_load("old", &old, &source, &destination, 8, LONG);
+        let outcome = d.wait_ends("old").remove(0);
+        assert!(
+            matches!(
+                outcome,
+                Outcome::Failed(Failure::Restarted | Failure::PeerGone(_))
+                    | Outcome::Expired(Loss::Restarted)
+            ),
+            "{outcome:?}"
+        );
+        for name in ["new", "newer"] {
+            let ticket = match name {
+                "new" => new.clone(),
+                _ => p.scheduler.grant(name).unwrap(),
+            };
+            d.start_load(name, &ticket, &source, &destination, 8, LONG);
+            assert_eq!(d.wait_ends(name), [Outcome::Done]);
+            assert_eq!(d.ranks[0].wrong(2, &destination, 8), 0);
+        }
+        d.start_load("old again", &old, &source, &destination, 8, LONG);
+        assert_eq!(d.wait_ends("old again"), [Outcome::Failed(Failure::Restarted)]);
+    }
+}
+
+/// The ranks of a running engine come back with other memory: a new life, though the scheduler lived
+/// on. Leases of the life before end, and its addresses are not read.
+#[test]
+fn pain_17_ranks_that_lost_their_memory_begin_a_new_life() {
+    let (mut p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 1).start());
+    let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+    p.prefill(1, &source, 8);
+    let first = p.scheduler.grant("first").unwrap();
+    d.start_load("first", &first, &source, &destination, 8, LONG);
+    assert_eq!(d.wait_ends("first"), [Outcome::Done]);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+    let old = p.scheduler.grant("old").unwrap();
+
+    let mut fresh = Recipe::new("p", 2).start();
+    std::mem::swap(&mut p.ranks, &mut fresh.ranks);
+    drop(fresh);
+    p.publish();
+    assert_eq!(p.wait_released().why, Ended::Revoked);
+    p.publish();
+    p.prefill(2, &source, 8);
+    let new = p.scheduler.grant("new").unwrap();
+    assert_ne!(new.incarnation, old.incarnation);
+    d.start_load("new", &new, &source, &destination, 8, LONG);
+    assert_eq!(d.wait_ends("new"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(2, &destination, 8), 0);
+    d.start_load("old", &old, &source, &destination, 8, LONG);
+    assert_eq!(d.wait_ends("old"), [Outcome::Failed(Failure::Restarted)]);
+}
+
+/// The lease expires in mid-read, and P uses the blocks for something else: all bytes arrive, some of
+/// them of another request, and none is used.
+#[test]
+fn pain_18_a_lease_that_expires_in_mid_read_fences_the_bytes() {
+    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_millis(100)).start();
+    let d = Recipe::new("d", 1).by(By::Held).start();
+    let (source, destination) = ([3, 5, 7], [9, 11, 13]);
+    p.prefill(1, &source, 12);
+    let ticket = p.scheduler.grant("r").unwrap();
+    d.start_load("r", &ticket, &source, &destination, 12, LONG);
+    let read = d.ranks[0].held.as_ref().unwrap().next();
+    assert!(read.copies.len() > 1);
+    read.land(0, 1);
+    assert_eq!(p.wait_released().why, Ended::Expired);
+    p.prefill(2, &source, 12);
+    read.land(1, read.copies.len());
+    read.finish();
+    // The danger: by its own account the transport has delivered every byte.
+    assert_ne!(d.ranks[0].wrong(1, &destination, 12), 0);
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!(ending.outcome, Outcome::Expired(Loss::Ended(Ended::Expired)));
+    assert!(!ending.quarantined);
+}
+
+/// The answer to a confirmation is lost with its connection: asked again, P remembers.
+#[test]
+fn a_lost_answer_is_asked_for_again() {
+    let (p, d) = held_pair(1);
+    let wire = Wire::to(p.scheduler.address());
+    let mut ticket = p.scheduler.grant("r").unwrap();
+    ticket.address = wire.address.clone();
+    let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
+    p.prefill(1, &source, 4);
+    d.start_load("r", &ticket, &source, &destination, 4, LONG);
+    let read = d.ranks[0].held.as_ref().unwrap().next();
+    // Nothing passes; the question waits in the wire and is lost there.
+    wire.stop();
+    read.land(0, read.copies.len());
+    read.finish();
+    eventually("it asks", || d.ranks[0].worker.loads() == [("r".to_owned(), "confirming")]);
+    wire.cut();
+    wire.go();
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!(ending.outcome, Outcome::Done);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
+/// The connection breaks at every moment; each time the request ends well or is reported.
+#[test]
+fn a_wire_that_breaks_all_the_time() {
+    let (p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 2).start());
+    let wire = Wire::to(p.scheduler.address());
+    let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+    p.prefill(1, &source, 8);
+    for i in 0..60 {
+        let name = format!("r{i}");
+        let mut ticket = p.scheduler.grant(&name).unwrap();
+        ticket.address = wire.address.clone();
+        d.start_load(&name, &ticket, &source, &destination, 8, LONG);
+        std::thread::sleep(Duration::from_micros(i * 50));
+        wire.cut();
+        for outcome in d.wait_ends(&name) {
+            assert_eq!(outcome, Outcome::Done, "broken connections are opened again");
+        }
+        assert_eq!(p.wait_released().why, Ended::Confirmed);
+    }
+}
+
+/// A request is aborted in every phase.
+#[test]
+fn an_abort_in_every_phase() {
+    for phase in ["waiting", "shaking hands", "reading", "confirming"] {
+        let p = Recipe::new("p", 1).by(By::Held).start();
+        let mut d = Recipe::new("d", 1).by(By::Held);
+        d.worker.concurrent = 1;
+        let d = d.start();
+        let wire = Wire::to(p.scheduler.address());
+        let blocks = blocks_for(4, 3);
+        let load = |name: &str| {
+            let mut ticket = p.scheduler.grant(name).unwrap();
+            ticket.address = wire.address.clone();
+            d.start_load(name, &ticket, &blocks, &blocks, 4, LONG);
+        };
+        let held = d.ranks[0].held.as_ref().unwrap();
+        let mut read = None;
+        match phase {
+            "waiting" => {
+                load("before");
+                read = Some(held.next());
+            }
+            "shaking hands" => wire.stop(),
+            _ => {}
+        }
+        load("r");
+        match phase {
+            "reading" => read = Some(held.next()),
+            "confirming" => {
+                let read = held.next();
+                wire.stop();
+                read.finish();
+            }
+            _ => {}
+        }
+        eventually(phase, || {
+            d.ranks[0].worker.loads().iter().any(|(name, at)| name == "r" && *at == phase)
+        });
+        d.ranks[0].worker.abort("r");
+        let ending = d.ranks[0].wait_end("r");
+        assert_eq!(ending.outcome, Outcome::Aborted, "{phase}");
+        assert_eq!(ending.quarantined, phase == "reading");
+        if let Some(read) = read {
+            read.settle(Error::Cancelled);
+        }
+    }
+}
+
+/// The engine that holds the blocks takes them back: the reader hears of it.
+#[test]
+fn an_abort_from_the_other_side() {
+    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_millis(200)).start();
+    let d = Recipe::new("d", 1).by(By::Held).start();
+    let blocks = blocks_for(4, 3);
+    let reading = p.scheduler.grant("reading").unwrap();
+    let waiting = p.scheduler.grant("waiting").unwrap();
+    d.scheduler.hold(&waiting, LONG);
+    d.scheduler.hold(&reading, LONG);
+    d.start_load("reading", &reading, &blocks, &blocks, 4, LONG);
+    let read = d.ranks[0].held.as_ref().unwrap().next();
+    assert!(p.scheduler.revoke("reading"));
+    assert!(p.scheduler.revoke("waiting"));
+    read.finish();
+    let outcome = d.wait_ends("reading").remove(0);
+    assert_eq!(outcome, Outcome::Expired(Loss::Ended(Ended::Revoked)));
+    let lost = std::sync::Mutex::new(vec![]);
+    eventually("both are lost", || {
+        let mut lost = lost.lock().unwrap();
+        lost.extend(d.scheduler.lost());
+        lost.len() == 2
+    });
+}
+
+/// A peer that was never there: the request fails within the handshake's time, and is forgotten.
+#[test]
+fn a_peer_that_is_gone_is_reported_in_time() {
+    let p = Recipe::new("p", 1).start();
+    let ticket = p.scheduler.grant("r").unwrap();
+    drop(p);
+    let mut d = Recipe::new("d", 1);
+    d.worker.handshake = Duration::from_millis(300);
+    let d = d.start();
+    d.start_load("r", &ticket, &[1], &[1], 4, LONG);
+    let outcome = d.wait_ends("r").remove(0);
+    assert!(matches!(outcome, Outcome::Failed(Failure::PeerGone(_))), "{outcome:?}");
+}
+
+/// Bounded work, after which everything is where it was: descriptors, threads, memory.
+#[test]
+fn a_soak_leaves_nothing_behind() {
+    if std::env::var_os("KVFERRY_SOAK_CHILD").is_none() {
+        // In a process of its own: other tests' descriptors are not counted.
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["a_soak_leaves_nothing_behind", "--exact", "--nocapture"])
+            .env("KVFERRY_SOAK_CHILD", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let count = |what: &str| std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count();
+    let resident = || {
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    };
+    let (p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 2).start());
+    let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+    p.prefill(1, &source, 8);
+    let round = |from: u64, to: u64| {
+        for i in from..to {
+            let name = format!("r{i}");
+            let ticket = p.scheduler.grant(&name).unwrap();
+            d.scheduler.hold(&ticket, LONG);
+            d.start_load(&name, &ticket, &source, &destination, 8, LONG);
+            if i % 7 == 0 {
+                d.ranks[0].worker.abort(&name);
+            }
+            for rank in &d.ranks {
+                let mut waits = 1;
+                while waits > 0 {
+                    for notice in rank.worker.wait(Instant::now() + LONG) {
+                        match notice {
+                            Notice::Ended(ending) => waits -= i32::from(!ending.quarantined),
+                            Notice::Settled { .. } => waits -= 1,
+                        }
+                    }
+                }
+            }
+            d.scheduler.settle(&name);
+            p.scheduler.released();
+        }
+    };
+    round(0, 300);
+    let before = (count("fd"), count("task"), resident());
+    round(300, 3000);
+    eventually("all leases have ended", || p.scheduler.status().leases.is_empty());
+    let after = (count("fd"), count("task"), resident());
+    println!("descriptors, threads, bytes: {before:?}, then {after:?}");
+    assert_eq!(after.0, before.0, "descriptors");
+    assert!(after.1 <= before.1 + 4, "threads: {} and {}", before.1, after.1);
+    assert!(after.2 < before.2 + (16 << 20), "memory: {} and {}", before.2, after.2);
+    drop((p, d));
+    eventually("all threads have ended", || count("task") <= 2);
+    eventually("all descriptors are closed", || count("fd") <= before.0 / 2);
+}
+
+fn held_pair(tp: u64) -> (Engine, Engine) {
+    (Recipe::new("p", tp).by(By::Held).start(), Recipe::new("d", 1).by(By::Held).start())
+}

@@ -1,0 +1,302 @@
+//! Who is let in, and what the others learn: nothing.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::Duration;
+
+use common::*;
+use kvferry_agent::{
+    Ended, Error, Failure, Key, Outcome, PeerError, Scheduler, SchedulerOptions, Tls, TlsFiles,
+    Trust, ask_status,
+};
+
+fn key(secret: &str) -> Trust {
+    Trust::Key(Key::new(secret.as_bytes()).unwrap())
+}
+
+const SECRET: &str = "the secret of these tests";
+
+fn counter(engine: &Engine, name: &str) -> u64 {
+    let metrics = engine.scheduler.metrics();
+    let line = metrics.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap();
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+fn hand_over(p: &Engine, d: &Engine, name: &str, address: &str) -> Vec<Outcome> {
+    let (source, destination) = (blocks_for(9, 3), blocks_for(9, 9));
+    p.prefill(1, &source, 9);
+    let mut ticket = p.scheduler.grant(name).unwrap();
+    ticket.address = address.to_owned();
+    d.start_load(name, &ticket, &source, &destination, 9, LONG);
+    let outcomes = d.wait_ends(name);
+    if outcomes.iter().all(|outcome| *outcome == Outcome::Done) {
+        assert!(d.ranks.iter().all(|rank| rank.wrong(1, &destination, 9) == 0));
+    }
+    outcomes
+}
+
+#[test]
+fn both_sides_hold_the_key() {
+    let p = Recipe::new("p", 2).trust(key(SECRET)).start();
+    let d = Recipe::new("d", 1).trust(key(SECRET)).start();
+    let wire = Wire::to(p.scheduler.address());
+    assert_eq!(hand_over(&p, &d, "r", &wire.address), [Outcome::Done]);
+    let said = wire.heard().concat();
+    assert!(said.len() > 200);
+    let seen = |word: &[u8]| said.windows(word.len()).any(|window| window == word);
+    assert!(!seen(b"layers") && !seen(b"tiny"), "the model's name is not in the clear");
+}
+
+/// The same, the other way round: without a key the words are there to be seen.
+#[test]
+fn without_a_key_everything_can_be_read() {
+    let (p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 1).start());
+    let wire = Wire::to(p.scheduler.address());
+    assert_eq!(hand_over(&p, &d, "r", &wire.address), [Outcome::Done]);
+    let said = wire.heard().concat();
+    assert!(said.windows(6).any(|window| window == b"layers"));
+}
+
+#[test]
+fn another_key_or_none_is_refused_on_both_sides() {
+    for (ours, theirs) in [
+        (key(SECRET), key("another secret of these tests")),
+        (key(SECRET), Trust::Loopback),
+        (Trust::Loopback, key(SECRET)),
+    ] {
+        let p = Recipe::new("p", 1).trust(theirs.clone()).start();
+        let mut d = Recipe::new("d", 1).trust(ours.clone());
+        d.worker.handshake = Duration::from_secs(2);
+        let d = d.start();
+        let address = p.scheduler.address().to_owned();
+        let outcome = &hand_over(&p, &d, "r", &address)[0];
+        match outcome {
+            Outcome::Failed(Failure::Refused(reason)) => {
+                assert!(reason.contains("key"), "{reason}");
+            }
+            // It has no key to tell the difference by: the other side hangs up.
+            Outcome::Failed(Failure::PeerGone(_)) if matches!(ours, Trust::Loopback) => {}
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(d.ranks[0].touched(), 0);
+        assert!(counter(&p, "kvferry_connections_turned_away_total") > 0);
+        assert_eq!(counter(&p, "kvferry_connections_total"), 0);
+    }
+}
+
+#[test]
+fn a_stranger_is_told_nothing() {
+    let p = Recipe::new("p", 1).trust(key(SECRET)).start();
+    let openings: [&[u8]; 5] = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"kvferry\x01\x00\x04\x00\x00\x00\x01\x00\x01\x00",
+        b"kvferry\x01\x01\x30\x00012345678901234567890123456789012345678901234567",
+        b"kvferry\x01\x01\xff\xff",
+        b"kvferry\x01\x02\x16\x03\x01",
+    ];
+    for opening in openings {
+        let mut stream = TcpStream::connect(p.scheduler.address()).unwrap();
+        stream.write_all(opening).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = vec![];
+        // The other side may hang up before it has read everything.
+        _ = stream.read_to_end(&mut answer);
+        assert_eq!(answer, b"", "{opening:?}");
+    }
+    eventually("all were turned away", || {
+        counter(&p, "kvferry_connections_turned_away_total") == openings.len() as u64
+    });
+    let status = ask_status(p.scheduler.address(), &Trust::Loopback, Duration::from_secs(5));
+    assert!(status.is_err());
+    assert!(ask_status(p.scheduler.address(), &key(SECRET), LONG).is_ok());
+}
+
+/// What was recorded from a connection opens no other, and does nothing there.
+#[test]
+fn a_replay_does_nothing() {
+    let p = Recipe::new("p", 1).trust(key(SECRET)).start();
+    let d = Recipe::new("d", 1).trust(key(SECRET)).start();
+    let wire = Wire::to(p.scheduler.address());
+    let mut ticket = p.scheduler.grant("r").unwrap();
+    ticket.address = wire.address.clone();
+    d.scheduler.abandon(&ticket);
+    assert_eq!(p.wait_released().why, Ended::Abandoned);
+    let recorded = wire.heard().concat();
+
+    let before = counter(&p, "kvferry_connections_total");
+    let mut stream = TcpStream::connect(p.scheduler.address()).unwrap();
+    stream.write_all(&recorded).unwrap();
+    let mut answer = vec![];
+    _ = stream.read_to_end(&mut answer);
+    // Two bytes of length, an ephemeral key and a tag: new for every connection, and all there is.
+    assert_eq!(answer.len(), 2 + 32 + 16);
+    eventually("turned away", || counter(&p, "kvferry_connections_turned_away_total") == 1);
+    assert_eq!(counter(&p, "kvferry_connections_total"), before);
+}
+
+/// A message that is altered on its way ends the connection; the request asks again on another.
+#[test]
+fn an_altered_message_is_not_believed() {
+    let p = Recipe::new("p", 1).trust(key(SECRET)).start();
+    let d = Recipe::new("d", 1).trust(key(SECRET)).start();
+    let wire = Wire::to(p.scheduler.address());
+    // Past the opening: inside the question whether the two fit.
+    wire.flip_after(300);
+    assert_eq!(hand_over(&p, &d, "r", &wire.address), [Outcome::Done]);
+    assert_eq!(counter(&p, "kvferry_connections_misbehaved_total"), 1);
+    assert!(wire.heard().len() >= 2);
+}
+
+/// Garbage from a peer that is let in ends its own connection and nothing else.
+#[test]
+fn garbage_ends_only_its_own_connection() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let address = p.scheduler.address().to_owned();
+    assert_eq!(hand_over(&p, &d, "r1", &address), [Outcome::Done]);
+    let hello = b"kvferry\x01\x00\x06\x00\x00\x00\x01\x00\x01\x00\x01x";
+    for garbage in
+        [&b"\x04\x00\x00\x00\xff\xff\xff\xff"[..], b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"]
+    {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        stream.write_all(hello).unwrap();
+        stream.write_all(garbage).unwrap();
+        let mut answer = vec![];
+        _ = stream.read_to_end(&mut answer);
+        assert!(!answer.is_empty(), "it was welcome until then");
+    }
+    assert_eq!(counter(&p, "kvferry_connections_misbehaved_total"), 3);
+    let handshakes = "kvferry_handshakes_total{engine=\"d\",rank=\"0\"} 1";
+    assert_eq!(hand_over(&p, &d, "r2", &address), [Outcome::Done]);
+    assert!(d.ranks[0].worker.metrics().contains(handshakes), "the other peer noticed nothing");
+}
+
+/// Connections that say nothing, one byte at a time, or come by the hundreds keep nobody out.
+#[test]
+fn a_slow_loris_keeps_nobody_out() {
+    let mut p = Recipe::new("p", 1).trust(key(SECRET));
+    p.scheduler.limits.strangers = 8;
+    p.scheduler.limits.opening = Duration::from_secs(600);
+    let p = p.start();
+    let lazy: Vec<TcpStream> = (0..200)
+        .map(|_| {
+            let mut stream = TcpStream::connect(p.scheduler.address()).unwrap();
+            stream.write_all(b"kvf").unwrap();
+            stream
+        })
+        .collect();
+    let d = Recipe::new("d", 1).trust(key(SECRET)).start();
+    let address = p.scheduler.address().to_owned();
+    assert_eq!(hand_over(&p, &d, "r", &address), [Outcome::Done]);
+    assert!(counter(&p, "kvferry_connections_turned_away_total") >= 190);
+    drop(lazy);
+}
+
+#[test]
+fn a_connection_must_prove_itself_in_time() {
+    let mut p = Recipe::new("p", 1).trust(key(SECRET));
+    p.scheduler.limits.opening = Duration::from_millis(50);
+    let p = p.start();
+    let mut stream = TcpStream::connect(p.scheduler.address()).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "hung up");
+}
+
+#[test]
+fn there_is_room_for_so_many() {
+    let mut p = Recipe::new("p", 1);
+    p.scheduler.limits.connections = 1;
+    let p = p.start();
+    let hello = b"kvferry\x01\x00\x06\x00\x00\x00\x01\x00\x01\x00\x01x";
+    let mut first = TcpStream::connect(p.scheduler.address()).unwrap();
+    first.write_all(hello).unwrap();
+    let mut welcome = [0; 8];
+    first.read_exact(&mut welcome).unwrap();
+    eventually("the first is in", || p.scheduler.status().peers.len() == 1);
+    let refused = ask_status(p.scheduler.address(), &Trust::Loopback, LONG).unwrap_err();
+    assert!(matches!(refused, PeerError::Closed | PeerError::Io { .. }), "{refused:?}");
+    drop(first);
+    eventually("the first has left", || p.scheduler.status().peers.is_empty());
+    ask_status(p.scheduler.address(), &Trust::Loopback, LONG).unwrap();
+}
+
+/// A manifest that is sound in itself, but claims memory that its rank has not registered.
+#[test]
+fn a_manifest_that_lies_about_its_bounds_is_found_out_by_the_transport() {
+    for by in [By::Tcp, By::Local] {
+        let mut liar = Recipe::new("p", 1).by(by);
+        liar.lie = 64 * TOKENS_PER_BLOCK * HEADS * DIM;
+        let (p, d) = (liar.start(), Recipe::new("d", 1).by(by).start());
+        let ticket = p.scheduler.grant("lie").unwrap();
+        d.start_load("lie", &ticket, &[BLOCKS + 3], &[1], 4, LONG);
+        match &d.wait_ends("lie")[0] {
+            Outcome::Failed(Failure::Transport(reason)) => {
+                assert!(reason.contains("outside the registered regions"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(d.ranks[0].touched(), 0);
+        let address = p.scheduler.address().to_owned();
+        assert_eq!(hand_over(&p, &d, "truth", &address), [Outcome::Done]);
+    }
+}
+
+#[test]
+fn an_address_that_others_can_reach_needs_a_key() {
+    let mut options = SchedulerOptions::new("p");
+    options.bind = ([0, 0, 0, 0], 0).into();
+    match Scheduler::start(options) {
+        Err(Error::NeedsKey(_)) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn certificates_instead_of_a_key() {
+    let directory = std::env::temp_dir().join(format!("kvferry-tls-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let ours = certificates(&directory, "ours");
+    let theirs = certificates(&directory, "theirs");
+    let tls = |files: &TlsFiles| Trust::Tls(Tls::from_files(files).unwrap());
+    let p = Recipe::new("p", 2).trust(tls(&ours)).start();
+    let d = Recipe::new("d", 1).trust(tls(&ours)).start();
+    let address = p.scheduler.address().to_owned();
+    assert_eq!(hand_over(&p, &d, "r1", &address), [Outcome::Done]);
+
+    // A certificate of another authority, and the right authority to check P by.
+    let mixed = TlsFiles { authority: ours.authority.clone(), ..theirs.clone() };
+    for stranger in [tls(&theirs), tls(&mixed), key(SECRET), Trust::Loopback] {
+        let mut d = Recipe::new("d", 1).trust(stranger);
+        d.worker.handshake = Duration::from_secs(2);
+        let d = d.start();
+        assert!(matches!(hand_over(&p, &d, "r2", &address)[0], Outcome::Failed(_)));
+        assert_eq!(d.ranks[0].touched(), 0);
+        p.scheduler.revoke("r2");
+    }
+    assert!(Tls::from_files(&TlsFiles { certificate: "no such file".into(), ..ours }).is_err());
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+fn certificates(directory: &Path, name: &str) -> TlsFiles {
+    use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+    let authority_key = KeyPair::generate().unwrap();
+    let mut authority = CertificateParams::new(vec![]).unwrap();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority_pem = authority.self_signed(&authority_key).unwrap().pem();
+    let issuer = Issuer::new(authority, authority_key);
+    let key = KeyPair::generate().unwrap();
+    let leaf = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let leaf = leaf.signed_by(&key, &issuer).unwrap();
+    let write = |what: &str, text: String| {
+        let path = directory.join(format!("{name}-{what}.pem"));
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    TlsFiles {
+        certificate: write("certificate", leaf.pem()),
+        private_key: write("key", key.serialize_pem()),
+        authority: write("authority", authority_pem),
+    }
+}
