@@ -4,10 +4,18 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-step() { printf '\n== %s\n' "$*"; "$@"; }
+step() {
+  local began=$SECONDS
+  printf '\n== %s\n' "$*"
+  "$@"
+  printf '== %s: %d s\n' "$*" $((SECONDS - began))
+}
 
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets --locked -- -D warnings
 step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 step python3 tools/check-dependencies.py
 step cargo test --workspace --locked
+step tools/test-explain.sh
+step tools/test-vllm-rules.sh
+step tools/test-python.sh

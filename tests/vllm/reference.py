@@ -40,6 +40,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     AttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
@@ -86,9 +87,14 @@ class Refused(Exception):
     """vLLM itself cannot run the case."""
 
 
+def config_file(name):
+    """A file by its path, or a preset's."""
+    return Path(name) if name.endswith(".json") else PRESETS / f"{name}.json"
+
+
 @cache
 def model_config(name):
-    config = json.loads((PRESETS / f"{name}.json").read_text())
+    config = json.loads(config_file(name).read_text())
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     folder = tempfile.mkdtemp()
@@ -98,7 +104,7 @@ def model_config(name):
 
 @cache
 def raw_config(name):
-    config = json.loads((PRESETS / f"{name}.json").read_text())
+    config = json.loads(config_file(name).read_text())
     return SimpleNamespace(**{**config, **config.get("text_config", {})})
 
 
@@ -249,6 +255,12 @@ def answer(name, draft, topology):
             {
                 "groups": groups,
                 "views": views,
+                "sliding": [
+                    layer
+                    for group in config.kv_cache_groups
+                    for layer in group.layer_names
+                    if isinstance(per_layer(group, layer), SlidingWindowSpec)
+                ],
                 "bytes": config.kv_cache_tensors[0].size,
                 "blocks": config.num_blocks,
             }
@@ -483,7 +495,8 @@ def list_layers(name, model, draft, tp):
                 add(count - 1, "mla", size=other.get_head_size())
             else:
                 size = other.get_head_size()
-                add(count - 1, "attention", window=None, heads=other.get_total_num_kv_heads(),
+                window = getattr(other.hf_text_config, "sliding_window", None)
+                add(count - 1, "sliding" if window else "attention", window=window, heads=other.get_total_num_kv_heads(),
                     key=size, value=size)
     return layers
 

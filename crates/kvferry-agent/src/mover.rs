@@ -166,14 +166,9 @@ fn post(job: Job) -> Option<Reading> {
         }
     };
     let lists = job.sources.iter().enumerate().filter_map(|(index, source)| {
-        let copies: Vec<Copy> = transfer
-            .copies(index)
-            .map(|copy| Copy {
-                source: copy.source,
-                destination: copy.destination,
-                bytes: copy.bytes,
-            })
-            .collect();
+        let mut copies = vec![Copy::default(); transfer.summary(index).copies as usize];
+        let filled = transfer.copies(index).fill(&mut copies);
+        debug_assert_eq!(filled, copies.len(), "a summary counts what is yielded");
         (!copies.is_empty()).then_some((source, copies))
     });
     let lists: Vec<_> = lists.collect();

@@ -218,17 +218,15 @@ impl World {
                     w.ranks[r].reading = None;
                     let reads = w.ranks[r].load.as_ref();
                     let reads = reads.is_some_and(|l| l.attempt == reading.attempt);
-                    let alive =
-                        reads && w.ranks[r].load.as_ref().is_some_and(|l| !l.life.phase().is_end());
-                    match (alive, whole) {
+                    match (reads, whole) {
+                        (false, _) => Ok(()),
+                        // The transport does not know that the load may have ended.
                         (true, true) => w.happen(r, Event::Arrived, bounds),
                         (true, false) => {
                             let failure = Failure::Transport("peer lost".into());
                             w.happen(r, Event::Settled, bounds)?;
                             w.happen(r, Event::Failed(failure), bounds)
                         }
-                        (false, _) if reads => w.happen(r, Event::Settled, bounds),
-                        (false, _) => Ok(()),
                     }
                 });
             }
@@ -349,8 +347,11 @@ impl World {
     fn drain(mut self, bounds: &Bounds) -> Result<(), String> {
         for r in 0..RANKS {
             self.happen(r, Event::Deadline, bounds)?;
-            self.ranks[r].reading = None;
-            self.happen(r, Event::Settled, bounds)?;
+            let last = match self.ranks[r].reading.take() {
+                Some(reading) if reading.landed == [true; 2] => Event::Arrived,
+                _ => Event::Settled,
+            };
+            self.happen(r, last, bounds)?;
             if self.ranks[r].kept_for.is_some() {
                 return Err(format!("D{r} does not get its block back"));
             }

@@ -100,9 +100,9 @@ fn a_stranger_is_told_nothing() {
     for opening in openings {
         let mut stream = TcpStream::connect(p.scheduler.address()).unwrap();
         stream.write_all(opening).unwrap();
-        stream.shutdown(std::net::Shutdown::Write).unwrap();
-        let mut answer = vec![];
         // The other side may hang up before it has read everything.
+        _ = stream.shutdown(std::net::Shutdown::Write);
+        let mut answer = vec![];
         _ = stream.read_to_end(&mut answer);
         assert_eq!(answer, b"", "{opening:?}");
     }
@@ -144,7 +144,7 @@ fn an_altered_message_is_not_believed() {
     let d = Recipe::new("d", 1).trust(key(SECRET)).start();
     let wire = Wire::to(p.scheduler.address());
     // Past the opening: inside the question whether the two fit.
-    wire.flip_after(300);
+    wire.flip_after(150);
     assert_eq!(hand_over(&p, &d, "r", &wire.address), [Outcome::Done]);
     assert_eq!(counter(&p, "kvferry_connections_misbehaved_total"), 1);
     assert!(wire.heard().len() >= 2);

@@ -6,6 +6,7 @@ use kvferry_layout::{MAX_JSON_BYTES, Manifest};
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::output;
 use crate::plan::{self, Answer};
 
 /// Tell whether the manifests of running engines fit, and what a request would move.
@@ -35,8 +36,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let asked = plan::asked(args.tokens, args.cached, args.contiguous)?;
     let (prefill, decode) = (engine(&args.prefill)?, engine(&args.decode)?);
     let answer = Answer::of(&prefill, &decode, &asked)?;
-    if args.json {
-        let text = json!({
+    let text = if args.json {
+        let answer = json!({
             "prefill": labels(&prefill),
             "decode": labels(&decode),
             "tokens": asked.tokens,
@@ -46,10 +47,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             "reason": answer.0.as_ref().err(),
             "transfer": answer.0.as_ref().ok(),
         });
-        println!("{text:#}");
+        format!("{answer:#}\n")
     } else {
-        answer.print();
-    }
+        answer.text().trim_start().to_owned()
+    };
+    output::print(&text);
     answer.end()
 }
 

@@ -10,6 +10,7 @@ use kvferry_plan::{Copy, Plan, Request};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
+use crate::output;
 use crate::plan::{self, Answer, Engine, Pair, PairArgs};
 use crate::report;
 use crate::request::{Spread, Tables};
@@ -42,11 +43,10 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let page = PAGE.replace(SLOT, &data.replace('<', "\\u003c"));
     std::fs::write(&args.out, &page)
         .map_err(|error| Failure::input(format!("{}: {error}", args.out.display())))?;
-    if args.json {
-        println!("{:#}", json!({ "page": args.out, "bytes": page.len() }));
-    } else {
-        println!("wrote {}", args.out.display());
-    }
+    output::print(&match args.json {
+        true => format!("{:#}\n", json!({ "page": args.out, "bytes": page.len() })),
+        false => format!("wrote {}\n", args.out.display()),
+    });
     Ok(())
 }
 

@@ -6,13 +6,16 @@ use clap::{Parser, Subcommand};
 
 mod bench;
 mod check;
+mod demo;
 mod explain;
 mod failure;
 mod models;
 mod nixl;
+mod output;
 mod plan;
 mod report;
 mod request;
+mod status;
 mod table;
 
 /// Move what a language model remembers of a prompt from prefill to decode.
@@ -32,7 +35,12 @@ enum Command {
     Check(check::Args),
     Explain(explain::Args),
     Bench(bench::Bench),
+    Demo(demo::Demo),
+    /// One process of a demo.
+    #[command(hide = true)]
+    DemoProcess,
     Nixl(nixl::Nixl),
+    Status(status::Status),
 }
 
 fn main() -> ExitCode {
@@ -52,6 +60,9 @@ fn main() -> ExitCode {
         Command::Check(args) => failure::exit(check::run(&args)),
         Command::Explain(args) => failure::exit(explain::run(&args)),
         Command::Bench(bench) => bench.run(),
+        Command::Demo(demo) => demo.run(),
+        Command::DemoProcess => demo::run_child(),
         Command::Nixl(nixl) => nixl.run(),
+        Command::Status(status) => status.run(),
     }
 }

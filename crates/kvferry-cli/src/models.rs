@@ -4,6 +4,7 @@ use kvferry_models::{Model, presets};
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::output;
 use crate::table::{self, Table};
 
 /// List the known models: their layers by kind, and what they keep of a prompt.
@@ -28,7 +29,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     if args.json {
         let list: Vec<_> = found.iter().map(|(preset, model)| describe(preset, model)).collect();
-        println!("{:#}", json!({ "models": list }));
+        output::print(&format!("{:#}\n", json!({ "models": list })));
         return Ok(());
     }
     let mut table =
@@ -52,7 +53,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             window,
         ]);
     }
-    print!("{}", table.render());
+    output::print(&table.render());
     Ok(())
 }
 

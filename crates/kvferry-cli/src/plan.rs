@@ -8,6 +8,7 @@ use kvferry_models::{ConfigError, Model, Topology, families, presets};
 use serde_json::json;
 
 use crate::failure::Failure;
+use crate::output;
 use crate::report::{self, Asked, Problem, Report};
 use crate::request::{self, Spread};
 use crate::table;
@@ -144,14 +145,14 @@ fn load(name: &str) -> Result<Model, Failure> {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair.prefill.ranks, &pair.decode.ranks, &pair.asked)?;
-    if args.json {
-        println!("{:#}", as_json(&pair, &answer));
-        return answer.end();
-    }
-    print!("{}", heading(&pair));
-    answer.print();
-    let verdict = verdict(&pair);
-    println!("{} {}: {}", vllm::ENGINE, verdict.outcome, verdict.reason);
+    let text = if args.json {
+        format!("{:#}\n", as_json(&pair, &answer))
+    } else {
+        let verdict = verdict(&pair);
+        let line = format!("{} {}: {}\n", vllm::ENGINE, verdict.outcome, verdict.reason);
+        format!("{}{}{line}", heading(&pair), answer.text())
+    };
+    output::print(&text);
     answer.end()
 }
 
@@ -177,11 +178,13 @@ impl Answer {
         }
     }
 
-    pub(crate) fn print(&self) {
-        if let Ok(report) = &self.0 {
-            println!("\n{}", report.table());
-            println!("{}", report.minimum_line());
-            println!("kvferry   works");
+    /// The table and what follows from it; nothing where the pair is refused.
+    pub(crate) fn text(&self) -> String {
+        match &self.0 {
+            Ok(report) => {
+                format!("\n{}\n{}\nkvferry   works\n", report.table(), report.minimum_line())
+            }
+            Err(_) => String::new(),
         }
     }
 

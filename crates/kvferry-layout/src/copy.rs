@@ -1,6 +1,7 @@
 //! What plans yield and transports carry out.
 
-/// Move `bytes` bytes from an address of the source rank to an address of the destination rank.
+/// Move `bytes` bytes from an address of the source rank to an address of the destination rank. Each
+/// address is one of the process that registered the memory there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(C)]
 pub struct Copy {

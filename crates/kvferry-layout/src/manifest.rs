@@ -263,7 +263,7 @@ impl Draft {
 fn check_regions(regions: &[Region]) -> Result<(), ManifestError> {
     let mut order: Vec<usize> = (0..regions.len()).collect();
     for (index, region) in regions.iter().enumerate() {
-        if region.bytes == 0 || region.base.checked_add(region.bytes).is_none() {
+        if region.bytes == 0 || region.end().is_none() {
             return Err(ManifestError::RegionBounds {
                 region: index,
                 base: region.base,

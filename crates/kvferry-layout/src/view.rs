@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub const MAX_AXES: usize = 6;
 
 /// Whose memory a region is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Place {
     /// The host's memory.
@@ -38,6 +38,18 @@ pub struct Region {
     pub place: Place,
 }
 
+impl Region {
+    /// A region of the host's memory.
+    pub fn host(base: u64, bytes: u64) -> Self {
+        Self { base, bytes, place: Place::Host }
+    }
+
+    /// The address after the last byte; `None` when it does not exist.
+    pub fn end(&self) -> Option<u64> {
+        self.base.checked_add(self.bytes)
+    }
+}
+
 /// How an attention kernel divides a block: `entries` entries lie in each kernel block, and kernel
 /// blocks are `stride` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -52,8 +64,10 @@ pub struct Kernel {
 /// Where the bytes of a box lie. The element at index `i` (counted from the box's start on every axis)
 /// of the entry in slot `s` of block `b` starts at
 ///
-/// `region.base + offset + b * block + s / kernel.entries * kernel.stride + s % kernel.entries * entry
-/// + sum(i[a] * axes[a])`
+/// ```text
+/// region.base + offset + b * block + s / kernel.entries * kernel.stride + s % kernel.entries * entry
+///     + sum(i[a] * axes[a])
+/// ```
 ///
 /// where an undivided block is one kernel block. Bytes that no view covers are padding.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -2,13 +2,13 @@
 //! answer a line on standard output. The comparison with the installed vLLM reads it.
 //!
 //! A case is `{"model": "kimi-linear", "draft": null, "topology": "tp=4"}`; `model` and `draft` are
-//! presets, and a draft of `mtp` means the model's own. An answer has `manifests` and `groups`, or
+//! presets or files, and a draft of `mtp` means the model's own. An answer has `manifests` and `groups`, or
 //! `error`.
 
 use std::io::{BufRead, Write};
 
 use kvferry_models::rules::vllm;
-use kvferry_models::{Model, Topology, presets};
+use kvferry_models::{Model, Topology, families, presets};
 use serde_json::{Value, json};
 
 fn main() -> std::io::Result<()> {
@@ -20,14 +20,21 @@ fn main() -> std::io::Result<()> {
     Ok(())
 }
 
+fn load(name: &str) -> Result<Model, Box<dyn std::error::Error>> {
+    match name.ends_with(".json") {
+        true => Ok(families::read("draft", &std::fs::read_to_string(name)?)?),
+        false => Ok(presets::find(name)?.model()?),
+    }
+}
+
 fn answer(line: &str) -> Result<Value, Box<dyn std::error::Error>> {
     let case: Value = serde_json::from_str(line)?;
     let text = |key: &str| case[key].as_str().unwrap_or_default();
-    let mut model: Model = presets::find(text("model"))?.model()?;
+    let mut model = load(text("model"))?;
     match text("draft") {
         "" => {}
         "mtp" => model = model.with_own_draft().ok_or("the model has no draft of its own")?,
-        name => model = model.with_draft(&presets::find(name)?.model()?),
+        name => model = model.with_draft(&load(name)?),
     }
     let topology: Topology = text("topology").parse()?;
     let pools = vllm::pools(&model, &topology)?;

@@ -252,7 +252,7 @@ fn pairs_that_would_take_for_ever_are_refused() {
         let piece = |n: u64| Piece {
             state: "layers.0/k".to_owned(),
             kind: 0,
-            bounds: StateBox::new([n..n + 1]),
+            bounds: StateBox(vec![(n, n + 1).into()]),
             phase,
             view: View {
                 region: n as u32,

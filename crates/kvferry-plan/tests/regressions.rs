@@ -242,6 +242,23 @@ fn c_indexers_of_another_size_in_one_group() {
     }
 }
 
+/// Where both sides are alike and blocks hold all layers, states of different widths lie side by side
+/// on both: blocks in a row are one copy.
+#[test]
+fn c_states_of_different_widths_move_together() {
+    let latents = (0..10).map(|index| Layer::indexed_latent(&format!("layers.{index}"), 6, 5));
+    let mut heads: Vec<Layer> = (0..4).map(|index| attention(index, 2, 3)).collect();
+    heads.push(Layer::latent("draft.0", 5));
+    for model in [Model::new(latents.collect()), Model::new(heads)] {
+        for order in [interleaved_by_block(), token_major(), head_major()] {
+            let engine =
+                |name: &str| Recipe::plain(name, &model, 1).lay_out(BlockOutermost, &order);
+            let tallies = prove(&engine("p"), &engine("d"), &[64, 63, 16, 5]);
+            assert_eq!(tallies[0].copies, 1);
+        }
+    }
+}
+
 /// A block length that is scaled wrongly for its kind is refused for each kind: K with other heads,
 /// a latent with another dimension.
 #[test]
@@ -599,11 +616,11 @@ fn nothing_crosses_the_border_of_a_region() {
 }
 
 /// States of as many axes as there may be, in an order that fuses none of them, in layers that repeat at
-/// two distances, over tokens and blocks that follow each other: the deepest loops that there are.
+/// several distances, over tokens and blocks that follow each other: the deepest loops that there are.
 #[test]
 fn the_deepest_loops() {
     let names = ["a", "b", "c", "d", "e", "f"];
-    let layers = (0..4).map(|index| {
+    let layers = (0..16).map(|index| {
         let axes = names.map(|name| (name, 2));
         let state = State::new(format!("layers.{index}/odd"), &bf16(), &axes);
         let tensors = vec![Tensor::tokens(Sight::Full, vec![state])];
@@ -624,7 +641,10 @@ fn the_deepest_loops() {
                 scratch: 0,
             }],
         };
-        recipe.slabs = vec![slab(0, [0, 1]), slab(10, [2, 3])];
+        // Layers in pairs, pairs of pairs, and pairs of those.
+        let leads = [0, 10, 50, 10, 300, 10, 50, 10];
+        recipe.slabs =
+            (0..).zip(leads).map(|(at, lead)| slab(lead, [2 * at, 2 * at + 1])).collect();
         recipe.build()
     };
     let axes = || names.map(|name| Step::Axis(name.to_owned())).into_iter();
@@ -634,5 +654,5 @@ fn the_deepest_loops() {
     let (source, destination) = (engine("p", forwards), engine("d", backwards));
     let tallies = prove(&source, &destination, &[9, 4, 12]);
     // Every element by itself, but for the few that touch where one layer ends and the next begins.
-    assert!((9 * 4 * 63..=9 * 4 * 64).contains(&tallies[0].copies), "{tallies:?}");
+    assert!((9 * 16 * 63..=9 * 16 * 64).contains(&tallies[0].copies), "{tallies:?}");
 }

@@ -10,10 +10,10 @@ use kvferry_agent::{
     SchedulerOptions, Ticket, Trust, WorkerOptions, carry,
 };
 use kvferry_layout as layout;
+use kvferry_transport::Transport;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
-use kvferry_transport::{Place, Region, Transport};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -344,14 +344,9 @@ fn registered<T: Transport + std::fmt::Debug>(
     regions: &[layout::Region],
 ) -> Result<Arc<dyn Carrier>, Error> {
     for region in regions {
-        let place = match region.place {
-            layout::Place::Host => Place::Host,
-            layout::Place::Gpu(index) => Place::Gpu(index),
-        };
-        let region = Region { base: region.base, bytes: region.bytes, place };
         // SAFETY: `Worker` holds what keeps the memory alive, and drops the transport before it. Rust
         // has no reference to it; Python's views of it assume nothing about its content.
-        unsafe { transport.register(region) }?;
+        unsafe { transport.register(*region) }?;
     }
     Ok(carry(Arc::new(transport)))
 }

@@ -12,6 +12,9 @@ use crate::model::Model;
 use crate::random::Dice;
 use crate::request::{OwnedRequest, OwnedTable, Shape, draw, with_room};
 
+/// More copies than any request that is judged needs.
+const TOO_MANY: usize = 10_000_000;
+
 /// Compiles the plan of a destination rank against some ranks of the source.
 pub fn compile(
     source: &Engine,
@@ -36,25 +39,29 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
         destination: &destination_tables,
     })?;
     let mut said = Said::default();
+    let mut buffer = vec![Copy { source: 0, destination: 0, bytes: 0 }; 1000];
     for source in 0..sources {
-        let copies: Vec<Copy> = transfer.copies(source).collect();
-        for size in [1, 3, 7, 256] {
-            let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 256];
+        let copies: Vec<Copy> = transfer.copies(source).take(TOO_MANY).collect();
+        assert!(copies.len() < TOO_MANY, "the copies have no end");
+        for size in [1, 3, 7, 64, buffer.len()] {
             let (mut filled, mut cursor) = (vec![], transfer.copies(source));
             loop {
                 let count = cursor.fill(&mut buffer[..size]);
                 filled.extend_from_slice(&buffer[..count]);
+                assert!(
+                    filled.len() <= copies.len(),
+                    "filling {size} at a time yields more copies"
+                );
                 if count < size {
                     break;
                 }
             }
-            assert_eq!(cursor.fill(&mut buffer), 0, "a cursor that ended yields more");
+            assert_eq!(cursor.fill(&mut buffer[..2]), 0, "a cursor that ended yields more");
             assert_eq!(filled, copies, "filling {size} at a time yields other copies");
         }
         let mut mixed = transfer.copies(source);
-        let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 2];
         let mut both: Vec<Copy> = mixed.next().into_iter().collect();
-        let count = mixed.fill(&mut buffer);
+        let count = mixed.fill(&mut buffer[..2]);
         both.extend_from_slice(&buffer[..count]);
         both.extend(mixed);
         assert_eq!(both, copies, "iterating and filling in turns differ");

@@ -9,7 +9,6 @@
 //! A transport knows addresses and bytes, and nothing of models.
 
 mod bytes;
-mod copy;
 mod counters;
 mod error;
 mod keeper;
@@ -23,10 +22,10 @@ mod region;
 pub mod tcp;
 mod transport;
 
-pub use copy::Copy;
 pub use error::{Error, InvalidFrame, Side};
+pub use kvferry_layout::{Copy, Place, Region};
 pub use progress::Transfer;
-pub use region::{Place, Region, RegionId};
+pub use region::RegionId;
 pub use transport::{
     Instance, MAX_NOTIFICATION_BYTES, Notification, Operation, Report, Statistics, Status,
     Transport,

@@ -1,8 +1,8 @@
 //! From the copies a caller asks for to the copies that are posted: checked, and as few as can be.
 
-use crate::copy::Copy;
 use crate::error::{Error, Side};
 use crate::region::Spans;
+use kvferry_layout::Copy;
 
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub(crate) fn merge(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::region::Region;
+    use kvferry_layout::Region;
     use proptest::prelude::*;
 
     fn spans(regions: &[(u64, u64)]) -> Spans {

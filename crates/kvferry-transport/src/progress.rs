@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::counters::Counters;
 use crate::error::Error;
 use crate::merge::Direction;
 use crate::rate::RateWatch;
 use crate::region::Hold;
 use crate::transport::{Operation, Report, Status};
+use kvferry_layout::Copy;
 
 /// What a caller holds of an operation.
 #[derive(Debug)]
@@ -66,8 +66,8 @@ pub(crate) enum Next {
     Nothing,
 }
 
-/// How often the chunks of one operation may be given back before it is given up.
-const MAX_RETRIES: u32 = 8;
+/// How many chunks of one operation may be lost to broken connections before it is given up.
+const MAX_RETRIES: u32 = 32;
 
 pub(crate) struct Progress {
     pub(crate) id: u64,
@@ -228,17 +228,20 @@ impl Progress {
     }
 
     /// A chunk was not carried out, and nothing of it can land any more: it may be tried again.
-    /// Whether it will be; otherwise the operation has failed, with `error` if not before.
-    pub(crate) fn settle_retry(&self, chunk: Chunk, error: &Error) -> bool {
+    /// Whether it will be; otherwise the operation has failed, with `error` if not before. Without
+    /// an error it was our own doing, and is tried again however often it happens.
+    pub(crate) fn settle_retry(&self, chunk: Chunk, error: Option<&Error>) -> bool {
         let mut state = self.lock();
         state.held -= 1;
         if state.outcome.is_none() {
-            state.retries += 1;
-            if state.retries <= MAX_RETRIES {
-                state.returned.push(chunk);
-                return true;
+            state.retries += u32::from(error.is_some());
+            match error {
+                Some(error) if state.retries > MAX_RETRIES => self.fail(&mut state, error.clone()),
+                _ => {
+                    state.returned.push(chunk);
+                    return true;
+                }
             }
-            self.fail(&mut state, error.clone());
         }
         self.release_if_safe(&mut state);
         false
@@ -418,7 +421,7 @@ mod tests {
         progress.settle_done(first.bytes);
         assert_eq!(progress.status(), Status::Quarantined(Error::Cancelled));
         assert_eq!(progress.lock().holds.len(), 1);
-        assert!(!progress.settle_retry(second, &Error::Disconnected));
+        assert!(!progress.settle_retry(second, Some(&Error::Disconnected)));
         assert_eq!(progress.status(), Status::Failed(Error::Cancelled));
         assert!(progress.lock().holds.is_empty());
         assert_eq!(progress.counters.read().quarantined, 0);
@@ -449,10 +452,22 @@ mod tests {
         let mut tries = 0;
         while let Some((chunk, _)) = progress.take(10, 1000) {
             tries += 1;
-            progress.settle_retry(chunk, &Error::Disconnected);
+            progress.settle_retry(chunk, Some(&Error::Disconnected));
         }
         assert_eq!(tries, MAX_RETRIES + 1);
         assert_eq!(progress.status(), Status::Failed(Error::Disconnected));
+    }
+
+    #[test]
+    fn our_own_doing_does_not_count() {
+        let progress = progress(one(100), None);
+        for _ in 0..10 * MAX_RETRIES {
+            let (chunk, _) = progress.take(10, 1000).unwrap();
+            assert!(progress.settle_retry(chunk, None));
+        }
+        let (chunk, _) = progress.take(10, 1000).unwrap();
+        assert_eq!(progress.settle_done(chunk.bytes), Next::Nothing);
+        assert!(matches!(progress.status(), Status::Done(_)));
     }
 
     proptest! {
@@ -479,7 +494,7 @@ mod tests {
                 prop_assert_eq!(chunk.bytes, chunk.copies.iter().map(|c| c.bytes).sum::<u64>());
                 if retry && retries < MAX_RETRIES {
                     retries += 1;
-                    progress.settle_retry(chunk, &Error::Disconnected);
+                    progress.settle_retry(chunk, None);
                     continue;
                 }
                 for c in &chunk.copies {

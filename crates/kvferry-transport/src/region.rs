@@ -4,41 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::error::{Error, Side};
 use crate::merge::{Direction, merge};
-
-/// Where a region's bytes live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Place {
-    /// Ordinary memory of the process.
-    Host,
-    /// Memory of the GPU with this CUDA ordinal.
-    Gpu(u32),
-}
-
-/// A span of memory to register.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Region {
-    /// Address of the first byte.
-    pub base: u64,
-    /// Length.
-    pub bytes: u64,
-    /// Where the bytes live.
-    pub place: Place,
-}
-
-impl Region {
-    /// A region of ordinary memory.
-    pub fn host(base: u64, bytes: u64) -> Self {
-        Self { base, bytes, place: Place::Host }
-    }
-
-    /// The address after the last byte; `None` when it does not exist.
-    pub fn end(&self) -> Option<u64> {
-        self.base.checked_add(self.bytes)
-    }
-}
+use kvferry_layout::{Copy, Place, Region};
 
 /// Names a registered region of one transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -123,8 +91,16 @@ impl Regions {
         if served() {
             evict();
             // The servers were told to stop; each lets go as soon as its system call returns.
-            while served() {
+            let until = Instant::now() + Duration::from_secs(10);
+            while served() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(1));
+            }
+            if served() {
+                // It cannot be given back, so it stays ours.
+                let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+                let at = table.partition_point(|e| e.region.base < entry.region.base);
+                table.insert(at, entry);
+                return Err(Error::RegionBusy);
             }
         }
         Ok(entry.region)

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use crate::copy::Copy;
 use crate::error::Error;
-use crate::region::{Region, RegionId};
+use crate::region::RegionId;
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 /// Moves lists of copies between registered memory of this process and of its peers.
 ///
@@ -35,7 +36,8 @@ use crate::region::{Region, RegionId};
 /// * **Nothing leaks.** Dropping the transport ends its threads, closes its descriptors and frees
 ///   its memory. It ends every operation first: after the drop nothing lands any more.
 ///
-/// A peer that restarts is a new peer, with a new description: connect to it again.
+/// A peer that restarts is a new peer, with a new description: connect to it, and disconnect the old
+/// one. A peer that was lost keeps its place, and a few threads, until it is disconnected.
 pub trait Transport: Send + Sync + Sized + 'static {
     /// A connected peer. Cheap to clone.
     type Peer: Clone + fmt::Debug + Send + Sync + 'static;
@@ -68,7 +70,8 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// the secret that opens the door: give it only to peers that may read and write the regions.
     fn describe(&self) -> Result<Vec<u8>, Error>;
 
-    /// Connects to the peer that gave this description. Connecting again with a newer description
+    /// Connects to the peer that gave this description. Take descriptions only from peers that have
+    /// proven who they are: back ends that use a library hand parts of it on. Connecting again with a newer description
     /// of the same peer brings its regions up to date.
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Self::Peer, Error>;
 
@@ -172,7 +175,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Bytes per second over the time on the wire; `None` when that was too short to tell.
+    /// Bytes per second from the call to the end; `None` when that was too short to tell.
     pub fn rate(&self) -> Option<f64> {
         let seconds = (self.time_to_post + self.time_on_wire).as_secs_f64();
         (seconds > 0.0).then(|| self.bytes as f64 / seconds)
@@ -220,12 +223,12 @@ pub struct Statistics {
     pub quarantined: u64,
     /// Bytes moved by operations that ended well.
     pub bytes: u64,
-    /// Copies asked for.
+    /// Copies they were asked for.
     pub copies: u64,
-    /// Copies posted, after merging.
+    /// Copies they posted, after merging.
     pub copies_posted: u64,
-    /// Time the calls that started operations took, together.
+    /// Time the calls that started them took, together.
     pub time_to_post: Duration,
-    /// Time on the wire of operations that ended well, together.
+    /// Their time on the wire, together.
     pub time_on_wire: Duration,
 }

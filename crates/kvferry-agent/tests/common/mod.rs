@@ -259,6 +259,8 @@ impl Rank {
             for notice in self.worker.wait(until) {
                 match notice {
                     Notice::Ended(ending) if ending.request == request => return ending,
+                    // Of a request before.
+                    Notice::Settled { .. } => {}
                     other => panic!("unexpected: {other:?}"),
                 }
             }

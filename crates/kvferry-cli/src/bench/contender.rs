@@ -27,8 +27,11 @@ pub(super) enum Contender {
     Local,
     /// kvferry's `nixl`.
     Nixl,
-    /// A bare loop over NIXL's C interface, with UCX's own choice of transport.
+    /// A bare loop over NIXL's C interface, with UCX's own choice of transport, and with the
+    /// settings that kvferry uses.
     NixlBare,
+    /// The same with NIXL's default settings.
+    NixlBareDefault,
     /// kvferry's `tcp`.
     Tcp,
     /// A bare loop over NIXL's C interface, with UCX's tcp.
@@ -38,11 +41,12 @@ pub(super) enum Contender {
 }
 
 impl Contender {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 8] = [
         Self::Memcpy,
         Self::Local,
         Self::Nixl,
         Self::NixlBare,
+        Self::NixlBareDefault,
         Self::Tcp,
         Self::NixlBareTcp,
         Self::MooncakeTcp,
@@ -54,6 +58,7 @@ impl Contender {
             Self::Local => "local",
             Self::Nixl => "nixl",
             Self::NixlBare => "nixl-bare",
+            Self::NixlBareDefault => "nixl-bare-default",
             Self::Tcp => "tcp",
             Self::NixlBareTcp => "nixl-bare-tcp",
             Self::MooncakeTcp => "mooncake-tcp",
@@ -62,12 +67,18 @@ impl Contender {
 
     /// Whether NIXL's library is needed.
     pub(super) fn needs_nixl(self) -> bool {
-        matches!(self, Self::Nixl | Self::NixlBare | Self::NixlBareTcp)
+        self == Self::Nixl || self.is_bare()
+    }
+
+    fn is_bare(self) -> bool {
+        matches!(self, Self::NixlBare | Self::NixlBareDefault | Self::NixlBareTcp)
     }
 
     fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::Nixl | Self::NixlBare => &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n")],
+            Self::Nixl | Self::NixlBare | Self::NixlBareDefault => {
+                &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n")]
+            }
             Self::NixlBareTcp => {
                 &[("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n"), ("UCX_TLS", "tcp")]
             }
@@ -250,11 +261,11 @@ impl Worker {
             (Contender::Tcp, "read") => self.read(talk, &Tcp::new(TcpOptions::default())?),
             (Contender::Tcp, _) => self.serve(talk, &Tcp::new(TcpOptions::default())?),
             (Contender::Nixl, "read") => self.read(talk, &Nixl::new(&NixlOptions::default())?),
-            (Contender::NixlBare | Contender::NixlBareTcp, "read") => self.bare(talk),
-            (Contender::Nixl | Contender::NixlBare | Contender::NixlBareTcp, _) => {
+            (contender, "read") if contender.is_bare() => self.bare(talk),
+            (contender, _) if contender.needs_nixl() => {
                 self.serve(talk, &Nixl::new(&NixlOptions::default())?)
             }
-            (Contender::MooncakeTcp, _) => Err("Mooncake has a worker of its own".into()),
+            _ => Err("Mooncake has a worker of its own".into()),
         }
     }
 
@@ -346,8 +357,11 @@ impl Worker {
         let process = self.peer()?;
         let library = capi::Nixl::load(&nixl::find(None)?)?;
         let mut settings = NixlOptions::default().settings();
-        // Its default: copies are made by whoever posts. Nobody else uses this loop's time.
-        settings.parameters.retain(|(key, _)| key.starts_with("ucx_"));
+        if self.contender != Contender::NixlBare {
+            // No threads besides the one that posts: on one host the slower choice in most cases,
+            // over tcp the faster.
+            settings.parameters.retain(|(key, _)| key.starts_with("ucx_"));
+        }
         let agent = capi::Agent::new(&library, "bare", &settings)
             .map_err(|error| format!("NIXL gives no agent: {error:?}"))?;
         let agent = Arc::new(agent);

@@ -251,7 +251,7 @@ fn print(results: &Results) {
         println!("\n{} KiB pieces, {}", case.piece_bytes >> 10, case.order);
         for median in &case.contenders {
             println!(
-                "  {:<14} {:>6.3} of memcpy  {:>7.2} GiB/s  {:>10.1} µs to post",
+                "  {:<17} {:>6.3} of memcpy  {:>7.2} GiB/s  {:>10.1} µs to post",
                 median.contender,
                 median.ratio_to_memcpy,
                 median.gib_per_second,
@@ -261,7 +261,7 @@ fn print(results: &Results) {
     }
     println!("\nidle, both processes together");
     for idle in &results.idle {
-        println!("  {:<14} {:>6.2} % of a core", idle.contender, idle.cpu_fraction * 100.0);
+        println!("  {:<17} {:>6.2} % of a core", idle.contender, idle.cpu_fraction * 100.0);
     }
     for absent in &results.absent {
         println!("\n{} did not take part: {}", absent.contender, absent.why);

@@ -3,7 +3,7 @@
 //! A few worker threads read and write the peer's memory through the kernel
 //! (`process_vm_readv`, `process_vm_writev`), up to 1,023 copies a call, without a buffer between.
 //! The peer's own threads take no part in it. Notifications, and questions for the peer's regions,
-//! go over a [`tcp`](crate::tcp) connection on loopback.
+//! go over a [`tcp`] connection on loopback.
 //!
 //! Where the kernel does not let one process read the other (another user, a hardened container),
 //! everything goes over that connection instead: [`LocalPeer::route`] says so, and a warning does.
@@ -18,14 +18,15 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::bytes::{Fields, put_block};
-use crate::copy::Copy;
 use crate::error::{Error, Side};
 use crate::merge::Direction;
 use crate::progress::{Chunk, Interrupt, Next, Progress, Transfer};
 use crate::random::random;
-use crate::region::{Region, RegionId, Spans};
+use crate::region::{RegionId, Spans};
 use crate::tcp::{self, Table, Tcp, TcpOptions, TcpPeer};
 use crate::transport::{Instance, Notification, Statistics, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 mod memory;
 

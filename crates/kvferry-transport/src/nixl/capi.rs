@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::region::Place;
+use kvferry_layout::Place;
 
 type Handle = *mut c_void;
 
@@ -313,6 +313,9 @@ impl Agent {
         // copied and freed.
         unsafe {
             check((self.nixl.functions.get_local_md)(self.agent, &raw mut data, &raw mut bytes))?;
+            if data.is_null() {
+                return Ok(Vec::new());
+            }
             let metadata = std::slice::from_raw_parts(data.cast::<u8>(), bytes).to_vec();
             libc::free(data);
             Ok(metadata)

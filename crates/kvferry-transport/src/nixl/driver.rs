@@ -12,6 +12,8 @@ use crate::error::Error;
 
 /// How long closing waits for operations to end of their own accord.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
+/// Operations posted between two looks at those under way.
+const BATCH: usize = 16;
 
 pub(super) struct Driver {
     shared: Arc<Shared>,
@@ -40,7 +42,7 @@ impl Driver {
     pub(super) fn run(mut self) {
         let mut pause = Pause::default();
         loop {
-            let next = {
+            let batch = {
                 let mut queue = self.shared.lock();
                 let ready = |flight: &Arc<Flight>| !flight.peer.0.paused.load(Ordering::SeqCst);
                 while !queue.closing && !queue.flights.iter().any(ready) {
@@ -61,14 +63,27 @@ impl Driver {
                     self.close();
                     return;
                 }
-                for flight in &queue.flights {
-                    flight.enforce_deadline();
+                let mut batch = Vec::new();
+                while batch.len() < BATCH
+                    && let Some(at) = queue.flights.iter().position(ready)
+                    && let Some(flight) = queue.flights.remove(at)
+                {
+                    // Under the lock: whoever pauses the peer now waits for this one.
+                    *flight.peer.under_way() += 1;
+                    batch.push(flight);
                 }
-                let at = queue.flights.iter().position(ready);
-                at.and_then(|at| queue.flights.remove(at))
+                if batch.is_empty() {
+                    // Those that wait for a paused peer have deadlines too.
+                    for flight in &queue.flights {
+                        flight.enforce_deadline();
+                    }
+                }
+                batch
             };
-            if let Some(flight) = next {
+            if !batch.is_empty() {
                 pause = Pause::default();
+            }
+            for flight in batch {
                 self.post(flight);
             }
             if self.look_after() {
@@ -82,13 +97,15 @@ impl Driver {
         if flight.peer.0.closed.load(Ordering::SeqCst) {
             flight.stop(Error::Disconnected);
         }
-        let Some(job) = flight.take() else { return };
+        let Some(job) = flight.take() else {
+            *flight.peer.under_way() -= 1;
+            return;
+        };
         let gpu = self.shared.lock().gpu;
         if gpu != self.gpu {
             self.gpu = gpu;
             self.context = gpu.and_then(Context::enter);
         }
-        *flight.peer.under_way() += 1;
         let mut active = Active { flight, requests: Vec::new(), error: None, lists: Vec::new() };
         let made = self.make(&active.flight, job, &mut active.lists);
         match made {

@@ -3,8 +3,9 @@
 use std::ffi::c_int;
 
 use super::capi::Span;
-use crate::copy::Copy;
-use crate::region::{Region, Spans};
+use crate::region::Spans;
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 /// Cells of `cell` bytes, side by side from `phase` bytes into a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,8 +20,9 @@ use crate::error::{Error, InvalidFrame, Side};
 use crate::merge::Direction;
 use crate::progress::{Chunk, Interrupt, Next, Progress};
 use crate::rate::RateWatch;
-use crate::region::{Region, Spans};
+use crate::region::Spans;
 use crate::transport::Instance;
+use kvferry_layout::Region;
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
@@ -62,6 +64,8 @@ struct Lane {
     stream: Mutex<Option<Arc<TcpStream>>>,
     /// The operations that have a chunk on the way here.
     on_the_way: Mutex<Vec<u64>>,
+    /// The connection was cut by us, for the sake of an operation that was stopped.
+    cut: AtomicBool,
 }
 
 /// A question for the peer's regions.
@@ -312,7 +316,7 @@ impl Link {
         let patience = until
             .saturating_duration_since(Instant::now())
             .clamp(Duration::from_millis(1), HELLO_PATIENCE);
-        stream.set_nodelay(true).map_err(silent)?;
+        socket::set_up(stream).map_err(silent)?;
         stream.set_read_timeout(Some(patience)).map_err(silent)?;
         let hello = Hello {
             token: self.token,
@@ -347,6 +351,7 @@ impl Interrupt for Link {
         }
         for lane in &self.lanes {
             if lane.lock_on_the_way().contains(&id) {
+                lane.cut.store(true, Ordering::SeqCst);
                 lane.cut();
             }
         }
@@ -400,7 +405,7 @@ struct LaneThread<'a> {
     unheard: VecDeque<(Arc<Progress>, u64)>,
     /// Write chunks that were on a connection that broke: they may still land until the peer has
     /// ended its side of it.
-    may_land: Vec<(Arc<Progress>, Chunk)>,
+    may_land: Vec<(Arc<Progress>, Chunk, Option<Error>)>,
     /// When to try again to learn whether they can.
     retry_at: Option<Instant>,
     entries: Vec<libc::iovec>,
@@ -434,7 +439,7 @@ impl<'a> LaneThread<'a> {
             let done = match work {
                 Work::Closing => {
                     self.broken(&Error::Disconnected);
-                    self.settle_writes(&Error::Disconnected);
+                    self.settle_writes(Some(&Error::Disconnected));
                     return;
                 }
                 Work::Answer => self.receive(),
@@ -529,7 +534,8 @@ impl<'a> LaneThread<'a> {
         match self.link.open_lane(self.number, HELLO_PATIENCE) {
             Ok(stream) => {
                 self.stream = Some(stream.clone());
-                self.settle_writes(&Error::PeerLost("the connection broke".to_owned()));
+                self.lane().cut.store(false, Ordering::SeqCst);
+                self.settle_writes(None);
                 Ok(stream)
             }
             Err(refusal) => {
@@ -537,7 +543,7 @@ impl<'a> LaneThread<'a> {
                 self.retry_at = Some(Instant::now() + RETRY_PAUSE);
                 let error = refusal.error().clone();
                 if matches!(refusal, Refusal::Gone(_)) {
-                    self.settle_writes(&error);
+                    self.settle_writes(Some(&error));
                 }
                 self.link.fail_all(&error);
                 for (operation, _) in self.unheard.drain(..) {
@@ -693,10 +699,14 @@ impl<'a> LaneThread<'a> {
 
     /// The connection is no more: whatever was on it is sorted out.
     fn broken(&mut self, error: &Error) {
+        let own = self.lane().cut.swap(false, Ordering::SeqCst);
+        let error = (!own).then_some(error);
         self.lane().cut();
         self.stream = None;
         *self.lane().lock_stream() = None;
-        tracing::debug!("a connection to {} broke: {error}", self.link.instance);
+        if let Some(error) = error {
+            tracing::debug!("a connection to {} broke: {error}", self.link.instance);
+        }
         while let Some(request) = self.on_the_way.pop_front() {
             match request {
                 OnTheWay::Chunk(operation, chunk, _) => {
@@ -704,7 +714,7 @@ impl<'a> LaneThread<'a> {
                     match operation.direction {
                         // Only this thread puts bytes there, and it has stopped.
                         Direction::Read => self.retry(operation, chunk, error),
-                        Direction::Write => self.may_land.push((operation, chunk)),
+                        Direction::Write => self.may_land.push((operation, chunk, error.cloned())),
                     }
                 }
                 OnTheWay::Notify(operation, number) => self.unheard.push_back((operation, number)),
@@ -719,7 +729,7 @@ impl<'a> LaneThread<'a> {
         self.unheard.make_contiguous().sort_unstable_by_key(|&(_, number)| number);
     }
 
-    fn retry(&self, operation: Arc<Progress>, chunk: Chunk, error: &Error) {
+    fn retry(&self, operation: Arc<Progress>, chunk: Chunk, error: Option<&Error>) {
         if operation.settle_retry(chunk, error) {
             self.link.lock().operations.push_front(operation);
             self.link.work.notify_one();
@@ -727,10 +737,10 @@ impl<'a> LaneThread<'a> {
     }
 
     /// The peer has ended its side of the broken connection, or is gone: nothing that was on it
-    /// can land any more.
-    fn settle_writes(&mut self, error: &Error) {
-        for (operation, chunk) in std::mem::take(&mut self.may_land) {
-            self.retry(operation, chunk, error);
+    /// can land any more. With an error when they cannot be tried again either.
+    fn settle_writes(&mut self, error: Option<&Error>) {
+        for (operation, chunk, broken_by) in std::mem::take(&mut self.may_land) {
+            self.retry(operation, chunk, error.or(broken_by.as_ref()));
         }
     }
 }

@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use crate::bytes::{Fields, put_block};
-use crate::copy::Copy;
 use crate::counters::Counters;
 use crate::error::Error;
 use crate::keeper::Keeper;
@@ -23,8 +22,10 @@ use crate::merge::Direction;
 use crate::progress::{Interrupt, Order, Progress, Transfer};
 use crate::random::random;
 use crate::rate::{Link as Medium, RateWatch};
-use crate::region::{Place, Region, RegionId, Regions, Spans};
+use crate::region::{RegionId, Regions, Spans};
 use crate::transport::{Instance, MAX_NOTIFICATION_BYTES, Notification, Statistics, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::{Place, Region};
 
 mod client;
 mod frame;

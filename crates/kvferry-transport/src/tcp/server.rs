@@ -329,7 +329,7 @@ impl Shared {
     }
 
     fn greet(&self, id: u64, stream: &TcpStream) -> Result<Hello, End> {
-        stream.set_nodelay(true)?;
+        socket::set_up(stream)?;
         stream.set_read_timeout(Some(HELLO_PATIENCE))?;
         stream.set_write_timeout(Some(HELLO_PATIENCE))?;
         let mut bytes = [0; Hello::BYTES];

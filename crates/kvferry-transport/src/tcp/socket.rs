@@ -92,6 +92,36 @@ fn all(
     }
 }
 
+/// Sets a new connection up: nothing is held back to be sent with what comes later, and the kernel
+/// asks now and then whether the other host is still there, so that no thread waits for ever for one
+/// that vanished.
+pub(crate) fn set_up(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 20),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 5),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4),
+    ];
+    for (level, name, value) in options {
+        let value: libc::c_int = value;
+        // SAFETY: the descriptor is open, and the value is a live integer of the length given.
+        let set = unsafe {
+            libc::setsockopt(
+                stream.as_raw_fd(),
+                level,
+                name,
+                (&raw const value).cast(),
+                size_of_val(&value) as libc::socklen_t,
+            )
+        };
+        if set != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
 /// Sends a buffer of our own.
 pub(crate) fn send_bytes(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     // SAFETY: the entry names a live slice, which the kernel only reads.

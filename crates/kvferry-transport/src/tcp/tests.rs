@@ -8,10 +8,10 @@ use proptest::prelude::*;
 
 use super::frame::{Answer, Hello, Request, Verb, Welcome, put_piece};
 use super::{Tcp, TcpOptions, parse};
-use crate::copy::Copy;
 use crate::error::Error;
-use crate::region::Region;
 use crate::transport::{Operation, Status, Transport};
+use kvferry_layout::Copy;
+use kvferry_layout::Region;
 
 const PAGE: usize = 4096;
 /// Fills what is registered.
@@ -130,13 +130,13 @@ fn a_hello_that_is_none_ends_the_connection() {
     // The magic, the version, the lane, the length of the proof.
     for (at, value) in [(0, 0), (8, 9), (79, 0xff), (83, 0xff)] {
         let stream = victim.connect(|hello| hello[at] = value);
-        assert_eq!(rest(stream), [], "byte {at}");
+        assert_eq!(rest(stream), [0u8; 0], "byte {at}");
     }
     // One that is cut off.
     let address = parse(&victim.transport.describe().unwrap()).unwrap();
     let mut stream = TcpStream::connect(address.addresses[0]).unwrap();
     stream.write_all(b"kvferry\x01").unwrap();
-    assert_eq!(rest(stream), []);
+    assert_eq!(rest(stream), [0u8; 0]);
     victim.enter();
 }
 

@@ -24,6 +24,9 @@ use libtest_mimic::{Arguments, Failed, Trial};
 /// The first argument of the processes that are not the runner.
 pub(crate) const CHILD: &str = "--conformance-child";
 
+/// Makes the random tests longer.
+pub(crate) const LONG: &str = "KVFERRY_LONG_TESTS";
+
 /// When a test is taken to hang.
 const PATIENCE: Duration = Duration::from_secs(240);
 
@@ -69,7 +72,11 @@ fn run_test<B: BackEnd>(name: &str) -> Result<(), Failed> {
         .envs(B::ENVIRONMENT.iter().copied())
         .stdin(Stdio::null())
         .spawn()?;
-    let until = Instant::now() + PATIENCE;
+    let patience = match std::env::var_os(LONG) {
+        Some(_) => PATIENCE * 10,
+        None => PATIENCE,
+    };
+    let until = Instant::now() + patience;
     loop {
         if let Some(status) = child.try_wait()? {
             return if status.success() {

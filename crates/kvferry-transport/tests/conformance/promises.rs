@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvferry_transport::local::{Local, LocalOptions, Route};
-use kvferry_transport::nixl::{NixlOptions, capi, find};
+use kvferry_transport::nixl::{Nixl, NixlOptions, capi, find};
 use kvferry_transport::{Copy, Error, Operation, Place, Side, Status, Transport};
 
 use crate::back_end::{BackEnd, LocalEnd, NixlTcpEnd};
@@ -30,6 +30,7 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("timed_out_reads_never_land_late", timed_out_reads_never_land_late::<B>),
         ("disconnected_reads_never_land_late", disconnected_reads_never_land_late::<B>),
         ("cancelled_writes_never_land_late", cancelled_writes_never_land_late::<B>),
+        ("cancelling_one_disturbs_no_other", cancelling_one_disturbs_no_other::<B>),
         ("dropped_transports_never_land_late", dropped_transports_never_land_late::<B>),
         ("a_killed_peer_is_an_error", a_killed_peer_is_an_error::<B>),
         ("a_restarted_peer_is_reachable", a_restarted_peer_is_reachable::<B>),
@@ -47,9 +48,12 @@ pub(crate) fn for_local() -> Vec<Promise> {
     vec![("falls_back_to_tcp_and_says_so", falls_back_to_tcp_and_says_so)]
 }
 
-/// Why `nixl` keeps destinations in quarantine.
+/// What only `nixl` promises, and why it keeps destinations in quarantine.
 pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
-    vec![("released_requests_of_nixl_land_late", released_requests_of_nixl_land_late)]
+    vec![
+        ("a_missing_plugin_is_named", a_missing_plugin_is_named),
+        ("released_requests_of_nixl_land_late", released_requests_of_nixl_land_late),
+    ]
 }
 
 const MIB: usize = 1 << 20;
@@ -59,7 +63,7 @@ fn soon() -> Instant {
 }
 
 fn rounds(usual: usize) -> usize {
-    if std::env::var_os("KVFERRY_LONG_TESTS").is_some() { usual * 10 } else { usual }
+    if std::env::var_os(crate::LONG).is_some() { usual * 10 } else { usual }
 }
 
 /// Two processes: this one with a transport and memory of its own, and a connected peer.
@@ -615,6 +619,41 @@ fn cancelled_writes_never_land_late<B: BackEnd>() {
     }
 }
 
+fn cancelling_one_disturbs_no_other<B: BackEnd>() {
+    let bytes = 64 * MIB;
+    let mut pair = Pair::<B>::new(2 * bytes);
+    let theirs = pattern(PEER_SEED, 2 * bytes);
+    // One that goes on, in each direction, on half of the memory.
+    let read = pair.read(&[pair.inward(0, 0, bytes)]);
+    let half = bytes / 2;
+    let copies = [pair.outward(bytes, bytes + half, half)];
+    let write = pair.transport.write(&pair.peer, &copies, None, soon()).unwrap();
+    let cancelled: Vec<_> = (0..40)
+        .map(|i| {
+            let copies = [pair.inward(0, bytes + half, half)];
+            let operation = pair.read(&copies);
+            if i % 2 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            operation.cancel();
+            operation
+        })
+        .collect();
+    done(&read);
+    done(&write);
+    for operation in &cancelled {
+        assert!(operation.wait(soon()).is_safe());
+    }
+    assert!(
+        pair.ours.snapshot()[..bytes] == theirs[..bytes],
+        "a read beside cancelled ones is not exact"
+    );
+    let mut written = theirs;
+    let ours = pattern(OUR_SEED, 2 * bytes);
+    written[bytes + half..].copy_from_slice(&ours[bytes..bytes + half]);
+    assert_eq!(pair.process.hash(), hash(&written), "a write beside cancelled reads is not exact");
+}
+
 fn dropped_transports_never_land_late<B: BackEnd>() {
     let bytes = 64 * MIB;
     let pair = Pair::<B>::new(bytes);
@@ -893,6 +932,17 @@ fn falls_back_to_tcp_and_says_so() {
         .unwrap();
     assert!(status.success());
     drop(transport);
+}
+
+fn a_missing_plugin_is_named() {
+    // SAFETY: no other thread runs in this process yet.
+    unsafe { std::env::set_var("NIXL_PLUGIN_DIR", "/nonexistent/plugins") };
+    let Err(Error::Library(message)) = Nixl::new(&NixlOptions::default()) else {
+        panic!("a plugin was loaded that is not there");
+    };
+    let file = "/nonexistent/plugins/libplugin_UCX.so: it is not there";
+    assert!(message.contains(file), "{message}");
+    assert!(message.contains("kvferry nixl install"), "{message}");
 }
 
 /// Not a promise but the reason for one: NIXL's own interface lets a request go, and its bytes land

@@ -1,5 +1,7 @@
 //! Which layers share a block table.
 
+use kvferry_layout::Window;
+
 use super::spec::Spec;
 use crate::model::Sort;
 use crate::rules::topology::Layout;
@@ -13,6 +15,19 @@ pub(super) struct SpecGroup {
 }
 
 impl SpecGroup {
+    /// Which tokens stay live: a window only where all members have it.
+    pub(super) fn window(&self) -> Window {
+        let mut windows = self.members.iter().map(|spec| match spec.class.sort {
+            Sort::Attention { window } => window,
+            _ => None,
+        });
+        let first = windows.next().flatten();
+        match first {
+            Some(tokens) if windows.all(|window| window == first) => Window::sliding(tokens),
+            _ => Window::FULL,
+        }
+    }
+
     /// Tokens in a block; `None` for states of a fixed size.
     pub(super) fn block(&self) -> Option<u64> {
         let class = &self.members[0].class;
@@ -37,7 +52,24 @@ pub(super) fn group(specs: Vec<Spec>, layout: Layout) -> Result<Vec<SpecGroup>, 
     if layout.is_block_outermost() && pages(&specs).len() > 1 {
         return Ok(packed(specs));
     }
-    Ok(split_evenly(unify(specs)?))
+    match unify(specs.clone()) {
+        Ok(specs) => Ok(split_evenly(specs)),
+        Err(reason) => keep_all(specs).ok_or(reason),
+    }
+}
+
+/// The way out where latents stand beside sliding windows whose pages cannot be made equal: windows are
+/// kept as if they never slid, and all layers share a block table.
+fn keep_all(mut specs: Vec<Spec>) -> Option<Vec<SpecGroup>> {
+    let full = |spec: &&Spec| !matches!(spec.class.sort, Sort::Attention { window: Some(_) });
+    let block = specs.iter().find(full)?.class.block;
+    for spec in &mut specs {
+        if let Sort::Attention { window: window @ Some(_) } = &mut spec.class.sort {
+            *window = None;
+            spec.class.block = block;
+        }
+    }
+    is_one_type(&specs).then(|| vec![SpecGroup { members: specs, by_layer: true }])
 }
 
 /// Whether all layers need the same number of token slots.

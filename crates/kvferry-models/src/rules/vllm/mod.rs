@@ -125,13 +125,13 @@ pub fn manifests(
                 kinds: vec![],
                 groups: vec![],
             };
-            for (group, layers) in pools.groups.iter().zip(&placed.groups) {
+            for (number, (group, layers)) in pools.groups.iter().zip(&placed.groups).enumerate() {
                 let mut made = Group {
                     name: group.name.clone(),
                     blocks: pools.blocks,
                     null_block: Some(0),
                     tokens_per_block: group.block,
-                    window: model.caches[group.caches[0]].window(),
+                    window: pools.specs[number].window(),
                     pieces: vec![],
                     scratch: vec![],
                 };

@@ -1,0 +1,88 @@
+//! The demo, as a user runs it.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+fn demo(arguments: &[&str]) -> (bool, Value) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["demo", "--json"])
+        .args(arguments)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let report = serde_json::from_str(&text)
+        .unwrap_or_else(|_| panic!("{text}\n{}", String::from_utf8_lossy(&output.stderr)));
+    (output.status.success(), report)
+}
+
+fn is_exact(report: &Value, requests: u64) {
+    assert_eq!(report["wrong_bytes"], 0, "{report:#}");
+    assert_eq!(report["lost_blocks"], 0, "{report:#}");
+    assert_eq!(report["survivors"], 0, "{report:#}");
+    let failed: u64 =
+        report["failed"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+    let count = |name: &str| report[name].as_u64().unwrap();
+    assert_eq!(count("exact") + count("aborted") + failed, requests, "{report:#}");
+    assert!(count("exact") > 0 && count("bytes") > 0 && count("audited_bytes") > 0);
+}
+
+#[test]
+fn hybrid_models_between_engines_of_different_shape() {
+    for (model, prefill, decode, transport) in [
+        ("kimi-linear-48b-a3b", "tp=2", vec!["tp=1,pp=2", "tp=4"], "local"),
+        ("nemotron-3-nano-30b-a3b", "tp=2,pp=2", vec!["tp=1"], "tcp"),
+        ("gemma-3-27b", "tp=1", vec!["tp=2,block=32"], "local"),
+    ] {
+        let mut arguments = vec!["--requests", "20", "--model", model, "--prefill", prefill];
+        for engine in &decode {
+            arguments.extend(["--decode", engine]);
+        }
+        arguments.extend(["--transport", transport]);
+        let (success, report) = demo(&arguments);
+        is_exact(&report, 20);
+        assert!(success, "{report:#}");
+        assert!(report["failed"].as_object().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn chaos_loses_nothing() {
+    let (success, report) = demo(&[
+        "--requests",
+        "60",
+        "--model",
+        "llama-3.1-8b",
+        "--layers",
+        "2",
+        "--decode",
+        "tp=1",
+        "--chaos",
+        "--seed",
+        "3",
+    ]);
+    is_exact(&report, 60);
+    assert!(success, "{report:#}");
+    assert!(
+        report["chaos"]["stopped"].as_u64().unwrap() + report["chaos"]["killed"].as_u64().unwrap()
+            > 0
+    );
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_the_reason() {
+    for (arguments, word) in [
+        (vec!["--model", "no-such-model"], "no-such-model"),
+        (vec!["--prefill", "tp=3"], "tp=3"),
+        (vec!["--prefill", "pt=3"], "pt"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .arg("demo")
+            .args(&arguments)
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(text.contains(word), "{text}");
+    }
+}
