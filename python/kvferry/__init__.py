@@ -5,18 +5,22 @@ those of the ranks it is to read from and answers with a `Plan`, or raises `Inco
 reason. A plan yields the copies of a request from both sides' block tables.
 """
 
-from ._core import Manifest, Plan, Summary, compile, version
-from ._errors import Error, Incompatible, ManifestError, RequestError
+from ._core import Ending, Manifest, Plan, Scheduler, Summary, Worker, compile, version
+from ._errors import AgentError, Error, Incompatible, ManifestError, RequestError
 
 __version__ = version()
 
 __all__ = [
+    "AgentError",
+    "Ending",
     "Error",
     "Incompatible",
     "Manifest",
     "ManifestError",
     "Plan",
     "RequestError",
+    "Scheduler",
     "Summary",
+    "Worker",
     "compile",
 ]

@@ -4,7 +4,16 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Manifest", "Plan", "Summary", "compile", "version"]
+__all__ = [
+    "Ending",
+    "Manifest",
+    "Plan",
+    "Scheduler",
+    "Summary",
+    "Worker",
+    "compile",
+    "version",
+]
 
 _Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 _Words = npt.NDArray[np.uint64]
@@ -129,3 +138,153 @@ class Plan:
 def compile(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
     """The plan of one destination rank, proven; `sources` are all ranks of the other side. Raises
     `Incompatible` when the two sides do not fit."""
+
+@final
+class Scheduler:
+    """The half of an agent that lives where an engine owns its blocks.
+
+    As a source it listens on the engine's one address, makes known what its ranks hold, and keeps the
+    leases of finished requests. As a destination it keeps alive the leases of requests that wait.
+    Tickets are plain dictionaries, which survive JSON.
+    """
+
+    def __new__(
+        cls,
+        engine: str,
+        *,
+        bind: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        key: str | None = None,
+        key_file: str | None = None,
+        insecure: bool = False,
+        lease: float = 30.0,
+        longest: float = 1800.0,
+    ) -> Scheduler:
+        """Starts to listen. Without a key (given, in a file, or in KVFERRY_KEY) only loopback
+        addresses are served, unless `insecure`. Times are in seconds. Raises `AgentError`."""
+
+    @property
+    def address(self) -> str:
+        """Where peers find this engine: `host:port`."""
+
+    def publish(self, cards: Sequence[bytes]) -> None:
+        """Makes known what the engine's ranks hold: the card of each worker. Other cards than
+        before begin a new life, in which all leases end."""
+
+    def grant(self, request: str) -> dict[str, Any]:
+        """Promises to keep a request's blocks, and gives the ticket to read them."""
+
+    def revoke(self, request: str) -> bool:
+        """Takes a promise back. Answers whether there was one."""
+
+    def released(self, timeout: float = 0.0) -> list[tuple[str, str]]:
+        """The requests whose blocks are the engine's again since the last call, and why:
+        `confirmed`, `abandoned`, `expired` or `revoked`. Waits for the first of them."""
+
+    def hold(self, ticket: dict[str, Any], *, patience: float) -> None:
+        """Keeps another engine's lease alive until it is settled or abandoned."""
+
+    def settle(self, request: str) -> None:
+        """All ranks have read and confirmed it, by the name that the other engine gave it."""
+
+    def abandon(self, ticket: dict[str, Any]) -> None:
+        """It is not wanted any more: tells the engine that holds the blocks."""
+
+    def lost(self) -> list[tuple[str, str]]:
+        """The requests whose blocks elsewhere are gone since the last call, and why."""
+
+    def status(self) -> dict[str, Any]: ...
+    def metrics(self) -> str:
+        """Counters and histograms as Prometheus text."""
+
+    def close(self) -> None:
+        """Ends its thread and connections. Every other method raises `AgentError` from then on."""
+
+@final
+class Ending:
+    """How a request's load ended on one rank."""
+
+    @property
+    def request(self) -> str: ...
+    @property
+    def outcome(self) -> str:
+        """`done`, `failed`, `aborted`, `expired`, or `settled`: nothing will land any more in the
+        blocks of a request that ended in quarantine."""
+
+    @property
+    def reason(self) -> str:
+        """Why, for those that are not done."""
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether bytes may still land in its blocks, which must not be put to another use before
+        its `settled` comes."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def copies(self) -> int: ...
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time went, by phase."""
+
+    @property
+    def rest(self) -> _Words:
+        """What is left of the request's own blocks, as from `Plan.rest`."""
+
+@final
+class Worker:
+    """The half of an agent that lives with the memory of one rank."""
+
+    def __new__(
+        cls,
+        manifest: Manifest,
+        *,
+        ranks: int,
+        memory: object,
+        transport: str = "local",
+        bind: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        key: str | None = None,
+        key_file: str | None = None,
+        insecure: bool = False,
+        handshake: float = 10.0,
+        concurrent: int = 64,
+    ) -> Worker:
+        """Registers the manifest's regions with a transport (`local`, `tcp` or `nixl`) and starts.
+
+        `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
+        `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.
+        """
+
+    def card(self) -> bytes:
+        """What this rank makes known to other engines, through its scheduler."""
+
+    def load(
+        self,
+        request: str,
+        ticket: dict[str, Any],
+        *,
+        patience: float = 60.0,
+        rest: bool = True,
+        tokens: int,
+        source_blocks: Sequence[_Numbers],
+        destination_blocks: Sequence[_Numbers],
+        cached: _Numbers | None = None,
+        source_first: _Numbers | None = None,
+        destination_first: _Numbers | None = None,
+    ) -> None:
+        """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`."""
+
+    def abort(self, request: str) -> None:
+        """The request is not wanted any more. Its end is reported as any other."""
+
+    def endings(self, timeout: float = 0.0) -> list[Ending]:
+        """The loads that have ended since the last call. Waits for the first of them."""
+
+    def metrics(self) -> str:
+        """Counters and histograms as Prometheus text."""
+
+    def close(self) -> None:
+        """Cancels what is under way, ends its threads and releases the memory. Every other method
+        raises `AgentError` from then on."""

@@ -32,6 +32,10 @@ class RequestError(Error):
     """A request that does not fit its plan: a table too short, a block that does not exist."""
 
 
+class AgentError(Error):
+    """What an agent cannot do on its own side: an option, a key, an address, a name in use."""
+
+
 class Incompatible(Error):
     """Two sides that cannot serve each other: what differs, both values, and what to do.
 

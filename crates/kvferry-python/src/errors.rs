@@ -18,6 +18,11 @@ pub(crate) fn request(py: Python<'_>, error: &RequestError) -> PyErr {
     raise(py, "RequestError", &error.to_string(), |fields| fields.set_item("kind", variant(error)))
 }
 
+/// `kvferry.AgentError`, from the error's name and text.
+pub(crate) fn agent(py: Python<'_>, error: &kvferry_agent::Error) -> PyErr {
+    raise(py, "AgentError", &error.to_string(), |fields| fields.set_item("kind", variant(error)))
+}
+
 /// `kvferry.Incompatible`, with what differs as fields.
 pub(crate) fn incompatible(py: Python<'_>, error: &Incompatible) -> PyErr {
     let mut state = None;

@@ -1,6 +1,7 @@
 //! `kvferry._core`: manifests and plans for Python. The stubs beside the Python sources
 //! (`python/kvferry/_core.pyi`) document it for its users.
 
+mod agent;
 mod errors;
 mod manifest;
 mod plan;
@@ -10,6 +11,8 @@ use pyo3::prelude::*;
 /// The extension module.
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::agent::{Ending, Scheduler, Worker};
     #[pymodule_export]
     use super::manifest::Manifest;
     #[pymodule_export]

@@ -157,21 +157,21 @@ const KEYWORDS: &str =
     "tokens, cached, source_blocks, destination_blocks, source_first, destination_first";
 
 /// A request as Python states it, by keyword.
-struct Asked {
-    tokens: u64,
-    cached: Option<Vec<u64>>,
-    source: Tables,
-    destination: Tables,
+pub(crate) struct Asked {
+    pub(crate) tokens: u64,
+    pub(crate) cached: Option<Vec<u64>>,
+    pub(crate) source: Tables,
+    pub(crate) destination: Tables,
 }
 
 /// The block tables of one side.
-struct Tables {
-    blocks: Vec<Vec<u32>>,
-    first: Vec<u64>,
+pub(crate) struct Tables {
+    pub(crate) blocks: Vec<Vec<u32>>,
+    pub(crate) first: Vec<u64>,
 }
 
 impl Asked {
-    fn read(request: Option<Bound<'_, PyDict>>) -> PyResult<Self> {
+    pub(crate) fn read(request: Option<Bound<'_, PyDict>>) -> PyResult<Self> {
         let (mut tokens, mut cached) = (None, None);
         let (mut source, mut source_first) = (None, None);
         let (mut destination, mut destination_first) = (None, None);
@@ -253,7 +253,7 @@ fn named(py: Python<'_>, key: &str, error: &PyErr) -> PyErr {
 }
 
 /// The bytes of an array of 64-bit words.
-fn words<const N: usize>(rows: impl Iterator<Item = [u64; N]>) -> Vec<u8> {
+pub(crate) fn words<const N: usize>(rows: impl Iterator<Item = [u64; N]>) -> Vec<u8> {
     let mut bytes = vec![];
     for word in rows.flatten() {
         bytes.extend_from_slice(&word.to_ne_bytes());
@@ -263,7 +263,11 @@ fn words<const N: usize>(rows: impl Iterator<Item = [u64; N]>) -> Vec<u8> {
 
 /// A NumPy array of 64-bit words with so many columns. NumPy is asked from here, through Python: the
 /// package needs nothing of its C interface.
-fn array<'py>(py: Python<'py>, bytes: &[u8], columns: usize) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn array<'py>(
+    py: Python<'py>,
+    bytes: &[u8],
+    columns: usize,
+) -> PyResult<Bound<'py, PyAny>> {
     let buffer = PyByteArray::new(py, bytes);
     let words = py.import("numpy")?.call_method1("frombuffer", (buffer, "uint64"))?;
     words.call_method1("reshape", (bytes.len() / 8 / columns, columns))

@@ -1,0 +1,174 @@
+"""Two vLLM engines in processes of their own, forked from one that has imported vLLM once."""
+
+import contextlib
+import multiprocessing
+import os
+import traceback
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_WORKER_MULTIPROC_METHOD="fork",
+    OMP_NUM_THREADS="1",
+)
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def save_model(kind, folder):
+    """A tiny model with random numbers that are lively enough for greedy answers to differ."""
+    import transformers
+
+    common = dict(vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
+    kinds = {
+        "qwen3": lambda: transformers.Qwen3Config(
+            **common, num_key_value_heads=2, head_dim=32, intermediate_size=256
+        ),
+        "gemma3": lambda: transformers.Gemma3TextConfig(
+            **common,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            sliding_window=48,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+        "nemotron_h": lambda: transformers.NemotronHConfig(
+            **common | dict(num_hidden_layers=6),
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            layers_block_type=["mamba", "attention", "mamba", "mlp", "mamba", "attention"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=16,
+            conv_kernel=4,
+        ),
+        "falcon_h1": lambda: transformers.FalconH1Config(
+            **common,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            mamba_d_ssm=128,
+            mamba_n_heads=8,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+        ),
+    }
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(kinds[kind]())
+    # Gemma scales its embeddings up by itself.
+    embedding = 0.05 if kind == "gemma3" else 0.6
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 and "conv" not in name:
+                weight.normal_(std=embedding if "embed" in name else 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Server:
+    """An engine in a process of its own that answers one question after the other."""
+
+    def __init__(self, model, role, **options):
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, role, options))
+        self._process.start()
+        theirs.close()
+        self.ask("ready")
+
+    def ask(self, *question):
+        self._pipe.send(question)
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise AssertionError(answer)
+        return answer
+
+    def generate(self, prompt, tokens=12, params=None):
+        """Tokens, and what the engine hands to the router."""
+        return self.ask("generate", prompt, tokens, params)
+
+    def used_blocks(self):
+        return self.ask("used")[0]
+
+    def close(self):
+        with contextlib.suppress(BrokenPipeError, EOFError):
+            self._pipe.send(("stop",))
+        self._process.join(60)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(pipe, model, role, options):
+    try:
+        connector = KVTransferConfig(
+            kv_connector="FerryConnector",
+            kv_connector_module_path="kvferry.vllm",
+            kv_role=role,
+            kv_connector_extra_config=options.pop("extra", {}),
+            kv_load_failure_policy=options.pop("failure", "fail"),
+        )
+        engine = LLM(
+            model=str(model),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=8,
+            disable_log_stats=True,
+            enable_prefix_caching=options.pop("prefix", False),
+            num_gpu_blocks_override=options.pop("blocks", 64),
+            kv_transfer_config=connector,
+            **options,
+        )
+    except BaseException:
+        pipe.recv()
+        pipe.send(traceback.format_exc())
+        return
+    core = engine.llm_engine.engine_core.engine_core
+    while True:
+        question = pipe.recv()
+        try:
+            if question[0] == "stop":
+                break
+            if question[0] == "generate":
+                _, prompt, tokens, params = question
+                sampling = SamplingParams(
+                    max_tokens=tokens,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args={"kv_transfer_params": params} if params else None,
+                )
+                (made,) = engine.generate(
+                    {"prompt_token_ids": prompt}, sampling, use_tqdm=False
+                )
+                pipe.send((list(made.outputs[0].token_ids), made.kv_transfer_params))
+            elif question[0] == "used":
+                pool = core.scheduler.kv_cache_manager.block_pool
+                pipe.send((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),))
+            else:
+                pipe.send(())
+        except BaseException:
+            pipe.send(traceback.format_exc())
+    os._exit(0)

@@ -1,0 +1,85 @@
+"""Prefill on one real vLLM engine, decode on another: the same tokens as one engine alone.
+
+Tiny random models in float32, so that equal means equal. Every pair has a control: D's prompt is changed
+everywhere but in its last token, and P's answer must come out all the same, which only P's state can do.
+"""
+
+import random
+
+import pytest
+from serving import REMOTE_DECODE, Server, save_model
+
+MANY = {"distributed_executor_backend": "mp"}
+PAIRS = {
+    "qwen3": ("qwen3", {"block_size": 32}, {"block_size": 32}),
+    "qwen3, larger blocks on D": ("qwen3", {"block_size": 32}, {"block_size": 96}),
+    "qwen3, larger blocks on P, local": (
+        "qwen3",
+        {"block_size": 96, "extra": {"transport": "local"}},
+        {"block_size": 64, "extra": {"transport": "local"}},
+    ),
+    "gemma3, a prompt longer than the window": ("gemma3", {"block_size": 32}, {"block_size": 64}),
+    "nemotron-h": ("nemotron_h", {}, {}),
+    "nemotron-h, TP 1 to 2": ("nemotron_h", {}, {"tensor_parallel_size": 2, **MANY}),
+    "falcon-h1, one group, TP 2 to 1": ("falcon_h1", {"tensor_parallel_size": 2, **MANY}, {}),
+    "falcon-h1, one group": ("falcon_h1", {}, {"block_size": 96}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def serve(folder):
+    servers = []
+
+    def start(kind, role, **options):
+        path = folder / kind
+        if not path.exists():
+            save_model(kind, path)
+        servers.append(Server(path, role, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def prompts(draw, lengths):
+    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tokens_are_those_of_one_engine_alone(serve, pair):
+    kind, p, d = PAIRS[pair]
+    prefill, decode = serve(kind, "kv_producer", **p), serve(kind, "kv_consumer", **d)
+    draw = random.Random(pair)
+    for prompt in prompts(draw, (1, 2, 31, 33, 100, 200)):
+        alone, _ = decode.generate(prompt)
+        _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+        moved, _ = decode.generate(prompt, params=params)
+        assert moved == alone, len(prompt)
+    # The control, with the last prompt.
+    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+    other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
+    assert decode.generate(other)[0] != alone
+    assert decode.generate(other, params=params)[0] == alone
+    # Nothing is left behind. P learns in its next step that its blocks are its own again.
+    prefill.generate(prompt[:5], 1)
+    assert (prefill.used_blocks(), decode.used_blocks()) == (0, 0)
+
+
+def test_a_dead_prefill_engine_costs_its_requests_alone(serve):
+    prefill = serve("qwen3", "kv_producer", block_size=32)
+    decode = serve(
+        "qwen3", "kv_consumer", block_size=32, failure="recompute", extra={"handshake": 1.0}
+    )
+    (prompt,) = prompts(random.Random(5), [70])
+    alone, _ = decode.generate(prompt)
+    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+    prefill.close()
+    assert decode.generate(prompt, params=params)[0] == alone
+    assert decode.generate(prompt)[0] == alone
+    assert decode.used_blocks() == 0

@@ -1,0 +1,30 @@
+"""What a user can get wrong in `kv_connector_extra_config`."""
+
+import pytest
+from kvferry.vllm.options import Options
+
+
+def test_options_have_defaults_and_are_taken():
+    assert Options.read({}).transport is None
+    made = Options.read({"transport": "local", "lease": 5, "port": 5600, "insecure": True})
+    assert (made.transport, made.lease, made.port, made.insecure) == ("local", 5, 5600, True)
+    assert made.bind(5600) == "127.0.0.1:5600"
+    assert Options.read({"host": "::1"}).bind(1) == "[::1]:1"
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
+        ({"colour": 1}, "the options are advertise, concurrent, deadline"),
+        ({"lease": "long"}, "'lease' .* is 'long', which should be float"),
+        ({"port": "5600"}, "'port' .* should be int"),
+        ({"port": True}, "'port' .* should be int"),
+        ({"insecure": 1}, "'insecure' .* should be bool"),
+        ({"key_file": 7}, "'key_file' .* should be str or nothing"),
+        ({"transport": "pigeon"}, "local, tcp or nixl, not 'pigeon'"),
+    ],
+)
+def test_wrong_options_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        Options.read(given)
