@@ -2,40 +2,17 @@
 //!
 //! `cargo bench -p kvferry-plan`
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
 use kvferry_plan::{Copy, Plan, Request, Table};
-
-/// Counts the memory in use, to say how much a manifest and a plan take.
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static CALLS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards to the system allocator and only counts.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        CALLS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use kvferry_testkit::heap::{self, Counting};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Counting = Counting;
 
 /// The median of `rounds` timings in nanoseconds.
 fn median(rounds: usize, mut work: impl FnMut()) -> f64 {
@@ -48,14 +25,6 @@ fn median(rounds: usize, mut work: impl FnMut()) -> f64 {
         .collect();
     times.sort_by(f64::total_cmp);
     times[rounds / 2]
-}
-
-fn live(work: impl FnOnce() -> Box<dyn std::any::Any>) -> usize {
-    let before = LIVE.load(Ordering::Relaxed);
-    let kept = work();
-    let after = LIVE.load(Ordering::Relaxed);
-    drop(kept);
-    after - before
 }
 
 struct Pair {
@@ -107,15 +76,15 @@ fn main() {
         let bytes = pair.destination.to_bytes();
         let decode = median(21, || drop(black_box(Manifest::from_bytes(&bytes))));
         let compile = median(21, || drop(black_box(Plan::compile(&pair.destination, &sources))));
-        let manifest = live(|| Box::new(pair.destination.clone()));
-        let plan = live(|| Box::new(Plan::compile(&pair.destination, &sources)));
+        let (_, manifest) = heap::measure(|| pair.destination.clone());
+        let (_, plan) = heap::measure(|| Plan::compile(&pair.destination, &sources));
         println!(
             "{:38} {:>7} {:>9.1} {:>9.1} {:>9.1} {:>10.3} {:>9.2}",
             pair.name,
             sources.len(),
             bytes.len() as f64 / 1024.0,
-            manifest as f64 / 1024.0,
-            plan as f64 / 1024.0,
+            manifest.kept as f64 / 1024.0,
+            plan.kept as f64 / 1024.0,
             compile / 1e6,
             compile / decode,
         );
@@ -221,10 +190,11 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
         }
         filled
     };
-    let before = CALLS.load(Ordering::Relaxed);
-    let checked = plan.transfer(&request).expect("checked above");
-    assert_eq!(fill(&checked, &mut buffer), count);
-    let allocations = CALLS.load(Ordering::Relaxed) - before;
+    let (filled, heap) = heap::measure(|| {
+        let checked = plan.transfer(&request).expect("checked above");
+        fill(&checked, &mut buffer)
+    });
+    assert_eq!(filled, count);
     // The plain loop knows every base, stride and count beforehand.
     let rows = rows(&buffer[..count]);
     let plain = |buffer: &mut [Copy]| {
@@ -271,6 +241,6 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
         yielded / count as f64,
         looped / count as f64,
         yielded / looped,
-        allocations,
+        heap.calls,
     );
 }
