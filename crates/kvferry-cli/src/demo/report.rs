@@ -49,6 +49,8 @@ pub(crate) struct PhaseReport {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct ChaosReport {
     pub(crate) killed: usize,
+    /// Processes that ended although nobody killed them.
+    pub(crate) crashed: usize,
     pub(crate) stopped: usize,
     pub(crate) restarts: usize,
     pub(crate) leases_expired: usize,
@@ -65,6 +67,7 @@ impl Report {
             && self.exact + self.aborted + failed == self.requests
             && self.exact > 0
             && (failed == 0 || self.chaos.is_some())
+            && self.chaos.as_ref().is_none_or(|chaos| chaos.crashed == 0)
     }
 
     pub(crate) fn json(&self) -> String {
@@ -119,6 +122,9 @@ impl Report {
                     chaos.killed, chaos.stopped, chaos.restarts, chaos.leases_expired
                 ),
             );
+            if chaos.crashed > 0 {
+                line("CRASHED", format!("{} processes that nobody had killed", chaos.crashed));
+            }
             let back = match self.lost_blocks {
                 0 => "all back on both sides".to_owned(),
                 lost => format!("{lost} LOST"),
@@ -177,6 +183,9 @@ mod tests {
         assert!(!Report { exact: 0, aborted: 3, ..good() }.is_good(), "nothing was shown");
         let failed = Report { exact: 1, failed: [("x".to_owned(), 1)].into(), ..good() };
         assert!(!failed.is_good(), "without chaos nothing may fail");
-        assert!(Report { chaos: Some(ChaosReport::default()), ..failed }.is_good());
+        let chaos = Some(ChaosReport::default());
+        assert!(Report { chaos, ..failed.clone() }.is_good());
+        let chaos = Some(ChaosReport { crashed: 1, ..ChaosReport::default() });
+        assert!(!Report { chaos, ..failed }.is_good(), "a crash is none of the chaos");
     }
 }

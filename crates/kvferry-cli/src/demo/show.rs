@@ -88,6 +88,7 @@ pub(crate) fn run(demo: &Demo, quiet: bool) -> Result<Report, String> {
         all_phases: vec![],
         rates: vec![],
         next_chaos: began + Duration::from_millis(300),
+        killed: BTreeSet::new(),
         stopped: vec![],
         bar,
     };
@@ -118,6 +119,8 @@ struct Show<'a> {
     all_phases: Vec<Phases>,
     rates: Vec<f64>,
     next_chaos: Instant,
+    /// Processes that were killed on purpose.
+    killed: BTreeSet<MemberId>,
     /// Processes that stand still, and until when.
     stopped: Vec<(MemberId, Instant)>,
     bar: ProgressBar,
@@ -442,6 +445,11 @@ impl Show<'_> {
                     if !self.demo.chaos {
                         return Err(format!("a process of {} ended", engine.name));
                     }
+                    if let Some(chaos) = &mut self.report.chaos
+                        && !self.killed.contains(&member)
+                    {
+                        chaos.crashed += 1;
+                    }
                     engine.up = false;
                     engine.restart_at.get_or_insert(Instant::now() + NOTICE);
                 }
@@ -628,6 +636,7 @@ impl Show<'_> {
         let victim = members[self.dice.within(0, members.len() as u64 - 1) as usize];
         if self.dice.chance(40) && report.killed < 6 {
             report.killed += 1;
+            self.killed.insert(victim);
             self.crew.signal(victim, libc::SIGKILL);
         } else if report.stopped < 12 && !self.stopped.iter().any(|(member, _)| *member == victim) {
             report.stopped += 1;
