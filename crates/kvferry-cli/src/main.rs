@@ -12,6 +12,7 @@ mod failure;
 mod models;
 mod nixl;
 mod output;
+mod own_output;
 mod plan;
 mod report;
 mod request;

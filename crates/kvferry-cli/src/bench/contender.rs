@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -13,6 +12,8 @@ use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Copy, Operation, Place, Status, Transport};
+
+use crate::own_output;
 
 use super::memory::{Memory, word};
 
@@ -247,13 +248,7 @@ impl Worker {
     pub(super) fn run(self) -> Result<(), Failure> {
         // SAFETY: a plain request to the kernel: end this process with the one that started it.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        // UCX writes its warnings to the standard output, which is spoken for.
-        let output = io::stdout().as_fd().try_clone_to_owned()?;
-        // SAFETY: both descriptors are open, and nobody owns the standard output.
-        if unsafe { libc::dup2(2, 1) } < 0 {
-            return Err(io::Error::last_os_error().into());
-        }
-        let talk = Talk { output: output.into() };
+        let talk = Talk { output: own_output::take()? };
         match (self.contender, self.role.as_str()) {
             (Contender::Memcpy, _) => self.memcpy(talk),
             (Contender::Local, "read") => self.read(talk, &Local::new(LocalOptions::default())?),

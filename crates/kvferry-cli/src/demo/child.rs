@@ -1,10 +1,11 @@
 //! One process of the demo: a rank, or an engine's scheduler.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,12 +19,18 @@ use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Region, Transport};
 
+use crate::own_output;
+
 use super::pool::Pool;
 use super::shape;
 use super::words::{By, Command, End, Reply, Setup};
 
 /// Plays its part until standard input ends: whatever becomes of the demo, no process stays behind.
 pub(crate) fn run() -> ExitCode {
+    let output = own_output::take().map(|output| OUTPUT.set(Mutex::new(output)));
+    if !matches!(output, Ok(Ok(()))) {
+        return ExitCode::FAILURE;
+    }
     let (lines, commands) = mpsc::channel();
     thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {
@@ -50,8 +57,12 @@ pub(crate) fn run() -> ExitCode {
     }
 }
 
+/// Where replies go.
+static OUTPUT: OnceLock<Mutex<File>> = OnceLock::new();
+
 fn say(reply: &Reply) {
-    let mut out = std::io::stdout().lock();
+    let Some(output) = OUTPUT.get() else { return };
+    let mut out = output.lock().unwrap_or_else(PoisonError::into_inner);
     // Whoever listened is gone: this process ends with its standard input.
     if let Ok(line) = serde_json::to_string(reply) {
         _ = writeln!(out, "{line}").and_then(|()| out.flush());
