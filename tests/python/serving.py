@@ -21,6 +21,9 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
+#: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
+PATIENCE = 240
+
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -98,6 +101,9 @@ class Server:
 
     def ask(self, *question):
         self._pipe.send(question)
+        if not self._pipe.poll(PATIENCE):
+            self._process.kill()
+            raise AssertionError(f"no answer to {question[0]} within {PATIENCE} s")
         answer = self._pipe.recv()
         if isinstance(answer, str):
             raise AssertionError(answer)
