@@ -66,11 +66,33 @@ pub fn find(name: &str) -> Result<Preset, ConfigError> {
         [preset] => Ok(preset),
         [] => Err(ConfigError::UnknownPreset {
             found: name.to_owned(),
-            nearest: suggest::nearest(&wanted, all().map(|preset| preset.name)).map(str::to_owned),
+            nearest: nearest(&wanted).map(str::to_owned),
         }),
         _ => Err(ConfigError::AmbiguousPreset {
             found: name.to_owned(),
             matches: matches.iter().map(|preset| preset.name.to_owned()).collect(),
         }),
+    }
+}
+
+/// The preset whose name, or whose first words, are spelled most like `wanted`.
+fn nearest(wanted: &str) -> Option<&'static str> {
+    let starts = |name: &'static str| {
+        let ends = name.match_indices('-').map(|(end, _)| end).chain([name.len()]);
+        ends.map(|end| &name[..end])
+    };
+    let start = suggest::nearest(wanted, all().flat_map(|preset| starts(preset.name)))?;
+    all().map(|preset| preset.name).find(|name| name.starts_with(start))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelled_part_of_a_name_finds_the_preset() {
+        assert_eq!(nearest("kimi-linaer"), Some("kimi-linear-48b-a3b"));
+        assert_eq!(nearest("deepseek-v3.22"), Some("deepseek-v3.2"));
+        assert_eq!(nearest("something else altogether"), None);
     }
 }
