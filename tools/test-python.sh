@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Builds the Python package, installs it beside the real vLLM and runs its tests. Installs vLLM on
 # first use.
+#
+#   tools/test-python.sh             what every run of all tests runs
+#   tools/test-python.sh --all       also the pairs of engines that are marked `more`
+#   tools/test-python.sh FILE ARG…   one file of tests, with arguments for pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=$(tools/vllm-env.sh)
@@ -35,14 +39,23 @@ target=$(cargo metadata --format-version 1 --no-deps --locked |
   "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
 export KVFERRY_MANIFESTS="$target/debug/examples/manifests"
 
-# From elsewhere: the installed package is tested, not the source tree.
-cd tests/python
-"$python" -m mypy.stubtest kvferry._core
-pytest() { "$python" -m pytest -c ../../pyproject.toml --rootdir . "$@"; }
-if [ $# -gt 0 ]; then
-  pytest "$@"
-  exit
-fi
-pytest --ignore=test_handover.py
-# By itself: its engines are forked, which a process whose threads have worked does not survive.
-OMP_NUM_THREADS=1 pytest test_handover.py
+# From elsewhere: the installed package is tested, not the source tree. A folder is a process: engines
+# are forked, which a process whose threads have worked does not survive.
+pytest() {
+  local folder=$1
+  shift
+  (cd "tests/$folder" && "$python" -m pytest -c ../../pyproject.toml --rootdir . "$@")
+}
+export OMP_NUM_THREADS=1
+case "${1:-}" in
+"" | --all)
+  (cd tests && "$python" -m mypy.stubtest kvferry._core)
+  pytest python
+  pytest engines -m "$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")"
+  ;;
+*)
+  file=$1
+  shift
+  pytest "$(basename "$(dirname "$file")")" "$(basename "$file")" "$@"
+  ;;
+esac

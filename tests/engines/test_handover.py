@@ -7,7 +7,8 @@ everywhere but in its last token, and P's answer must come out all the same, whi
 import random
 
 import pytest
-from serving import REMOTE_DECODE, Server, save_model
+from serving import REMOTE_DECODE, Server
+from tiny import save_model
 
 MANY = {"distributed_executor_backend": "mp"}
 PAIRS = {

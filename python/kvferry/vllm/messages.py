@@ -1,0 +1,30 @@
+"""What an engine's scheduler and its workers tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+
+@dataclass
+class Card(KVConnectorHandshakeMetadata):
+    """What a rank makes known."""
+
+    card: bytes
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """What the scheduler tells the workers in one step."""
+
+    #: Arguments of `Worker.load`.
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    #: Loads that are not wanted any more.
+    aborts: list[str] = field(default_factory=list)
+    #: Requests whose blocks nobody reads any more.
+    released: list[str] = field(default_factory=list)
