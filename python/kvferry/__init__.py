@@ -7,6 +7,7 @@ reason. A plan yields the copies of a request from both sides' block tables.
 
 from ._core import Ending, Manifest, Plan, Scheduler, Summary, Worker, compile, version
 from ._errors import AgentError, Error, Incompatible, ManifestError, RequestError
+from ._log import log_to
 
 __version__ = version()
 
@@ -23,4 +24,5 @@ __all__ = [
     "Summary",
     "Worker",
     "compile",
+    "log_to",
 ]

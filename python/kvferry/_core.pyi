@@ -12,6 +12,8 @@ __all__ = [
     "Summary",
     "Worker",
     "compile",
+    "log_level",
+    "log_lines",
     "version",
 ]
 
@@ -20,6 +22,14 @@ _Words = npt.NDArray[np.uint64]
 
 def version() -> str:
     """The version of the compiled part."""
+
+def log_level(level: str) -> None:
+    """What is less important than `level` (`off`, `error`, `warning`, `info` or `debug`) is not said.
+    `kvferry.log_to` hands what is said to Python's `logging`."""
+
+def log_lines(timeout: float = 0.0) -> list[tuple[int, str]]:
+    """What has been said since the last call, each line with its level as `logging` numbers them.
+    Waits for the first of them."""
 
 @final
 class Manifest:
@@ -197,6 +207,10 @@ class Scheduler:
     def metrics(self) -> str:
         """Counters and histograms as Prometheus text."""
 
+    def counts(self) -> dict[str, int]:
+        """The counters among the metrics, by name: `leases_granted`, `leases_confirmed`,
+        `leases_expired`, `refusals`, `holds_lost` and so on."""
+
     def close(self) -> None:
         """Ends its thread and connections. Every other method raises `AgentError` from then on."""
 
@@ -210,6 +224,11 @@ class Ending:
     def outcome(self) -> str:
         """`done`, `failed`, `aborted`, `expired`, or `settled`: nothing will land any more in the
         blocks of a request that ended in quarantine."""
+
+    @property
+    def kind(self) -> str:
+        """What kind of failure, for those that failed: `deadline`, `peer_gone`, `refused`,
+        `restarted`, `bad_request` or `transport`."""
 
     @property
     def reason(self) -> str:

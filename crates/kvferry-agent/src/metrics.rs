@@ -168,6 +168,34 @@ impl SchedulerMetrics {
         self.held.observe(after);
     }
 
+    fn counters(&self) -> [(&'static str, &'static str, &Counter); 7] {
+        [
+            ("leases_granted", "Leases granted.", &self.granted),
+            ("connections", "Peers that proved themselves.", &self.connections),
+            (
+                "connections_turned_away",
+                "Connections that did not prove themselves, or came when there were too many.",
+                &self.turned_away,
+            ),
+            (
+                "connections_misbehaved",
+                "Connections ended because the peer broke the protocol.",
+                &self.misbehaved,
+            ),
+            ("refusals", "Peers that do not fit.", &self.refused),
+            ("heartbeats", "Leases of others extended.", &self.heartbeats),
+            ("holds_lost", "Leases of others that were lost.", &self.lost),
+        ]
+    }
+
+    /// Every counter by its name; leases that ended also by why they did.
+    pub(crate) fn counts(&self) -> Vec<(String, u64)> {
+        let ended = Ended::ALL.iter().zip(&self.ended);
+        let ended = ended.map(|(why, counter)| (format!("leases_{why}"), counter.get()));
+        let others = self.counters().map(|(name, _, counter)| (name.to_owned(), counter.get()));
+        ended.chain(others).collect()
+    }
+
     pub(crate) fn text(&self, labels: &str, open: usize, holds: usize) -> String {
         let mut out = String::new();
         let mut text = Text { out: &mut out, labels };
@@ -176,25 +204,10 @@ impl SchedulerMetrics {
             let label = format!("why=\"{why}\"");
             text.line("kvferry_leases_ended_total", &label, counter.get() as f64);
         }
-        for (name, help, counter) in [
-            ("kvferry_leases_granted_total", "Leases granted.", &self.granted),
-            ("kvferry_connections_total", "Peers that proved themselves.", &self.connections),
-            (
-                "kvferry_connections_turned_away_total",
-                "Connections that did not prove themselves, or came when there were too many.",
-                &self.turned_away,
-            ),
-            (
-                "kvferry_connections_misbehaved_total",
-                "Connections ended because the peer broke the protocol.",
-                &self.misbehaved,
-            ),
-            ("kvferry_refusals_total", "Peers that do not fit.", &self.refused),
-            ("kvferry_heartbeats_total", "Leases of others extended.", &self.heartbeats),
-            ("kvferry_holds_lost_total", "Leases of others that were lost.", &self.lost),
-        ] {
-            text.head(name, "counter", help);
-            text.line(name, "", counter.get() as f64);
+        for (name, help, counter) in self.counters() {
+            let name = format!("kvferry_{name}_total");
+            text.head(&name, "counter", help);
+            text.line(&name, "", counter.get() as f64);
         }
         text.head("kvferry_leases_open", "gauge", "Leases that are open.");
         text.line("kvferry_leases_open", "", open as f64);

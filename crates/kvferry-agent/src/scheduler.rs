@@ -361,6 +361,11 @@ impl Scheduler {
         let holds = lock(&self.core.holds).len();
         self.core.metrics.text(&labels, open, holds)
     }
+
+    /// The counters among the metrics, by name, for engines with metrics of their own.
+    pub fn counts(&self) -> Vec<(String, u64)> {
+        self.core.metrics.counts()
+    }
 }
 
 /// Asks a running agent for its status.

@@ -1,9 +1,10 @@
 //! `kvferry.Scheduler` and `kvferry.Worker`: the two halves of an agent.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvferry_agent::{
     self as agent, BlockTable, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases,
@@ -21,6 +22,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::errors;
 use crate::manifest::Manifest;
 use crate::plan::{Asked, Tables, array, words};
+use crate::seconds;
 
 /// The scheduler half of an agent.
 #[pyclass(frozen, module = "kvferry")]
@@ -41,6 +43,8 @@ pub(crate) struct Ending {
     request: String,
     #[pyo3(get)]
     outcome: &'static str,
+    #[pyo3(get)]
+    kind: &'static str,
     #[pyo3(get)]
     reason: String,
     #[pyo3(get)]
@@ -168,6 +172,11 @@ impl Scheduler {
         Ok(py.detach(|| half.metrics()))
     }
 
+    fn counts(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        // A few atomic reads: not worth letting go of the interpreter.
+        Ok(self.0.get(py)?.counts().into_iter().collect())
+    }
+
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
     }
@@ -287,7 +296,7 @@ impl Worker {
 #[pymethods]
 impl Ending {
     #[getter]
-    fn seconds(&self) -> std::collections::BTreeMap<&'static str, f64> {
+    fn seconds(&self) -> BTreeMap<&'static str, f64> {
         let times = self.phases.times();
         Phases::NAMES.iter().zip(times).map(|(name, time)| (*name, time.as_secs_f64())).collect()
     }
@@ -310,6 +319,7 @@ impl Ending {
                 return Self {
                     request,
                     outcome: "settled",
+                    kind: "",
                     reason: String::new(),
                     quarantined: false,
                     bytes: 0,
@@ -319,15 +329,16 @@ impl Ending {
                 };
             }
         };
-        let (outcome, reason) = match &ending.outcome {
-            Outcome::Done => ("done", String::new()),
-            Outcome::Failed(failure) => ("failed", failure.to_string()),
-            Outcome::Aborted => ("aborted", String::new()),
-            Outcome::Expired(loss) => ("expired", loss.to_string()),
+        let (outcome, kind, reason) = match &ending.outcome {
+            Outcome::Done => ("done", "", String::new()),
+            Outcome::Failed(failure) => ("failed", failure.kind(), failure.to_string()),
+            Outcome::Aborted => ("aborted", "", String::new()),
+            Outcome::Expired(loss) => ("expired", "", loss.to_string()),
         };
         Self {
             request: ending.request,
             outcome,
+            kind,
             reason,
             quarantined: ending.quarantined,
             bytes: ending.bytes,
@@ -369,12 +380,6 @@ fn trust(key: Option<&str>, key_file: Option<&str>, insecure: bool) -> Result<Tr
 fn address(text: &str) -> PyResult<SocketAddr> {
     text.parse()
         .map_err(|_| PyValueError::new_err(format!("'{text}' is no address like 127.0.0.1:0")))
-}
-
-fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is no number of seconds"));
-    // A century is for ever, and far from where clocks overflow.
-    Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
 }
 
 /// Through text: a ticket is a dictionary of the shape of its JSON, as a router passes it on.

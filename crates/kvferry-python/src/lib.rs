@@ -3,9 +3,13 @@
 
 mod agent;
 mod errors;
+mod log;
 mod manifest;
 mod plan;
 
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 /// The extension module.
@@ -13,6 +17,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::agent::{Ending, Scheduler, Worker};
+    #[pymodule_export]
+    use super::log::{log_level, log_lines};
     #[pymodule_export]
     use super::manifest::Manifest;
     #[pymodule_export]
@@ -25,4 +31,10 @@ mod _core {
 #[pyfunction]
 fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
+}
+
+fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is no number of seconds"));
+    // A century is for ever, and far from where clocks overflow.
+    Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
 }

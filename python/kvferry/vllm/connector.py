@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from . import logs
 from .messages import Card, Orders
+from .metrics import PromMetrics, Stats
 from .options import Options
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
@@ -27,6 +29,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        logs.start(options.logging)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -104,6 +107,27 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         return
+
+    # What is counted, from both kinds of process.
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        side = self._scheduler or self._worker
+        stats = side.stats() if side is not None else None
+        return None if stats is None or stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats() if data is None else Stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -6,17 +6,17 @@ confirms.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
+from .logs import logger
 from .messages import Orders
+from .metrics import Stats
 from .options import Options
 
-logger = logging.getLogger("vllm.kvferry")
 
 #: Where our part of `kv_transfer_params` lies; the rest is vLLM's own contract.
 KEY = "kvferry"
@@ -53,6 +53,8 @@ class SchedulerSide:
         self.computed: dict[str, int] = {}
         self.loading: set[str] = set()
         self.next = Orders()
+        #: What the counters were when they were last asked for.
+        self.counted: dict[str, int] = {}
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
@@ -208,6 +210,11 @@ class SchedulerSide:
             "remote_num_tokens": request.num_computed_tokens,
             KEY: {"ticket": ticket, "tokens": request.num_computed_tokens, "first": first},
         }
+
+    def stats(self) -> Stats:
+        counts = self.agent.counts()
+        stats, self.counted = Stats.of_counts(counts, self.counted), counts
+        return stats
 
 
 def _ticket(params: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from .._core import Ending, Worker
 from .._errors import Error
 from .describe import dump, manifest
+from .logs import logger
 from .messages import Orders
+from .metrics import Stats
 from .options import Options
-
-logger = logging.getLogger("vllm.kvferry")
 
 
 class WorkerSide:
@@ -27,6 +26,8 @@ class WorkerSide:
         #: Loads that failed while bytes may still land.
         self.quarantined: set[str] = set()
         self.refused: set[str] = set()
+        #: Loads that ended since they were last counted.
+        self.ended: list[Ending] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         made = manifest(self.config, self.cache, kv_caches)
@@ -71,6 +72,8 @@ class WorkerSide:
         results.failed_recving |= self.refused
         self.refused = set()
         for ending in self.agent.endings() if self.agent is not None else ():
+            if ending.outcome != "settled":
+                self.ended.append(ending)
             if ending.outcome == "done":
                 self._zero(ending)
                 results.finished_recving.add(ending.request)
@@ -88,6 +91,10 @@ class WorkerSide:
             results.finished_recving.add(ending.request)
             results.failed_recving.add(ending.request)
         return results
+
+    def stats(self) -> Stats:
+        ended, self.ended = self.ended, []
+        return Stats.of_loads(ended)
 
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN."""

@@ -1,0 +1,175 @@
+"""What the connector counts, for vLLM's Prometheus endpoint and its periodic log line.
+
+The workers of D report every load that ended; the scheduler reports what its agent's counters have
+grown by. (How many leases are open is what was granted less what has ended: a gauge would stand still
+with an idle engine.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from .._core import Ending
+
+#: Where a load's time can go, in order.
+PHASES = ("queue", "handshake", "plan", "post", "wire", "confirm")
+OUTCOMES = ("done", "failed", "expired", "aborted")
+#: The agent's counters, and what they say.
+COUNTS = {
+    "leases_granted": "Requests whose blocks this engine promised to keep.",
+    "leases_confirmed": "Requests whose blocks came back because all of the other side has read them.",
+    "leases_abandoned": "Requests whose blocks came back because the other side does not want them.",
+    "leases_expired": "Requests whose blocks came back because nobody asked for them in time.",
+    "leases_revoked": "Requests whose blocks this engine took back.",
+    "connections": "Peers that proved themselves.",
+    "connections_turned_away": "Peers that did not prove themselves, or were too many.",
+    "connections_misbehaved": "Peers that broke the protocol.",
+    "refusals": "Peers whose memory does not fit this engine's.",
+    "heartbeats": "Leases of other engines that were extended.",
+    "holds_lost": "Leases of other engines that were lost before a load.",
+}
+_MIB = float(1 << 20)
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_BYTES = tuple(float(1 << power) for power in range(12, 38, 2))
+_COPIES = tuple(float(4**power) for power in range(11))
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """Plain data: it is sent from the workers to the scheduler, and from there to the server."""
+
+    data: dict[str, Any] = field(default_factory=lambda: {"loads": [], "counts": {}})
+
+    @classmethod
+    def of_loads(cls, endings: list[Ending]) -> Stats:
+        return cls({"loads": [_load(ending) for ending in endings], "counts": {}})
+
+    @classmethod
+    def of_counts(cls, counts: Mapping[str, int], before: Mapping[str, int]) -> Stats:
+        grown = {name: count - before.get(name, 0) for name, count in counts.items()}
+        return cls({"loads": [], "counts": {name: n for name, n in grown.items() if n}})
+
+    def reset(self) -> None:
+        self.data = {"loads": [], "counts": {}}
+
+    def is_empty(self) -> bool:
+        return not self.data["loads"] and not self.data["counts"]
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data["loads"].extend(other.data["loads"])
+        counts = self.data["counts"]
+        for name, count in other.data["counts"].items():
+            counts[name] = counts.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The log line: what a glance must show. A load is one request on one rank."""
+        loads, counts = self.data["loads"], self.data["counts"]
+        done = [load for load in loads if load["outcome"] == "done"]
+        seconds = sorted(sum(load["seconds"].values()) for load in done)
+        mib = sum(load["bytes"] for load in done) / _MIB
+        line: dict[str, int | float] = {"Loads": len(done)}
+        if done:
+            wire = sum(load["seconds"]["wire"] for load in done)
+            line["Median load (ms)"] = round(seconds[len(seconds) // 2] * 1e3, 3)
+            line["Worst load (ms)"] = round(seconds[-1] * 1e3, 3)
+            line["MiB per load"] = round(mib / len(done), 3)
+            line["Copies per load"] = round(sum(load["copies"] for load in done) / len(done), 1)
+            line["MiB/s on the wire"] = round(mib / wire, 1) if wire else 0.0
+        for outcome in OUTCOMES[1:]:
+            line[f"Loads {outcome}"] = sum(load["outcome"] == outcome for load in loads)
+        line["Leases granted"] = counts.get("leases_granted", 0)
+        line["Leases confirmed"] = counts.get("leases_confirmed", 0)
+        line["Leases expired"] = counts.get("leases_expired", 0)
+        for name in ("holds_lost", "refusals", "connections_turned_away", "connections_misbehaved"):
+            if counts.get(name):
+                line[name.replace("_", " ").capitalize()] = counts[name]
+        return line
+
+
+def _load(ending: Ending) -> dict[str, Any]:
+    return {
+        "outcome": ending.outcome,
+        "kind": ending.kind,
+        "bytes": ending.bytes,
+        "copies": ending.copies,
+        "seconds": ending.seconds,
+    }
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """`vllm:kvferry_*`"""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, histogram = metric_types[Counter], metric_types[Histogram]
+        self.counts = {
+            name: counter(
+                name=f"vllm:kvferry_{name}", documentation=says, labelnames=labelnames
+            )
+            for name, says in COUNTS.items()
+        }
+        self.loads = counter(
+            name="vllm:kvferry_loads",
+            documentation="Requests that a rank of this engine loaded, by how it ended.",
+            labelnames=[*labelnames, "outcome", "reason"],
+        )
+        self.phases = histogram(
+            name="vllm:kvferry_load_phase_seconds",
+            documentation="Where the time of loads that were done went.",
+            buckets=_SECONDS,
+            labelnames=[*labelnames, "phase"],
+        )
+        self.seconds = histogram(
+            name="vllm:kvferry_load_seconds",
+            documentation="How long loads took that were done.",
+            buckets=_SECONDS,
+            labelnames=labelnames,
+        )
+        self.bytes = histogram(
+            name="vllm:kvferry_load_bytes",
+            documentation="Bytes that loads moved.",
+            buckets=_BYTES,
+            labelnames=labelnames,
+        )
+        self.copies = histogram(
+            name="vllm:kvferry_load_copies",
+            documentation="Copies that loads were made of.",
+            buckets=_COPIES,
+            labelnames=labelnames,
+        )
+        # A series that has counted nothing says so, rather than being absent.
+        for labels in per_engine_labelvalues.values():
+            for metric in (*self.counts.values(), self.seconds, self.bytes, self.copies):
+                metric.labels(*labels)
+            for outcome in OUTCOMES:
+                self.loads.labels(*labels, outcome, "")
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data["counts"].items():
+            if name in self.counts:
+                self.counts[name].labels(*labels).inc(count)
+        for load in transfer_stats_data["loads"]:
+            self.loads.labels(*labels, load["outcome"], load["kind"]).inc()
+            if load["outcome"] != "done":
+                continue
+            self.seconds.labels(*labels).observe(sum(load["seconds"].values()))
+            self.bytes.labels(*labels).observe(load["bytes"])
+            self.copies.labels(*labels).observe(load["copies"])
+            for phase in PHASES:
+                self.phases.labels(*labels, phase).observe(load["seconds"][phase])

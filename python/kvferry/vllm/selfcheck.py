@@ -1,0 +1,170 @@
+"""Does kvferry work in this environment? `python -m kvferry.vllm.selfcheck`
+
+Looks at the versions, loads the connector as vLLM loads it, and hands a request over between two
+processes on this machine with every transport, checking every byte; with a GPU, also from GPU memory
+to GPU memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import __version__, log_to
+from .._loopback import hand_over
+
+VLLM = "0.32"
+TRANSPORTS = ("local", "tcp", "nixl")
+#: What a user gives to both servers to begin with.
+CONFIG = {
+    "kv_connector": "FerryConnector",
+    "kv_connector_module_path": "kvferry.vllm",
+    "kv_role": "kv_both",
+}
+
+
+@dataclass
+class Finding:
+    """One line of the answer."""
+
+    what: str
+    #: `yes`, `no`, or `-` where it does not matter here.
+    fits: str
+    says: str
+    #: What to do about it.
+    advice: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvferry.vllm.selfcheck", description=__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="how much to move with each transport")
+    parser.add_argument("--json", action="store_true", help="answer as JSON, for programs")
+    parser.add_argument("--verbose", action="store_true", help="also what the transports have to say")
+    asked = parser.parse_args()
+    if asked.mib < 1:
+        parser.error("--mib is at least 1")
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log = logging.getLogger("kvferry")
+    log.setLevel(logging.DEBUG)
+    log_to(log, "debug" if asked.verbose else "error")
+    # vLLM says a lot while it is loaded.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    findings = []
+    if not asked.json:
+        print(f"kvferry {__version__}, Python {platform.python_version()}\n")
+    for finding in look(asked.mib):
+        findings.append(finding)
+        if not asked.json:
+            mark = {"yes": "ok", "no": "NO", "-": "--"}[finding.fits]
+            print(f"  {mark}  {finding.what:<14} {finding.says}", flush=True)
+            if finding.advice:
+                print(f"      {'':<14} {finding.advice}", flush=True)
+    wrong = [finding.what for finding in findings if finding.fits == "no"]
+    if asked.json:
+        print(json.dumps({"works": not wrong, "findings": [asdict(one) for one in findings]}))
+    elif wrong:
+        print(f"\nnot ready: see {', '.join(wrong)}")
+    else:
+        print("\nready: --kv-transfer-config '" + json.dumps(CONFIG) + "'")
+    return 1 if wrong else 0
+
+
+def look(mib: int) -> Iterator[Finding]:
+    vllm = version("vllm")
+    if vllm is None:
+        yield Finding("vllm", "no", "is not installed here", f"pip install 'vllm=={VLLM}.*'")
+    elif vllm.split(".")[:2] != VLLM.split("."):
+        advice = f"the connector is made for vLLM {VLLM}: pip install 'vllm=={VLLM}.*'"
+        yield Finding("vllm", "no", f"{vllm} is installed", advice)
+    else:
+        yield Finding("vllm", "yes", vllm)
+        yield connector()
+    gpus = graphics()
+    yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none is seen")
+    for transport in TRANSPORTS:
+        # Caches on a GPU can only go through nixl; without a GPU it is a choice.
+        needed = transport == "tcp" or (transport == "nixl" and bool(gpus))
+        yield moved(transport, "cpu", mib, needed)
+    if gpus:
+        yield moved("nixl", "cuda:0", mib, True)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def connector() -> Finding:
+    """The connector, loaded by vLLM's own factory, with every hook as vLLM calls it."""
+    try:
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**CONFIG))
+    except Exception as error:
+        return Finding("connector", "no", f"does not load: {error}")
+    wrong = differences(found)
+    if wrong:
+        return Finding("connector", "no", "; ".join(wrong), "install a release for this vLLM")
+    return Finding("connector", "yes", f"{found.__name__} loads, and its hooks are vLLM's")
+
+
+def differences(connector: type) -> list[str]:
+    """Hooks that vLLM does not have, or calls with other arguments."""
+    found = []
+    for name, ours in vars(connector).items():
+        ours = getattr(ours, "__func__", ours)
+        if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        bases = [base for base in connector.__mro__[1:] if hasattr(base, name)]
+        if not bases:
+            found.append(f"vLLM has no hook {name}")
+            continue
+        theirs = getattr(bases[0], name)
+        wanted, taken = arguments(getattr(theirs, "__func__", theirs)), arguments(ours)
+        if wanted != taken:
+            found.append(f"vLLM calls {name}({', '.join(wanted)}), not ({', '.join(taken)})")
+    found += [f"vLLM asks for {name}" for name in sorted(getattr(connector, "__abstractmethods__", ()))]
+    return found
+
+
+def arguments(hook: Callable[..., Any]) -> list[str]:
+    """Their names, but for those that only collect what is left."""
+    every = inspect.signature(hook).parameters.values()
+    return [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+
+def graphics() -> list[str]:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+
+
+def moved(transport: str, device: str, mib: int, needed: bool) -> Finding:
+    """What came of a request that one process hands to another."""
+    what = transport if device == "cpu" else f"{transport} {device}"
+    try:
+        return Finding(what, "yes", hand_over(transport, device, mib))
+    except Exception as error:
+        advice = "pip install nixl, or nixl-cu12 or nixl-cu13 for CUDA" if transport == "nixl" else ""
+        return Finding(what, "no" if needed else "-", f"does not work here: {error}", advice)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""`python -m kvferry.vllm.selfcheck` says what works here, and notices what does not."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from kvferry import _loopback
+from kvferry.vllm import selfcheck
+
+
+def test_it_finds_this_environment_ready():
+    run = [sys.executable, "-m", "kvferry.vllm.selfcheck", "--mib", "4"]
+    answer = subprocess.run([*run, "--json"], capture_output=True, timeout=300, text=True)
+    assert answer.returncode == 0, answer.stderr
+    said = json.loads(answer.stdout.splitlines()[-1])
+    assert said["works"]
+    fits = {finding["what"]: finding["fits"] for finding in said["findings"]}
+    for what in ("vllm", "connector", "local", "tcp", "nixl"):
+        assert fits[what] == "yes", said
+    wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
+    assert wrong.returncode == 2 and "--mib is at least 1" in wrong.stderr
+
+
+@pytest.mark.parametrize("found, says", [("0.31.2", "0.31.2 is installed"), (None, "not installed")])
+def test_another_vllm_is_named_with_what_to_do(monkeypatch, found, says):
+    monkeypatch.setattr(selfcheck, "version", lambda package: found)
+    first = next(selfcheck.look(1))
+    assert (first.what, first.fits) == ("vllm", "no")
+    assert says in first.says and "pip install 'vllm==0.32.*'" in first.advice
+
+
+def test_a_hook_that_vllm_calls_otherwise_is_named():
+    class Theirs:
+        def hook(self, request, blocks, **more):
+            pass
+
+    class Ours(Theirs):
+        def hook(self, request, **rest):
+            pass
+
+        def forgotten(self):
+            pass
+
+    assert selfcheck.differences(Ours) == [
+        "vLLM calls hook(self, request, blocks), not (self, request)",
+        "vLLM has no hook forgotten",
+    ]
+
+
+def test_a_wrong_byte_is_noticed(monkeypatch):
+    right = _loopback._expected
+
+    def off_by_one(size, *rest):
+        pool = right(size, *rest)
+        pool[np.flatnonzero(pool != _loopback.POISON)[7]] += np.uint64(1)
+        return pool
+
+    # In this process alone: the other one sends what is right.
+    monkeypatch.setattr(_loopback, "_expected", off_by_one)
+    with pytest.raises(RuntimeError, match="^1 of [0-9]+ words are wrong"):
+        _loopback.hand_over("tcp", "cpu", 1)
+
+
+def test_a_transport_that_fails_only_matters_where_it_is_needed(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such library")
+
+    monkeypatch.setattr(selfcheck, "hand_over", fail)
+    optional, needed = (selfcheck.moved("nixl", "cpu", 1, needed) for needed in (False, True))
+    assert (optional.fits, needed.fits) == ("-", "no")
+    assert "no such library" in needed.says and "pip install nixl" in needed.advice
