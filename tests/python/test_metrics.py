@@ -1,7 +1,9 @@
 """What is counted reaches vLLM's Prometheus endpoint and its log line."""
 
 import json
+import pathlib
 import pickle
+import re
 
 import pytest
 from kvferry.vllm import FerryConnector
@@ -11,6 +13,7 @@ from test_agent import engines, load  # noqa: F401
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "vllm.md"
 TRANSFER = KVTransferConfig(
     kv_connector="FerryConnector", kv_connector_module_path="kvferry.vllm", kv_role="kv_both"
 )
@@ -89,3 +92,9 @@ def test_nothing_is_said_when_nothing_happened(engines):  # noqa: F811
     log = KVConnectorLogging(TRANSFER)
     log.observe(Stats().to_dict())
     log.log(lambda *_: pytest.fail("a line for nothing"))
+
+
+def test_the_page_names_every_metric():
+    named = set(re.findall(r"`vllm:kvferry_(\w+)`", PAGE.read_text()))
+    histograms = {"load_seconds", "load_phase_seconds", "load_bytes", "load_copies"}
+    assert named == {f"{name}_total" for name in (*COUNTS, "loads")} | histograms

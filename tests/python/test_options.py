@@ -1,7 +1,14 @@
 """What a user can get wrong in `kv_connector_extra_config`."""
 
+import dataclasses
+import json
+import pathlib
+import re
+
 import pytest
 from kvferry.vllm.options import Options
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def test_options_have_defaults_and_are_taken():
@@ -33,3 +40,12 @@ def test_options_have_defaults_and_are_taken():
 def test_wrong_options_are_named(given, message):
     with pytest.raises(ValueError, match=message):
         Options.read(given)
+
+
+def test_the_page_lists_every_option_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", PAGE.read_text(), re.MULTILINE)
+    defaults = {
+        option.name: option.default if isinstance(option.default, str) else json.dumps(option.default)
+        for option in dataclasses.fields(Options)
+    }
+    assert {name: default or "null" for name, default in rows} == defaults
