@@ -1,13 +1,16 @@
 //! The show itself: the engines' supervisors, the router, and the dice.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+mod chaos;
+mod engine;
+
+use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use kvferry_agent::{BlockTable, Failure, Load, Outcome, Phases, Ticket};
 use kvferry_layout::Manifest;
-use kvferry_models::Topology;
 
+use self::engine::{Engine, longest};
 use super::crew::{Crew, MemberId};
 use super::pool::mix;
 use super::report::{ChaosReport, Report, phases};
@@ -124,85 +127,6 @@ struct Show<'a> {
     /// Processes that stand still, and until when.
     stopped: Vec<(MemberId, Instant)>,
     bar: ProgressBar,
-}
-
-struct Engine {
-    name: String,
-    topology: Topology,
-    manifests: Vec<Manifest>,
-    scheduler: Option<MemberId>,
-    ranks: Vec<MemberId>,
-    cards: HashMap<MemberId, Vec<u8>>,
-    listening: bool,
-    up: bool,
-    /// Counts its lives.
-    life: usize,
-    restart_at: Option<Instant>,
-    free: VecDeque<u32>,
-    blocks: usize,
-}
-
-impl Engine {
-    fn new(name: String, topology: Topology, manifests: Vec<Manifest>) -> Self {
-        let groups = manifests.iter().flat_map(Manifest::groups);
-        let blocks = groups.map(|group| group.blocks).min().unwrap_or(0);
-        Self {
-            name,
-            topology,
-            manifests,
-            scheduler: None,
-            ranks: vec![],
-            cards: HashMap::new(),
-            listening: false,
-            up: false,
-            life: 0,
-            restart_at: None,
-            // Block 0 marks dead entries.
-            free: (1..blocks).collect(),
-            blocks: blocks.saturating_sub(1) as usize,
-        }
-    }
-
-    /// How many blocks a request of so many tokens takes.
-    fn need(&self, tokens: u64) -> usize {
-        let groups = self.manifests[0].groups().iter();
-        groups
-            .map(|group| match group.tokens_per_block {
-                None => 1,
-                Some(block) => {
-                    (tokens.div_ceil(block) - group.window.first_live(tokens) / block) as usize
-                }
-            })
-            .sum()
-    }
-
-    /// Block tables for a request; `None` when there are not enough blocks.
-    fn allocate(&mut self, tokens: u64, dice: &mut Dice) -> Option<Vec<BlockTable>> {
-        if self.free.len() < self.need(tokens) {
-            return None;
-        }
-        let tables = self.manifests[0].groups().iter().map(|group| {
-            let Some(block) = group.tokens_per_block else {
-                return BlockTable { first: 0, blocks: self.free.drain(..1).collect() };
-            };
-            let dead = group.window.first_live(tokens) / block;
-            let live = (tokens.div_ceil(block) - dead) as usize;
-            let live = self.free.drain(..live);
-            // Some engines clip what is dead, others mark it.
-            if dice.chance(50) {
-                BlockTable { first: dead, blocks: live.collect() }
-            } else {
-                let dead = std::iter::repeat_n(0, dead as usize);
-                BlockTable { first: 0, blocks: dead.chain(live).collect() }
-            }
-        });
-        Some(tables.collect())
-    }
-
-    fn give_back(&mut self, tables: &[BlockTable]) {
-        let blocks = tables.iter().flat_map(|table| &table.blocks).filter(|block| **block != 0);
-        self.free.extend(blocks);
-    }
 }
 
 struct Request {
@@ -614,79 +538,6 @@ impl Show<'_> {
         }
     }
 
-    fn chaos(&mut self) {
-        let now = Instant::now();
-        let due = |(_, until): &(MemberId, Instant)| *until <= now;
-        for (member, _) in self.stopped.extract_if(.., |one| due(one)) {
-            self.crew.signal(member, libc::SIGCONT);
-        }
-        let Some(report) = &mut self.report.chaos else { return };
-        let all_admitted = self.requests.len() == self.demo.requests;
-        if now < self.next_chaos || all_admitted {
-            return;
-        }
-        self.next_chaos = now + Duration::from_millis(self.dice.within(150, 600));
-        let number = self.dice.within(0, self.engines.len() as u64 - 1) as usize;
-        let engine = &self.engines[number];
-        if !engine.up {
-            return;
-        }
-        let mut members = engine.ranks.clone();
-        members.extend(engine.scheduler);
-        let victim = members[self.dice.within(0, members.len() as u64 - 1) as usize];
-        if self.dice.chance(40) && report.killed < 6 {
-            report.killed += 1;
-            self.killed.insert(victim);
-            self.crew.signal(victim, libc::SIGKILL);
-        } else if report.stopped < 12 && !self.stopped.iter().any(|(member, _)| *member == victim) {
-            report.stopped += 1;
-            self.crew.signal(victim, libc::SIGSTOP);
-            let while_ms = self.dice.within(50, 1200);
-            self.stopped.push((victim, now + Duration::from_millis(while_ms)));
-        }
-    }
-
-    /// What a supervisor does when a process of its engine has ended: the engine starts over.
-    fn restart_what_died(&mut self) -> Result<(), String> {
-        for number in 0..self.engines.len() {
-            if self.engines[number].restart_at.is_none_or(|at| Instant::now() < at) {
-                continue;
-            }
-            let engine = &self.engines[number];
-            let life = engine.life;
-            let members = engine.ranks.iter().chain(&engine.scheduler).copied();
-            for member in members.collect::<Vec<_>>() {
-                self.stopped.retain(|(stopped, _)| *stopped != member);
-                self.members.remove(&member);
-                self.crew.kill(member);
-            }
-            for request in &mut self.requests {
-                let source_died = number == 0 && request.source_life == life;
-                if source_died {
-                    request.kept = false;
-                    request.scrubbing.clear();
-                }
-                let fails = match request.phase {
-                    Phase::Filling(_) | Phase::Granting => source_died,
-                    Phase::Loading { .. } => {
-                        request.decode == number && request.decode_life == life
-                    }
-                    Phase::Queued { .. } | Phase::Ended => false,
-                };
-                if fails {
-                    request.phase = Phase::Ended;
-                    *self.report.failed.entry("engine died".to_owned()).or_default() += 1;
-                    self.bar.inc(1);
-                }
-            }
-            if let Some(chaos) = &mut self.report.chaos {
-                chaos.restarts += 1;
-            }
-            self.start(number)?;
-        }
-        Ok(())
-    }
-
     /// Has anything changed that should not have?
     fn audit(&mut self, until: Instant) -> Result<(), String> {
         let mut expected = 0;
@@ -705,12 +556,6 @@ impl Show<'_> {
         }
         Ok(())
     }
-}
-
-/// The longest request for which a quarter of every pool is enough.
-fn longest(engines: &[Engine]) -> u64 {
-    let fits = |tokens: u64| engines.iter().all(|engine| engine.need(tokens) * 4 <= engine.blocks);
-    (0..=11).map(|shift| 1 << shift).take_while(|tokens| fits(*tokens)).last().unwrap_or(0)
 }
 
 /// Bytes per second of a plain copy.
