@@ -194,14 +194,17 @@ class Scheduler:
     def hold(self, ticket: dict[str, Any], *, patience: float) -> None:
         """Keeps another engine's lease alive until it is settled or abandoned."""
 
-    def settle(self, request: str) -> None:
-        """All ranks have read and confirmed it, by the name that the other engine gave it."""
+    def reading(self, ticket: dict[str, Any]) -> None:
+        """The ranks read it: `status` tells it from those that wait."""
+
+    def settle(self, ticket: dict[str, Any]) -> None:
+        """All ranks have read and confirmed it."""
 
     def abandon(self, ticket: dict[str, Any]) -> None:
         """It is not wanted any more: tells the engine that holds the blocks."""
 
-    def lost(self) -> list[tuple[str, str]]:
-        """The requests whose blocks elsewhere are gone since the last call, and why."""
+    def lost(self) -> list[tuple[dict[str, Any], str]]:
+        """The tickets whose blocks elsewhere are gone since the last call, and why."""
 
     def status(self) -> dict[str, Any]: ...
     def metrics(self) -> str:

@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import os
+import signal
+import time
 import traceback
 
 os.environ.update(
@@ -56,10 +58,45 @@ class Server:
 
     def generate(self, prompt, tokens=12, params=None):
         """Tokens, and what the engine hands to the router."""
-        return self.ask("generate", prompt, tokens, params)
+        (answer,) = self.generate_all([prompt], tokens, [params])
+        return answer
+
+    def generate_all(self, prompts, tokens=12, params=None, **sampling):
+        """The same for many requests at once."""
+        params = params or [None] * len(prompts)
+        return self.ask("generate", prompts, tokens, params, sampling)[0]
+
+    def prefill(self, prompts, **sampling):
+        """What the engine hands to the router for each prompt."""
+        params = [dict(REMOTE_DECODE) for _ in prompts]
+        return [params for _, params in self.generate_all(prompts, 1, params, **sampling)]
+
+    def call(self, function, *args):
+        """Runs a function in the engine's process, with the engine."""
+        return self.ask("call", function, args)[0]
 
     def used_blocks(self):
         return self.ask("used")[0]
+
+    def idle(self):
+        """Lets an engine without requests work on as a server does. Blocks still in use then."""
+        return self.call(idle)
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """Not one instruction of it runs meanwhile."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def alive(self):
+        return self._process.is_alive()
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
 
     def close(self):
         with contextlib.suppress(BrokenPipeError, EOFError):
@@ -70,8 +107,34 @@ class Server:
             self._process.join()
 
 
+def idle(engine, seconds=PATIENCE):
+    core = engine.llm_engine.engine_core.engine_core
+    deadline = time.monotonic() + seconds
+    while (core.scheduler.has_requests() or core.batch_queue) and time.monotonic() < deadline:
+        core.step_fn()
+        time.sleep(0.001)
+    return used_blocks(engine)
+
+
+def used_blocks(engine):
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+
+def sampled(tokens, params=None, **options):
+    return SamplingParams(
+        max_tokens=tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params} if params else None,
+        **options,
+    )
+
+
 def _serve(pipe, model, role, options):
     try:
+        options.pop("patch", lambda: None)()
         connector = KVTransferConfig(
             kv_connector="FerryConnector",
             kv_connector_module_path="kvferry.vllm",
@@ -79,8 +142,7 @@ def _serve(pipe, model, role, options):
             kv_connector_extra_config=options.pop("extra", {}),
             kv_load_failure_policy=options.pop("failure", "fail"),
         )
-        engine = LLM(
-            model=str(model),
+        usual = dict(
             dtype="float32",
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -90,34 +152,30 @@ def _serve(pipe, model, role, options):
             enable_prefix_caching=options.pop("prefix", False),
             num_gpu_blocks_override=options.pop("blocks", 64),
             kv_transfer_config=connector,
-            **options,
         )
+        engine = LLM(model=str(model), **usual | options)
     except BaseException:
         pipe.recv()
         pipe.send(traceback.format_exc())
         return
-    core = engine.llm_engine.engine_core.engine_core
     while True:
         question = pipe.recv()
         try:
             if question[0] == "stop":
                 break
             if question[0] == "generate":
-                _, prompt, tokens, params = question
-                sampling = SamplingParams(
-                    max_tokens=tokens,
-                    temperature=0.0,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args={"kv_transfer_params": params} if params else None,
+                _, prompts, tokens, params, sampling = question
+                made = engine.generate(
+                    [{"prompt_token_ids": prompt} for prompt in prompts],
+                    [sampled(tokens, one, **sampling) for one in params],
+                    use_tqdm=False,
                 )
-                (made,) = engine.generate(
-                    {"prompt_token_ids": prompt}, sampling, use_tqdm=False
-                )
-                pipe.send((list(made.outputs[0].token_ids), made.kv_transfer_params))
+                made = [(list(m.outputs[0].token_ids), m.kv_transfer_params) for m in made]
+                pipe.send((made,))
+            elif question[0] == "call":
+                pipe.send((question[1](engine, *question[2]),))
             elif question[0] == "used":
-                pool = core.scheduler.kv_cache_manager.block_pool
-                pipe.send((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),))
+                pipe.send((used_blocks(engine),))
             else:
                 pipe.send(())
         except BaseException:

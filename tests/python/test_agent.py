@@ -1,6 +1,7 @@
 """Requests handed over between two engines, through both halves of their agents, on real memory."""
 
 import json
+import time
 import uuid
 
 import kvferry
@@ -82,7 +83,7 @@ def test_a_request_is_handed_over(engines, transport, key):
     facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3]])
     endings = load(decode, "request-9", ticket, **facts)
     assert [(e.request, e.outcome, e.reason) for e in endings] == [("request-9", "done", "")] * 2
-    decode.scheduler.settle("request-1")
+    decode.scheduler.settle(ticket)
     for rank, (pool, ending) in enumerate(zip(decode.pools, endings)):
         expected = np.zeros_like(pool)
         for token in range(6):
@@ -96,6 +97,24 @@ def test_a_request_is_handed_over(engines, transport, key):
     assert prefill.scheduler.released(LONG) == [("request-1", "confirmed")]
     assert prefill.scheduler.status()["leases"] == []
     assert "kvferry_" in prefill.scheduler.metrics() and "kvferry_" in decode.workers[0].metrics()
+
+
+def test_what_waits_is_told_from_what_is_read(engines):
+    first, second = engines("first", 1, 4), engines("second", 1, 4, lease=0.3)
+    decode = engines("decode", 1, 4)
+    tickets = [engine.scheduler.grant("request") for engine in (first, second)]
+    for ticket in tickets:
+        decode.scheduler.hold(ticket, patience=LONG)
+    decode.scheduler.reading(tickets[1])
+    holds = decode.scheduler.status()["holds"]
+    assert [(h["engine"], h["reading"]) for h in holds] == [("first", False), ("second", True)]
+    decode.scheduler.settle(tickets[0])
+    assert [hold["engine"] for hold in decode.scheduler.status()["holds"]] == ["second"]
+    second.scheduler.revoke("request")
+    deadline = time.monotonic() + LONG
+    while not (lost := decode.scheduler.lost()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [ticket for ticket, _ in lost] == tickets[1:]
 
 
 def test_what_is_not_wanted_any_more_comes_back(engines):

@@ -86,7 +86,7 @@ pub(crate) struct Core {
     released: Mutex<Vec<Released>>,
     something: Condvar,
     guests: Mutex<BTreeMap<u64, GuestStatus>>,
-    holds: Mutex<HashMap<String, Hold>>,
+    holds: Mutex<HashMap<Ticket, Hold>>,
     holds_changed: Notify,
     lost: Mutex<Vec<Lost>>,
     links: Links,
@@ -106,11 +106,12 @@ pub(crate) struct Published {
     pub(crate) ranks: Vec<(Card, Manifest)>,
 }
 
-/// A lease of another engine that is kept alive.
+/// A lease of another engine that is kept alive. Its ticket names it: engines choose the names of their
+/// requests by themselves, and two of them may choose the same.
 #[derive(Clone, Debug)]
 struct Hold {
-    ticket: Ticket,
     since: Instant,
+    reading: bool,
     until: Instant,
     next_beat: Instant,
     last_answer: Instant,
@@ -120,8 +121,8 @@ struct Hold {
 /// A request of this engine whose blocks elsewhere are gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
-    /// The request, as the engine that granted it names it.
-    pub request: String,
+    /// The ticket that was held.
+    pub ticket: Ticket,
     /// Why.
     pub why: LostWhy,
 }
@@ -310,25 +311,32 @@ impl Scheduler {
     pub fn hold(&self, ticket: &Ticket, patience: Duration) {
         let now = Instant::now();
         let hold = Hold {
-            ticket: ticket.clone(),
             since: now,
+            reading: false,
             until: after(patience),
             next_beat: now,
             last_answer: now,
             beating: false,
         };
-        lock(&self.core.holds).insert(ticket.request.clone(), hold);
+        lock(&self.core.holds).insert(ticket.clone(), hold);
         self.core.holds_changed.notify_one();
     }
 
+    /// The request waits no more: its ranks read it. Only the [status](Self::status) tells them apart.
+    pub fn reading(&self, ticket: &Ticket) {
+        if let Some(hold) = lock(&self.core.holds).get_mut(ticket) {
+            hold.reading = true;
+        }
+    }
+
     /// The request was read and confirmed by all ranks: its lease needs no more care.
-    pub fn settle(&self, request: &str) {
-        lock(&self.core.holds).remove(request);
+    pub fn settle(&self, ticket: &Ticket) {
+        lock(&self.core.holds).remove(ticket);
     }
 
     /// The request is not wanted any more: tells the engine that holds the blocks.
     pub fn abandon(&self, ticket: &Ticket) {
-        lock(&self.core.holds).remove(&ticket.request);
+        lock(&self.core.holds).remove(ticket);
         let (core, ticket) = (self.core.clone(), ticket.clone());
         self.background.spawn(async move {
             // Later than this the lease has expired by itself, or nobody cares.
@@ -449,15 +457,16 @@ impl Core {
         };
         let mut holds: Vec<HoldStatus> = {
             let holds = lock(&self.holds);
-            let holds = holds.values().map(|hold| HoldStatus {
-                request: hold.ticket.request.clone(),
-                engine: hold.ticket.engine.clone(),
-                address: hold.ticket.address.clone(),
+            let holds = holds.iter().map(|(ticket, hold)| HoldStatus {
+                request: ticket.request.clone(),
+                engine: ticket.engine.clone(),
+                address: ticket.address.clone(),
                 age_ms: milliseconds(hold.since.elapsed()),
+                reading: hold.reading,
             });
             holds.collect()
         };
-        holds.sort_by(|a, b| a.request.cmp(&b.request));
+        holds.sort_by(|a, b| (&a.request, &a.engine).cmp(&(&b.request, &b.engine)));
         let mut connected_to = self.links.addresses();
         connected_to.sort();
         let peers = lock(&self.guests).values().cloned().collect();
@@ -522,6 +531,9 @@ pub struct HoldStatus {
     pub address: String,
     /// Since when.
     pub age_ms: u64,
+    /// Whether it is being read; it waits otherwise.
+    #[serde(default)]
+    pub reading: bool,
 }
 
 /// A connected peer.
@@ -608,21 +620,24 @@ async fn beat(core: Arc<Core>) {
         let mut tired = vec![];
         {
             let mut holds = lock(&core.holds);
-            holds.retain(|_, hold| {
+            holds.retain(|ticket, hold| {
                 let patient = now < hold.until;
                 if !patient {
-                    tired.push(hold.ticket.request.clone());
+                    tired.push(ticket.clone());
                 }
                 patient
             });
-            for hold in holds.values_mut().filter(|hold| !hold.beating && hold.next_beat <= now) {
+            for (ticket, hold) in &mut *holds {
+                if hold.beating || hold.next_beat > now {
+                    continue;
+                }
                 hold.beating = true;
-                shortest = shortest.min(hold.ticket.term());
-                due.entry(hold.ticket.address.clone()).or_default().push(hold.ticket.clone());
+                shortest = shortest.min(ticket.term());
+                due.entry(ticket.address.clone()).or_default().push(ticket.clone());
             }
         }
-        for request in tired {
-            core.lose(request, LostWhy::Patience);
+        for ticket in tired {
+            core.lose(ticket, LostWhy::Patience);
         }
         for (address, tickets) in due {
             let core = core.clone();
@@ -654,9 +669,7 @@ async fn extend(core: &Core, address: &str, tickets: Vec<Ticket>, deadline: toki
         let now = Instant::now();
         for (i, ticket) in tickets.iter().enumerate() {
             let mut holds = lock(&core.holds);
-            let Some(hold) = holds.get_mut(&ticket.request).filter(|h| h.ticket == *ticket) else {
-                continue;
-            };
+            let Some(hold) = holds.get_mut(ticket) else { continue };
             hold.beating = false;
             let why = match &answer {
                 Ok(answers) => match answers[i] {
@@ -668,7 +681,7 @@ async fn extend(core: &Core, address: &str, tickets: Vec<Ticket>, deadline: toki
                     }
                     // Every rank has read it: the engine has only not heard of it yet.
                     Answer::NotHeld(Loss::Ended(Ended::Confirmed)) => {
-                        holds.remove(&ticket.request);
+                        holds.remove(ticket);
                         continue;
                     }
                     Answer::NotHeld(loss) => LostWhy::NotHeld(loss),
@@ -683,17 +696,17 @@ async fn extend(core: &Core, address: &str, tickets: Vec<Ticket>, deadline: toki
                     LostWhy::Unreachable(error.clone())
                 }
             };
-            holds.remove(&ticket.request);
+            holds.remove(ticket);
             drop(holds);
-            core.lose(ticket.request.clone(), why);
+            core.lose(ticket.clone(), why);
         }
     }
 }
 
 impl Core {
-    fn lose(&self, request: String, why: LostWhy) {
-        warn!(request, %why, "a lease of another engine is lost");
+    fn lose(&self, ticket: Ticket, why: LostWhy) {
+        warn!(request = ticket.request, engine = ticket.engine, %why, "a lease of another engine is lost");
         self.metrics.lost.add(1);
-        lock(&self.lost).push(Lost { request, why });
+        lock(&self.lost).push(Lost { ticket, why });
     }
 }

@@ -443,7 +443,7 @@ fn a_soak_leaves_nothing_behind() {
                     }
                 }
             }
-            d.scheduler.settle(&name);
+            d.scheduler.settle(&ticket);
             p.scheduler.released();
         }
     };

@@ -187,7 +187,7 @@ fn a_request_that_waits_is_kept_alive() {
     assert_eq!(d.scheduler.lost(), []);
     d.start_load("kept", &kept, &source, &destination, 4, LONG);
     assert_eq!(d.wait_ends("kept"), [Outcome::Done]);
-    d.scheduler.settle("kept");
+    d.scheduler.settle(&kept);
     assert_eq!(p.wait_released().why, Ended::Confirmed);
 }
 
@@ -199,6 +199,36 @@ fn a_request_waits_only_as_long_as_it_may() {
     d.scheduler.hold(&ticket, Duration::from_millis(300));
     assert_eq!(p.wait_released().why, Ended::Expired);
     eventually("D hears of it", || !d.scheduler.lost().is_empty());
+}
+
+/// Engines name their requests by themselves: what becomes of one says nothing of another's.
+#[test]
+fn two_engines_may_give_the_same_name() {
+    let term = Duration::from_millis(150);
+    let first = Recipe::new("first", 1).term(term).start();
+    let second = Recipe::new("second", 1).term(term).start();
+    let d = Recipe::new("d", 1).start();
+    let ticket = first.scheduler.grant("r").unwrap();
+    let other = second.scheduler.grant("r").unwrap();
+    d.scheduler.hold(&ticket, LONG);
+    d.scheduler.hold(&other, LONG);
+    d.scheduler.reading(&other);
+    let holds = d.scheduler.status().holds;
+    let holds: Vec<_> = holds.iter().map(|h| (h.engine.as_str(), h.reading)).collect();
+    assert_eq!(holds, [("first", false), ("second", true)]);
+    std::thread::sleep(term * 3);
+    assert_eq!(first.scheduler.released(), [], "both are kept alive");
+    assert_eq!(second.scheduler.released(), []);
+    d.scheduler.settle(&ticket);
+    assert_eq!(first.wait_released().why, Ended::Expired, "nobody cares for it any more");
+    assert_eq!(second.scheduler.released(), []);
+    drop(second);
+    let lost = std::sync::Mutex::new(vec![]);
+    eventually("the other is lost", || {
+        let mut lost = lost.lock().unwrap();
+        lost.extend(d.scheduler.lost());
+        lost.iter().map(|one| &one.ticket).eq([&other])
+    });
 }
 
 #[test]

@@ -86,11 +86,15 @@ impl Status {
                 lease.confirmed
             )
         }));
-        lines.push(format!("waiting for or reading: {}", status.holds.len()));
-        lines.extend(status.holds.iter().map(|hold| {
-            let age = seconds(hold.age_ms);
-            format!("  {}: from {} at {}, for {age}", hold.request, hold.engine, hold.address)
-        }));
+        for (title, reading) in [("waiting", false), ("reading", true)] {
+            let holds: Vec<_> =
+                status.holds.iter().filter(|hold| hold.reading == reading).collect();
+            lines.push(format!("{title}: {}", holds.len()));
+            lines.extend(holds.iter().map(|hold| {
+                let age = seconds(hold.age_ms);
+                format!("  {}: from {} at {}, for {age}", hold.request, hold.engine, hold.address)
+            }));
+        }
         lines.push(format!("peers: {}", status.peers.len()));
         lines.extend(
             status.peers.iter().map(|peer| {

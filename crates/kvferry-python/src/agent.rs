@@ -144,9 +144,15 @@ impl Scheduler {
         Ok(())
     }
 
-    fn settle(&self, py: Python<'_>, request: &str) -> PyResult<()> {
-        let half = self.0.get(py)?;
-        py.detach(|| half.settle(request));
+    fn reading(&self, py: Python<'_>, ticket: &Bound<'_, PyDict>) -> PyResult<()> {
+        let (half, ticket) = (self.0.get(py)?, read_ticket(ticket)?);
+        py.detach(|| half.reading(&ticket));
+        Ok(())
+    }
+
+    fn settle(&self, py: Python<'_>, ticket: &Bound<'_, PyDict>) -> PyResult<()> {
+        let (half, ticket) = (self.0.get(py)?, read_ticket(ticket)?);
+        py.detach(|| half.settle(&ticket));
         Ok(())
     }
 
@@ -156,10 +162,11 @@ impl Scheduler {
         Ok(())
     }
 
-    fn lost(&self, py: Python<'_>) -> PyResult<Vec<(String, String)>> {
+    fn lost<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, String)>> {
         let half = self.0.get(py)?;
         let lost = py.detach(|| half.lost());
-        Ok(lost.into_iter().map(|one| (one.request, one.why.to_string())).collect())
+        let lost = lost.iter().map(|one| Ok((to_python(py, &one.ticket)?, one.why.to_string())));
+        lost.collect()
     }
 
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {

@@ -44,6 +44,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        # A prefix that full attention still holds is good although its recurrent state is gone: states
+        # come whole with every load.
+        return True
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self.scheduler.agent.publish([metadata[rank].card for rank in sorted(metadata)])
 
@@ -61,7 +67,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self.scheduler.orders()
+        return self.scheduler.orders(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.failed_recving or ()
@@ -89,10 +95,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Card(self.worker.agent.card()) if self.worker.agent is not None else None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
-        self.worker.obey(orders)
+        return orders
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker.obey(self._orders())
+
+    def wait_for_save(self) -> None:
+        self.worker.written(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results()
@@ -103,9 +115,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        return
-
-    def wait_for_save(self) -> None:
         return
 
     # What is counted, from both kinds of process.

@@ -26,5 +26,9 @@ class Orders(KVConnectorMetadata):
     loads: list[dict[str, Any]] = field(default_factory=list)
     #: Loads that are not wanted any more.
     aborts: list[str] = field(default_factory=list)
+    #: Loads that cannot even begin.
+    refused: list[str] = field(default_factory=list)
     #: Requests whose blocks nobody reads any more.
     released: list[str] = field(default_factory=list)
+    #: Whether this step may finish a prompt that another engine reads then.
+    hands_over: bool = False

@@ -6,7 +6,8 @@ confirms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -17,9 +18,25 @@ from .messages import Orders
 from .metrics import Stats
 from .options import Options
 
-
 #: Where our part of `kv_transfer_params` lies; the rest is vLLM's own contract.
 KEY = "kvferry"
+
+
+@dataclass
+class Wanted:
+    """A request of D whose blocks are elsewhere, from when it comes until it is loaded."""
+
+    ticket: dict[str, Any]
+    #: Tokens that the other engine has computed.
+    tokens: int
+    source_blocks: Any
+    source_first: Any
+    #: Tokens that this engine holds already.
+    computed: int = 0
+    #: The workers know of it: only they can say that it has ended.
+    loading: bool = False
+    #: Why the blocks are gone.
+    lost: str | None = None
 
 
 class SchedulerSide:
@@ -34,9 +51,14 @@ class SchedulerSide:
             for group in kv_cache_config.transfer_group_ids
         ]
         self.recurrent = [type(_first(spec)).__name__ == "MambaSpec" for spec in self.groups]
-        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them.
-        lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
-        self.held_back = max(1 if any(self.recurrent) else 0, lookahead - 1)
+        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them, a
+        # window that is replayed must be laid out for them, and what several draft modules write for
+        # them is a guess.
+        replayed = any(
+            group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups
+        )
+        lookahead = vllm_config.num_prefill_lookahead_tokens
+        self.held_back = max(1 if replayed or any(self.recurrent) else 0, lookahead - 1)
         self.parallel = parallel
         self.agent = Scheduler(
             str(transfer.engine_id),
@@ -46,136 +68,169 @@ class SchedulerSide:
             **options.trust(),
         )
         logger.info("kvferry: engine %s listens on %s", transfer.engine_id, self.agent.address)
-        #: P: finished requests whose blocks are kept.
+        #: P: requests whose blocks will be kept, and finished ones whose blocks are.
+        self.prefilling: set[str] = set()
         self.kept: set[str] = set()
-        #: D: tickets of requests that wait or load, and where the tables of a load begin.
-        self.tickets: dict[str, dict[str, Any]] = {}
-        self.computed: dict[str, int] = {}
-        self.loading: set[str] = set()
+        #: D: requests that wait or load.
+        self.wanted: dict[str, Wanted] = {}
         self.next = Orders()
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
 
     def on_new_request(self, request: Any) -> None:
+        if not isinstance(request.kv_transfer_params, dict | None):
+            logger.warning(
+                "kvferry: the transfer parameters of %s are no dictionary", request.request_id
+            )
+            # vLLM itself would fall over them, and all requests with it.
+            request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            self._hold_back(request, params)
-        ticket = _ticket(params)
+            self.prefilling.add(request.request_id)
+            self._hold_back(request)
         if not params.get("do_remote_prefill"):
             return
         try:
-            if ticket is None:
-                raise ValueError("they do not come from kvferry")
-            self.agent.hold(ticket, patience=self.options.patience)
+            wanted = _wanted(params)
+            if any(wanted.ticket == other.ticket for other in self.wanted.values()):
+                # The answers of one prompt (`n`): the lease ends when the first of them has read.
+                raise ValueError("another request reads the same blocks")
+            self.agent.hold(wanted.ticket, patience=self.options.patience)
         except ValueError as error:
             # This engine computes the prompt itself.
             logger.warning(
                 "kvferry: the transfer parameters of %s are of no use: %s", request.request_id, error
             )
             return
-        self.tickets[request.request_id] = ticket
+        self.wanted[request.request_id] = wanted
 
-    def _hold_back(self, request: Any, params: dict[str, Any]) -> None:
-        """P stops short of what D computes itself. Once: a preempted request comes here again."""
+    def _hold_back(self, request: Any) -> None:
+        """P stops short of what D computes itself."""
         count = self.held_back
-        if not count or params.get("_p_side_truncated") or request.num_prompt_tokens <= count:
+        if not count or request.num_prompt_tokens <= count or request.get_skip_reading_prefix_cache():
+            # Prompt log-probabilities: they are wanted of all tokens, and D reads nothing.
             return
-        if request.prompt_token_ids is None:
-            raise ValueError("kvferry cannot hold back tokens of a prompt of embeddings")
-        del request.prompt_token_ids[-count:]
+        # The lists of a prompt may be shared with other requests; `_all_token_ids` has a view on it.
+        if request.prompt_token_ids is not None:
+            request.prompt_token_ids = request.prompt_token_ids[:-count]
+        else:
+            request.prompt_embeds = request.prompt_embeds[:-count]
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
-        params["_p_side_truncated"] = True
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") or request.request_id not in self.tickets:
+        wanted = self.wanted.get(request.request_id)
+        if wanted is None or wanted.loading:
             return 0, False
-        self._forget_lost()
-        if request.request_id not in self.tickets:
-            # Its blocks are gone: this engine computes the prompt itself.
-            return 0, False
-        there = min(params[KEY]["tokens"], request.num_prompt_tokens - self.held_back)
+        self._hear_of_lost()
+        there = min(wanted.tokens, request.num_prompt_tokens - self.held_back)
+        if there > 0 and there < wanted.tokens and any(self.recurrent):
+            # A state is that of one position.
+            logger.warning(
+                "kvferry: %s was computed up to token %d and is wanted up to %d: this engine computes it",
+                request.request_id,
+                wanted.tokens,
+                there,
+            )
+            there = 0
+        wanted.computed = computed
         count = max(0, there - computed)
-        self.computed[request.request_id] = computed
         return count, count > 0
 
-    def _forget_lost(self) -> None:
-        for name, why in self.agent.lost():
-            for request, ticket in list(self.tickets.items()):
-                if ticket["request"] == name and request not in self.loading:
-                    logger.warning("kvferry: the blocks of %s are gone: %s", request, why)
-                    del self.tickets[request]
+    def _hear_of_lost(self) -> None:
+        for ticket, why in self.agent.lost():
+            for wanted in self.wanted.values():
+                # What a router adds to a ticket is nothing to us.
+                if ticket.items() <= wanted.ticket.items():
+                    wanted.lost = why
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill"):
-            return
-        params["do_remote_prefill"] = False
-        ticket = self.tickets.get(request.request_id)
-        if ticket is None:
+        name = request.request_id
+        wanted = self.wanted.get(name)
+        if wanted is None or wanted.loading:
             return
         if external == 0:
             # Everything is here, or nothing can be had: P need not keep it.
-            self.agent.abandon(self.tickets.pop(request.request_id))
+            self.agent.abandon(self.wanted.pop(name).ticket)
             return
-        computed = self.computed.pop(request.request_id, 0)
+        wanted.loading = True
+        if wanted.lost is not None:
+            # As the user chose for loads that fail.
+            logger.warning("kvferry: the blocks of %s are gone: %s", name, wanted.lost)
+            self.next.refused.append(name)
+            return
+        self.agent.reading(wanted.ticket)
+        tokens = wanted.computed + external
         tables = self.cache.select_transfer_block_ids(blocks.get_block_ids())
-        self.loading.add(request.request_id)
         self.next.loads.append(
             {
-                "request": request.request_id,
-                "ticket": ticket,
-                "tokens": computed + external,
-                "cached": [0 if state else computed for state in self.recurrent],
-                "source_blocks": params["remote_block_ids"],
-                "source_first": params[KEY]["first"],
-                "destination_blocks": [self._table(g, ids) for g, ids in enumerate(tables)],
+                "request": name,
+                "ticket": wanted.ticket,
+                "tokens": tokens,
+                "cached": [
+                    self._cached(group, blocks.blocks[index], wanted.computed)
+                    for group, index in enumerate(self.cache.transfer_group_ids)
+                ],
+                "source_blocks": wanted.source_blocks,
+                "source_first": wanted.source_first,
+                "destination_blocks": [
+                    self._table(group, ids, tokens) for group, ids in enumerate(tables)
+                ],
                 "patience": self.options.deadline,
             }
         )
 
-    def _table(self, group: int, ids: Iterable[int]) -> list[int]:
-        """A group's table; that of a state is its running slot, without the scratch that
-        speculative tokens use behind it."""
-        blocks = list(ids)
-        if not self.recurrent[group] or not blocks:
-            return blocks
-        scratch = min(_first(self.groups[group]).num_speculative_blocks, len(blocks) - 1)
-        return [blocks[len(blocks) - scratch - 1]]
+    def _cached(self, group: int, blocks: Sequence[Any], computed: int) -> int:
+        """Tokens that a group holds already. `computed` is what full attention holds; the blocks of
+        others may have been given away earlier. A state comes whole."""
+        if self.recurrent[group]:
+            return 0
+        held = (block.block_hash_num_tokens for block in reversed(blocks))
+        return min(computed, next((tokens for tokens in held if tokens), 0))
 
-    def orders(self) -> Orders:
+    def _table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
+        """A group's table; that of a state is the slot that runs after so many tokens, without former
+        states before it and the scratch of speculative tokens behind it."""
+        blocks = list(ids)
+        if not self.recurrent[group]:
+            return blocks
+        at = (tokens - 1) // _first(self.groups[group]).block_size
+        return blocks[at : at + 1]
+
+    def orders(self, scheduled: Iterable[str]) -> Orders:
         for request, why in self.agent.released():
             if request in self.kept:
                 logger.debug("kvferry: the blocks of %s come back: %s", request, why)
                 self.kept.discard(request)
                 self.next.released.append(request)
         orders, self.next = self.next, Orders()
+        orders.hands_over = not self.prefilling.isdisjoint(scheduled)
         return orders
 
     def ended(self, request: str, failed: bool) -> None:
-        self.loading.discard(request)
-        ticket = self.tickets.pop(request, None)
-        if ticket is None:
+        wanted = self.wanted.pop(request, None)
+        if wanted is None:
             return
         if failed:
-            self.agent.abandon(ticket)
+            self.agent.abandon(wanted.ticket)
         else:
-            self.agent.settle(ticket["request"])
+            self.agent.settle(wanted.ticket)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}
         name = request.request_id
-        if name in self.loading:
+        self.prefilling.discard(name)
+        wanted = self.wanted.get(name)
+        if wanted is not None and wanted.loading:
             # vLLM keeps the blocks until the workers say that nothing lands in them any more.
             self.next.aborts.append(name)
             return False, None
-        if name in self.tickets:
+        if wanted is not None:
             # It ended before it was scheduled.
-            self.agent.abandon(self.tickets.pop(name))
+            self.agent.abandon(self.wanted.pop(name).ticket)
             return False, None
         if not params.get("do_remote_decode"):
             return False, None
@@ -184,11 +239,16 @@ class SchedulerSide:
             RequestStatus.FINISHED_STOPPED,
         ):
             return False, None
-        # The blocks are complete: vLLM learns that a request has finished from the token that its
-        # last step sampled, which was on its way to the host only after all layers had written.
+        # The blocks are complete on every rank, whatever is scheduled ahead. vLLM learns from a sampled
+        # token that a request has finished. Where there is a connector it waits for the answers of all
+        # ranks of that step, and a rank that samples answers when its token has come to the host, on a
+        # stream that waits for the one that all layers have written on. An earlier stage of a pipeline
+        # does not sample, but has sent what it made after it had written. A draft model may write after
+        # the token: `WorkerSide.written` waits for it.
+        tokens = request.num_computed_tokens - request.num_in_flight_tokens
         tables, first = [], []
         for group, ids in enumerate(self.cache.select_transfer_block_ids(block_ids)):
-            table = self._table(group, ids)
+            table = self._table(group, ids, tokens)
             dead = next((at for at, block in enumerate(table) if block), len(table))
             first.append(dead)
             tables.append(table[dead:])
@@ -207,8 +267,8 @@ class SchedulerSide:
             "remote_port": int(port),
             "tp_size": self.parallel.tensor_parallel_size,
             "pp_size": self.parallel.pipeline_parallel_size,
-            "remote_num_tokens": request.num_computed_tokens,
-            KEY: {"ticket": ticket, "tokens": request.num_computed_tokens, "first": first},
+            "remote_num_tokens": tokens,
+            KEY: {"ticket": ticket, "tokens": tokens, "first": first},
         }
 
     def stats(self) -> Stats:
@@ -217,14 +277,20 @@ class SchedulerSide:
         return stats
 
 
-def _ticket(params: dict[str, Any]) -> dict[str, Any] | None:
-    """The ticket in what a router passed on, if all that goes with it is there."""
-    ours = params.get(KEY)
-    if not isinstance(ours, dict) or not isinstance(params.get("remote_block_ids"), list | tuple):
-        return None
+def _wanted(params: dict[str, Any]) -> Wanted:
+    """What a router passed on, if it can be of use. The workers look at the tables."""
+    ours, blocks = params.get(KEY), params.get("remote_block_ids")
+    if not isinstance(ours, dict):
+        raise ValueError("they do not come from kvferry")
     ticket, tokens, first = ours.get("ticket"), ours.get("tokens"), ours.get("first")
-    fits = isinstance(ticket, dict) and isinstance(tokens, int) and isinstance(first, list)
-    return ticket if fits else None
+    if not (
+        isinstance(ticket, dict)
+        and isinstance(tokens, int)
+        and isinstance(first, list)
+        and isinstance(blocks, list | tuple)
+    ):
+        raise ValueError("they are incomplete")
+    return Wanted(ticket, tokens, blocks, first)
 
 
 def _first(spec: Any) -> Any:

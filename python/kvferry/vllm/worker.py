@@ -23,11 +23,11 @@ class WorkerSide:
         self.agent: Worker | None = None
         self.storages: list[torch.Tensor] = []
         self.released: set[str] = set()
-        #: Loads that failed while bytes may still land.
-        self.quarantined: set[str] = set()
         self.refused: set[str] = set()
         #: Loads that ended since they were last counted.
         self.ended: list[Ending] = []
+        #: On a GPU: all that was to be written there when the last step ended.
+        self.last_writes: torch.Event | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         made = manifest(self.config, self.cache, kv_caches)
@@ -54,7 +54,13 @@ class WorkerSide:
 
     def obey(self, orders: Orders) -> None:
         self.released.update(orders.released)
+        self.refused.update(orders.refused)
         assert self.agent is not None or not (orders.loads or orders.aborts)
+        if orders.loads and self.last_writes is not None:
+            # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has seen
+            # the last token of who had them, but a draft model, or `_zero`, may still have been writing
+            # to them after that.
+            self.last_writes.synchronize()
         for load in orders.loads:
             try:
                 self.agent.load(**load)  # type: ignore[union-attr]
@@ -65,7 +71,24 @@ class WorkerSide:
         for request in orders.aborts:
             self.agent.abort(request)  # type: ignore[union-attr]
 
+    def written(self, orders: Orders) -> None:
+        """At the end of a step, of drafts too."""
+        if orders.hands_over and self.config.speculative_config is not None and self._on_gpu():
+            # What a draft model writes may come after the token from which the scheduler learns that
+            # the blocks can be handed over.
+            torch.accelerator.current_stream().synchronize()
+        self._mark_writes()
+
+    def _on_gpu(self) -> bool:
+        return bool(self.storages) and self.storages[0].device.type != "cpu"
+
+    def _mark_writes(self) -> None:
+        if self._on_gpu():
+            self.last_writes = torch.accelerator.current_stream().record_event()
+
     def results(self) -> KVConnectorTransferResults:
+        # A load that is done is in the memory for every kernel that is launched from now on, and vLLM
+        # launches those that need it after it has heard from all ranks.
         results = KVConnectorTransferResults(finished_sending=self.released)
         self.released = set()
         results.finished_recving |= self.refused
@@ -78,18 +101,13 @@ class WorkerSide:
                 self._zero(ending)
                 results.finished_recving.add(ending.request)
                 continue
-            if ending.outcome == "settled":
-                self.quarantined.discard(ending.request)
-            else:
-                logger.warning(
-                    "kvferry: loading %s %s: %s", ending.request, ending.outcome, ending.reason
-                )
-                if ending.quarantined:
-                    # vLLM may give the blocks to others once it hears of the end.
-                    self.quarantined.add(ending.request)
-                    continue
+            if ending.quarantined:
+                # vLLM may give the blocks to others once it hears of the end: it hears of it when the
+                # load is settled.
+                continue
             results.finished_recving.add(ending.request)
             results.failed_recving.add(ending.request)
+        self._mark_writes()
         return results
 
     def stats(self) -> Stats:
@@ -97,9 +115,10 @@ class WorkerSide:
         return Stats.of_loads(ended)
 
     def _zero(self, ending: Ending) -> None:
-        """vLLM does not zero blocks that are loaded, and stale tails decode to NaN."""
+        """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this goes
+        to the stream of the steps, before the next of them."""
         for address, length in ending.rest.tolist():
-            if self.storages[0].device.type == "cpu":
+            if not self._on_gpu():
                 ctypes.memset(address, 0, length)
                 continue
             for storage in self.storages:

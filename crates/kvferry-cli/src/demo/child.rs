@@ -217,7 +217,7 @@ fn play_scheduler(setup: &Setup, commands: &mpsc::Receiver<String>) -> Result<()
                 Command::Hold { ticket, patience_ms } => {
                     scheduler.hold(&ticket, Duration::from_millis(patience_ms));
                 }
-                Command::Settle { request } => scheduler.settle(&request),
+                Command::Settle { ticket } => scheduler.settle(&ticket),
                 Command::Abandon { ticket } => scheduler.abandon(&ticket),
                 other => return Err(format!("a scheduler cannot {other:?}")),
             }
@@ -229,7 +229,7 @@ fn play_scheduler(setup: &Setup, commands: &mpsc::Receiver<String>) -> Result<()
                 say(&Reply::Released { request: released.request, why });
             }
             for lost in scheduler.lost() {
-                say(&Reply::Lost { request: lost.request });
+                say(&Reply::Lost { request: lost.ticket.request });
             }
         },
     )

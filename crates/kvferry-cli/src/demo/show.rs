@@ -503,7 +503,7 @@ impl Show<'_> {
             self.report.compared_bytes += end.compared;
         }
         let Some(bad) = bad else {
-            let request_name = request.name.clone();
+            let ticket = request.ticket.clone();
             self.report.exact += usize::from(ends.iter().all(|end| end.wrong == 0));
             self.report.tokens += request.tokens;
             self.report.cached_tokens += request.cached.iter().max().copied().unwrap_or(0);
@@ -516,8 +516,8 @@ impl Show<'_> {
                     self.rates.push(end.bytes as f64 / moving);
                 }
             }
-            if let Some(scheduler) = scheduler {
-                self.crew.tell(scheduler, &Command::Settle { request: request_name });
+            if let (Some(scheduler), Some(ticket)) = (scheduler, ticket) {
+                self.crew.tell(scheduler, &Command::Settle { ticket });
             }
             return;
         };

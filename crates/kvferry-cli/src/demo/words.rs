@@ -49,7 +49,7 @@ pub(crate) enum Command {
     /// A scheduler.
     Hold { ticket: Ticket, patience_ms: u64 },
     /// A scheduler.
-    Settle { request: String },
+    Settle { ticket: Ticket },
     /// A scheduler.
     Abandon { ticket: Ticket },
 }
