@@ -1,0 +1,248 @@
+"""The commands of README.md, with real servers behind the real router, asked over HTTP.
+
+Every answer must be the one that the decode server gives alone, whatever else happens, and afterwards
+neither server may hold a block.
+"""
+
+import contextlib
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from http_pair import ANSWER, START, Pair, save_tokenizer, until
+from tiny import save_model
+
+#: Few enough for the share that vLLM publishes to tell single blocks.
+BLOCKS = 160
+#: Seconds that a killed or silent side may keep the other's blocks.
+LEASE = 6
+SMALL = [
+    *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
+    # Says which requests are aborted.
+    "--enable-log-requests",
+    *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
+]
+PAIRS = {
+    "hybrid, fail": ("nemotron_h", "fail", {}),
+    "attention, recompute": ("qwen3", "recompute", {"transport": "local"}),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "hybrid, fail",
+        pytest.param("attention, recompute", marks=pytest.mark.more),
+    ],
+)
+def pair(request, tmp_path_factory):
+    kind, policy, extra = PAIRS[request.param]
+    folder = tmp_path_factory.mktemp("served")
+    save_tokenizer(save_model(kind, folder / kind))
+    transfer = {"kv_load_failure_policy": policy}
+    pair = Pair(folder / kind, folder, SMALL, transfer, extra={"lease": LEASE, **extra})
+    pair.policy = policy
+    try:
+        pair.start("prefill", "decode")
+        pair.start("router")
+        yield pair
+    finally:
+        pair.close()
+
+
+def text(draw, length):
+    return "".join(draw.choice("abcdefghij klmnopqrstuvwxyz,.") for _ in range(length))
+
+
+def ask(pair, who, prompt, tokens=12, stream=False, timeout=ANSWER, **extra):
+    """Text and tokens that a server, or the router, answers."""
+    answer = pair.client(who).completions.create(
+        model=pair.model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0.0,
+        stream=stream,
+        timeout=timeout,
+        extra_body={"ignore_eos": True, "return_token_ids": True, **extra},
+    )
+    if not stream:
+        answer = [answer]
+    choices = [chunk.choices[0] for chunk in answer]
+    made = [token for choice in choices for token in choice.token_ids or ()]
+    assert len(made) == tokens
+    return "".join(choice.text for choice in choices), made
+
+
+def chat(pair, who, content):
+    answer = pair.client(who).chat.completions.create(
+        model=pair.model,
+        messages=[{"role": "user", "content": content}],
+        max_tokens=12,
+        temperature=0.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    (choice,) = answer.choices
+    return choice.message.content, choice.token_ids
+
+
+def moved(pair):
+    """Tokens of prompts that the decode server did not compute."""
+    return pair.metric("decode", "prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+def aborted(pair, who):
+    """Requests that a server ended because its client left: no metric counts those."""
+    return len(re.findall(r"Request \S+ aborted", pair.log(who).read_text(errors="replace")))
+
+
+def assert_no_block_is_held(pair, *who):
+    for name in who or ("prefill", "decode"):
+        until(
+            f"every block of {name} comes back",
+            LEASE + ANSWER,
+            lambda name=name: pair.used_blocks(name, BLOCKS) == 0,
+        )
+
+
+def test_answers_are_those_of_one_server(pair):
+    draw = random.Random(1)
+    before = moved(pair)
+    lengths = (1, 2, 127, 128, 129, 700)
+    for length in lengths:
+        prompt = text(draw, length)
+        alone = ask(pair, "decode", prompt)
+        assert ask(pair, "router", prompt) == alone, length
+        streamed = ask(pair, "decode", prompt, stream=True)
+        assert streamed[1] == alone[1]
+        assert ask(pair, "router", prompt, stream=True) == streamed, length
+    prompt = text(draw, 50)
+    assert chat(pair, "router", prompt) == chat(pair, "decode", prompt)
+    # Not because the decode server computed them: it may compute the last token of a prompt.
+    assert moved(pair) - before >= 2 * sum(length - 1 for length in lengths) + 50
+    assert_no_block_is_held(pair)
+
+
+def test_many_requests_at_once(pair):
+    draw = random.Random(2)
+    prompts = [text(draw, draw.randrange(1, 500)) for _ in range(32)]
+    alone = [ask(pair, "decode", prompt) for prompt in prompts]
+    before = moved(pair)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(lambda prompt: ask(pair, "router", prompt), prompts)
+        assert list(answers) == alone
+    assert moved(pair) - before >= sum(len(prompt) - 1 for prompt in prompts)
+    assert_no_block_is_held(pair)
+
+
+def prefill(pair, prompt, timeout=ANSWER):
+    """What a router does first; the parameters in the answer are for the decode server."""
+    answer = pair.client("prefill").completions.create(
+        model=pair.model,
+        prompt=prompt,
+        max_tokens=1,
+        timeout=timeout,
+        extra_body={
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            }
+        },
+    )
+    return answer.kv_transfer_params
+
+
+def leave_while_the_answer_streams(pair, at):
+    stream = pair.client("router").completions.create(
+        model=pair.model,
+        prompt=text(random.Random(at), 1000),
+        max_tokens=1000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for _ in zip(range(at), stream, strict=False):
+        pass
+    stream.close()
+
+
+def leave_early(pair, at):
+    """Leaves at any time before the answer; prompts that wait for each other take long enough."""
+    with contextlib.suppress(openai.APITimeoutError):
+        if at % 2:
+            prefill(pair, text(random.Random(at), 3000), timeout=0.05 * at)
+        else:
+            ask(pair, "router", text(random.Random(at), 3000), timeout=0.05 * at)
+
+
+def test_aborts_cost_nobody_else_anything(pair):
+    draw = random.Random(3)
+    prompts = [text(draw, 300) for _ in range(4)]
+    alone = [ask(pair, "decode", prompt) for prompt in prompts]
+    before = {who: aborted(pair, who) for who in ("prefill", "decode")}
+    with ThreadPoolExecutor(32) as pool:
+        left = [pool.submit(leave_while_the_answer_streams, pair, at) for at in range(8)]
+        left += [pool.submit(leave_early, pair, at) for at in range(1, 17)]
+        answers = pool.map(lambda prompt: ask(pair, "router", prompt), prompts)
+        assert list(answers) == alone
+    for one in left:
+        one.result()
+    for who, count in before.items():
+        until(f"{who} hears of it", ANSWER, lambda who=who, count=count: aborted(pair, who) > count)
+    assert_no_block_is_held(pair)
+
+
+def test_a_lease_that_nobody_uses_ends(pair):
+    prefill(pair, text(random.Random(4), 400))
+    assert pair.used_blocks("prefill", BLOCKS) > 0
+    assert_no_block_is_held(pair)
+
+
+# The last one: it ends the prefill server.
+def test_a_killed_prefill_server(pair):
+    draw = random.Random(5)
+    prompt = text(draw, 400)
+    alone = ask(pair, "decode", prompt)
+    params = prefill(pair, prompt)
+    # One answer is on its way when it happens: what has been moved is the decode server's own.
+    stream = pair.client("router").completions.create(
+        model=pair.model, prompt=prompt, max_tokens=400, stream=True, temperature=0.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    made = list(next(chunks).choices[0].token_ids or ())
+    pair.kill("prefill")
+    for chunk in chunks:
+        made += chunk.choices[0].token_ids or ()
+    assert made == ask(pair, "decode", prompt, 400)[1]
+
+    # What it promised and can no longer keep.
+    if pair.policy == "recompute":
+        assert ask(pair, "decode", prompt, kv_transfer_params=params) == alone
+    else:
+        with pytest.raises(openai.APIStatusError) as error:
+            ask(pair, "decode", prompt, kv_transfer_params=params)
+        assert error.value.status_code >= 500
+    with pytest.raises(openai.APIStatusError):
+        ask(pair, "router", prompt)
+    assert pair.healthy("decode")
+    assert ask(pair, "decode", prompt) == alone
+    assert_no_block_is_held(pair, "decode")
+
+    # It comes back where it was, and the router notices by itself.
+    pair.start("prefill")
+    before = moved(pair)
+    end = time.monotonic() + START
+    answer = None
+    while answer is None:
+        assert time.monotonic() < end, "the router does not see that the server is back"
+        with contextlib.suppress(openai.APIStatusError):
+            answer = ask(pair, "router", prompt)
+    assert answer == alone
+    assert moved(pair) - before >= len(prompt) - 1
+    assert_no_block_is_held(pair)
