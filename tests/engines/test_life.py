@@ -9,7 +9,7 @@ import random
 import time
 
 import pytest
-from serving import PATIENCE, REMOTE_DECODE, Server, idle, sampled
+from serving import REMOTE_DECODE, Server, sampled
 from tiny import save_model
 
 QWEN = {"block_size": 32}
@@ -101,23 +101,21 @@ def steps(engine, count):
         time.sleep(0.001)
 
 
-def pump(engine, seconds=PATIENCE):
+def pump(engine, seconds=60):
     """Steps until a request has finished: name to tokens, parameters and how it finished."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and engine.llm_engine.has_unfinished_requests():
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    deadline, done = time.monotonic() + seconds, []
+    while not done and scheduler.has_requests() and time.monotonic() < deadline:
         done = [made for made in engine.llm_engine.step() if made.finished]
-        if done:
-            return {
-                made.request_id: (
-                    list(made.outputs[0].token_ids),
-                    made.kv_transfer_params,
-                    made.outputs[0].finish_reason,
-                )
-                for made in done
-            }
         time.sleep(0.001)
-    idle(engine, 0.01)
-    return {}
+    return {
+        made.request_id: (
+            list(made.outputs[0].token_ids),
+            made.kv_transfer_params,
+            made.outputs[0].finish_reason,
+        )
+        for made in done
+    }
 
 
 def side(engine):
@@ -256,3 +254,368 @@ def test_states_of_a_prefix(pair):
 
 def block_size(engine):
     return engine.llm_engine.vllm_config.cache_config.block_size
+
+
+# Chunks, queues and preemption.
+
+
+def hand_over(prefill, decode, prompts, tokens=12):
+    """All requests at once, each from P to D when P has finished it. Tokens in the order of prompts."""
+    for at, prompt in enumerate(prompts):
+        prefill.call(begin, str(at), prompt, 1, dict(REMOTE_DECODE))
+    answers, deadline = {}, time.monotonic() + 60
+    while len(answers) < len(prompts):
+        assert time.monotonic() < deadline, f"only {sorted(answers)} have an answer"
+        for name, (_, params, reason) in prefill.call(pump, 0.05).items():
+            assert reason == "length"
+            decode.call(begin, name, prompts[int(name)], tokens, params)
+        for name, (made, _, reason) in decode.call(pump, 0.05).items():
+            assert reason == "length"
+            answers[name] = made
+    return [answers[str(at)] for at in range(len(prompts))]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+def test_many_requests_on_few_blocks(pair, kind, ahead):
+    """They come in chunks, wait for blocks that leases keep, and are preempted on both sides."""
+    few = {"blocks": 13, "max_model_len": 256, "scheduler_reserve_full_isl": False}
+    chunks = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 24}
+    sizes = {"block_size": 32} if kind == "qwen3" else {}
+    prefill, decode = pair(kind, few | chunks | sizes | {"async_scheduling": ahead})
+    draw = random.Random(3)
+    many = prompts(draw, [1, 2, 31, 32, 33, 64] + [draw.randrange(50, 180) for _ in range(14)])
+    alone = [decode.generate(prompt, 40)[0] for prompt in many]
+    for engine in (prefill, decode):
+        engine.call(count_preemptions)
+    assert hand_over(prefill, decode, many, 40) == alone
+    assert prefill.call(preemptions) > 0 and decode.call(preemptions) > 0
+
+
+# Ends before the end.
+
+
+@pytest.fixture(params=[False, True], ids=["", "async"])
+def qwen(request, pair):
+    return pair("qwen3", QWEN | {"async_scheduling": request.param}, d={"max_num_batched_tokens": 48})
+
+
+def eventually(what, *args):
+    deadline = time.monotonic() + 20
+    while not what(*args):
+        assert time.monotonic() < deadline, "too late"
+        time.sleep(0.02)
+
+
+def test_an_abort_before_it_is_scheduled(qwen):
+    prefill, decode = qwen
+    (prompt,) = prompts(random.Random(4), [100])
+    (params,) = prefill.prefill([prompt])
+    assert prefill.used_blocks() == 4
+    decode.call(begin, "r", prompt, 12, params)
+    decode.call(abort, "r")
+    # P learns of it at once, not when the lease ends.
+    began = time.monotonic()
+    assert prefill.idle() == 0
+    assert time.monotonic() - began < 10
+
+
+def test_an_abort_while_it_loads(qwen):
+    prefill, decode = qwen
+    draw = random.Random(5)
+    warm, prompt, after = prompts(draw, [40, 300, 70])
+    alone = decode.generate(after)[0]
+    assert decode.generate(warm, params=prefill.prefill([warm])[0])
+    for wait in (0, 1, 5, 50):
+        params, again = prefill.prefill([prompt, after])
+        with prefill.stopped():
+            decode.call(begin, "r", prompt, 12, params)
+            decode.call(steps, wait)
+            if wait == 50:
+                assert decode.call(counter, "kvferry_loads_in_flight") == 1
+                assert decode.used_blocks() > 0
+            decode.call(abort, "r")
+            decode.call(steps, 5)
+        # Whatever still arrives finds its blocks unused, or goes nowhere.
+        assert decode.generate(after, params=again)[0] == alone
+        assert decode.idle() == 0
+
+
+def test_an_abort_after_it_was_loaded(qwen):
+    prefill, decode = qwen
+    (prompt,) = prompts(random.Random(6), [100])
+    (params,) = prefill.prefill([prompt])
+    decode.call(begin, "r", prompt, 400, params)
+    eventually(lambda: decode.call(steps, 3) or not decode.call(whats_left)["wanted"])
+    decode.call(steps, 3)
+    assert decode.used_blocks() > 0
+    decode.call(abort, "r")
+
+
+def test_an_abort_on_the_prefill_engine(qwen):
+    prefill, _ = qwen
+    (prompt,) = prompts(random.Random(7), [300])
+    for count in (0, 1, 2):
+        prefill.call(begin, "r", prompt, 5, dict(REMOTE_DECODE))
+        prefill.call(steps, count)
+        prefill.call(abort, "r")
+        assert prefill.idle() == 0
+    # Too late: it is D's to read.
+    (params,) = prefill.prefill([prompt])
+    prefill.call(abort, "0")
+    assert prefill.used_blocks() > 0
+    prefill.call(give_up, params)
+
+
+def give_up(engine, params):
+    side(engine).agent.abandon(params["kvferry"]["ticket"])
+
+
+# Failures.
+
+POLICIES = pytest.mark.parametrize("policy", ["fail", "recompute"])
+SHORT = {"lease": 1.0}
+
+
+def expect(decode, policy, prompt, params, alone):
+    """An answer, or an error for that request alone."""
+    other = prompt[:50]
+    well, _ = decode.generate(other)
+    decode.call(begin, "bad", prompt, 12, params)
+    decode.call(begin, "good", other, 12)
+    done = {}
+    while len(done) < 2:
+        new = decode.call(pump)
+        assert new, f"only {done}"
+        done |= new
+    assert done["good"][0] == well
+    if policy == "fail":
+        assert done["bad"][2] == "error"
+    else:
+        assert done["bad"][0] == alone
+    assert decode.idle() == 0
+
+
+@POLICIES
+@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
+    options = {"failure": policy, "extra": {"handshake": 1.0}}
+    prefill, decode = pair(kind, p={"extra": SHORT}, d=options)
+    draw = random.Random(8)
+    (prompt,) = prompts(draw, [70])
+    alone = decode.generate(prompt)[0]
+
+    def fails(params):
+        expect(decode, policy, prompt, params, alone)
+
+    # It works.
+    assert decode.generate(prompt, params=prefill.prefill([prompt])[0])[0] == alone
+    # The lease has ended: nobody came, and nobody is asked to.
+    (params,) = prefill.prefill([prompt])
+    assert prefill.idle() == 0
+    fails(params)
+    # It ends while the request waits.
+    (params,) = prefill.prefill([prompt])
+    decode.call(begin, "r", prompt, 12, params)
+    prefill.call(give_up, params)
+    eventually(lambda: decode.call(side_lost))
+    (end,) = decode.call(pump).values()
+    assert end[2] == "error" if policy == "fail" else end[0] == alone
+    # Tables that make no sense.
+    for change in (
+        {"remote_block_ids": []},
+        {"remote_block_ids": [[]] * len(params["remote_block_ids"])},
+        {"remote_block_ids": [[10**6]] * 9},
+        {"remote_block_ids": [[-1]] * len(params["remote_block_ids"])},
+        {"remote_block_ids": [[2**63]] * len(params["remote_block_ids"])},
+        {"remote_block_ids": [["1", None]]},
+        {"remote_block_ids": [{"a": 1}, 5]},
+        {"first": [2**63] * len(params["remote_block_ids"])},
+        {"first": [-1] * len(params["remote_block_ids"])},
+        {"first": ["x"]},
+        {"first": []},
+    ):
+        (params,) = prefill.prefill([prompt])
+        params["kvferry"] |= {k: v for k, v in change.items() if k == "first"}
+        fails(params | {k: v for k, v in change.items() if k != "first"})
+        assert prefill.idle() == 0
+    # A ticket of another engine's lease, and one of none.
+    for change in ({"nonce": "0"}, {"request": "no such"}, {"incarnation": "1"}):
+        (params,) = prefill.prefill([prompt])
+        ticket = dict(params["kvferry"]["ticket"])
+        params["kvferry"]["ticket"] |= change
+        fails(params)
+        params["kvferry"]["ticket"] = ticket
+        prefill.call(give_up, params)
+    # Another model.
+    stranger = {"qwen3": "gemma3", "nemotron_h": "falcon_h1"}[kind]
+    other = engines(stranger, "kv_producer", **QWEN)
+    fails(other.prefill([prompt])[0])
+    assert other.idle() == 0
+
+
+def side_lost(engine):
+    side(engine)._hear_of_lost()
+    return any(wanted.lost for wanted in side(engine).wanted.values())
+
+
+@POLICIES
+def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
+    options = QWEN | {"failure": policy, "extra": {"handshake": 1.0, "deadline": 5.0}}
+    prefill, decode = pair("qwen3", p=QWEN | {"extra": SHORT, "seed": POLICY_SEED[policy]}, d=options)
+    draw = random.Random(9)
+    (prompt,) = prompts(draw, [200])
+    alone = decode.generate(prompt)[0]
+    known, killed, unknown = prefill.prefill([prompt] * 3)
+    assert decode.generate(prompt, params=known)[0] == alone
+    # While it is read.
+    with prefill.stopped():
+        decode.call(begin, "r", prompt, 12, killed)
+        decode.call(steps, 5)
+        prefill.kill()
+    (end,) = decode.call(pump).values()
+    assert end[2] == "error" if policy == "fail" else end[0] == alone
+    # Before it is asked.
+    expect(decode, policy, prompt, unknown, alone)
+    # Whoever does not hold the key is told nothing.
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef")
+    locked = Server(folder / "qwen3", "kv_producer", **QWEN, extra={"key_file": str(key)})
+    with contextlib.closing(locked):
+        expect(decode, policy, prompt, locked.prefill([prompt])[0], alone)
+
+
+#: So that each has an engine of its own to kill.
+POLICY_SEED = {"fail": 1, "recompute": 2}
+
+
+@POLICIES
+def test_parameters_that_are_no_parameters(pair, policy):
+    prefill, decode = pair("nemotron_h", d={"failure": policy})
+    (prompt,) = prompts(random.Random(10), [70])
+    alone = decode.generate(prompt)[0]
+    (good,) = prefill.prefill([prompt])
+    ours = good["kvferry"]
+    want = {"do_remote_prefill": True}
+    for params in (
+        want,
+        want | {"kvferry": None},
+        want | {"kvferry": {}},
+        want | {"kvferry": ours},
+        good | {"kvferry": ours | {"ticket": {}}},
+        good | {"kvferry": ours | {"ticket": ours["ticket"] | {"address": 5}}},
+        good | {"kvferry": ours | {"ticket": ours["ticket"] | {"term_ms": -1}}},
+        good | {"kvferry": ours | {"ticket": ours["ticket"] | {"nonce": "none"}}},
+        good | {"kvferry": ours | {"ticket": {"address": [["a"]] * 50}}},
+        good | {"kvferry": ours | {"tokens": "70"}},
+        good | {"kvferry": ours | {"tokens": None}},
+        good | {"kvferry": ours | {"first": 0}},
+        good | {"remote_block_ids": None},
+    ):
+        # This engine computes the prompt.
+        assert decode.generate(prompt, params=params)[0] == alone, params
+        assert decode.used_blocks() == 0
+    # States of another position are of no use, and P need not keep them.
+    for tokens in (70, 2**63, -5, 0):
+        (params,) = prefill.prefill([prompt])
+        params["kvferry"]["tokens"] = tokens
+        assert decode.generate(prompt, params=params)[0] == alone, tokens
+        eventually(lambda: len(prefill.call(leases)) == 1)
+    assert decode.generate(prompt, params=good)[0] == alone
+
+
+def leases(engine):
+    return side(engine).agent.status()["leases"]
+
+
+# Who else asks.
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+def test_log_probabilities_of_the_prompt(pair, kind):
+    prefill, decode = pair(kind)
+    (prompt,) = prompts(random.Random(11), [70])
+    expected = decode.call(logprobs, prompt, 5, None)
+    assert len(expected[1]) == 70
+    made = prefill.call(logprobs, prompt, 1, dict(REMOTE_DECODE))
+    assert made[1] == expected[1]
+    # D wants them too: it computes the prompt, and P need not keep it.
+    assert decode.call(logprobs, prompt, 5, made[2]) == (*expected[:2], None)
+    assert prefill.idle() == 0
+    # D does not: a state that has seen all of the prompt is of no use to it.
+    made = prefill.call(logprobs, prompt, 1, dict(REMOTE_DECODE))
+    assert decode.generate(prompt, 5, made[2])[0] == expected[0]
+
+
+def logprobs(engine, prompt, tokens, params):
+    sampling = sampled(tokens, params, prompt_logprobs=1)
+    (made,) = engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+    rounded = [
+        one and {token: round(value.logprob, 3) for token, value in one.items()}
+        for one in made.prompt_logprobs
+    ]
+    return list(made.outputs[0].token_ids), rounded, made.kv_transfer_params
+
+
+def test_several_answers_to_one_prompt(pair):
+    prefill, decode = pair("nemotron_h")
+    (prompt,) = prompts(random.Random(12), [70])
+    alone = decode.generate(prompt)[0]
+    (params,) = prefill.prefill([prompt])
+    assert decode.call(answers, prompt, params) == [alone] * 3
+    # The same list, more than once.
+    (first, second) = prefill.call(twice, prompt)
+    assert first["kvferry"]["tokens"] == second["kvferry"]["tokens"] == 69
+    for params in (first, second):
+        assert decode.generate(prompt, params=params)[0] == alone
+
+
+def answers(engine, prompt, params):
+    sampling = sampled(12, params, n=3, temperature=1.0, top_k=1)
+    (made,) = engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+    return [list(one.token_ids) for one in made.outputs]
+
+
+def twice(engine, prompt):
+    sampling = sampled(1, dict(REMOTE_DECODE))
+    both = [{"prompt_token_ids": prompt}] * 2
+    return [made.kv_transfer_params for made in engine.generate(both, sampling, use_tqdm=False)]
+
+
+def test_windows_hand_over_what_is_alive(pair):
+    prefill, decode = pair("gemma3", QWEN)
+    (prompt,) = prompts(random.Random(13), [200])
+    alone = decode.generate(prompt)[0]
+    (params,) = prefill.prefill([prompt])
+    tables = dict(zip(params["kvferry"]["first"], params["remote_block_ids"]))
+    # Tokens 153 to 199 are in the window of token 200.
+    assert {first: len(blocks) for first, blocks in tables.items()} == {0: 7, 4: 3}
+    assert all(block > 0 for blocks in tables.values() for block in blocks)
+    assert decode.generate(prompt, params=params)[0] == alone
+
+
+def test_data_parallel_engines_count_on_from_the_port(pair):
+    prefill, _ = pair("qwen3", QWEN)
+    port = random.Random(time.time()).randrange(20_000, 30_000)
+    addresses = prefill.call(data_parallel, port)
+    assert addresses == [f"example.org:{port}", f"example.org:{port + 1}"]
+
+
+def data_parallel(engine, port):
+    import copy
+
+    from kvferry.vllm.options import Options
+    from kvferry.vllm.scheduler import SchedulerSide
+
+    config = engine.llm_engine.vllm_config
+    made = []
+    for index in range(2):
+        rank = copy.copy(config)
+        rank.parallel_config = copy.copy(config.parallel_config)
+        rank.parallel_config.data_parallel_index = index
+        options = Options.read({"port": port, "advertise": "example.org"})
+        made.append(SchedulerSide(rank, side(engine).cache, options))
+    addresses = [one.agent.address for one in made]
+    for one in made:
+        one.agent.close()
+    return addresses

@@ -77,12 +77,6 @@ class SchedulerSide:
         self.next = Orders()
 
     def on_new_request(self, request: Any) -> None:
-        if not isinstance(request.kv_transfer_params, dict | None):
-            logger.warning(
-                "kvferry: the transfer parameters of %s are no dictionary", request.request_id
-            )
-            # vLLM itself would fall over them, and all requests with it.
-            request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self.prefilling.add(request.request_id)
