@@ -108,7 +108,7 @@ class Server:
             self._process.join()
 
 
-def idle(engine, seconds=PATIENCE):
+def idle(engine, seconds=60):
     core = engine.llm_engine.engine_core.engine_core
     deadline = time.monotonic() + seconds
     while (core.scheduler.has_requests() or core.batch_queue) and time.monotonic() < deadline:

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 from serving import REMOTE_DECODE, Server, sampled
@@ -256,6 +257,88 @@ def block_size(engine):
     return engine.llm_engine.vllm_config.cache_config.block_size
 
 
+def test_the_slot_that_runs():
+    """Where vLLM's own manager keeps a state with scratch for speculative tokens behind it and a
+    checkpoint before it: the column of the last token, as vLLM's workers count."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    size, scratch = 32, 2
+    config = cache_config(size, scratch)
+    for tokens in (1, 31, 32, 33, 64, 65, 95, 97, 200):
+        for chunk in (200, 64, 32):
+            manager = KVCacheManager(
+                config, 512, max_in_flight_tokens=512, scheduler_block_size=size,
+                hash_block_size=size, enable_caching=True,
+            )
+            side = schedulers_view(config)
+            request = new_request(tokens)
+            # P, in chunks.
+            while request.num_computed_tokens < tokens:
+                new = min(chunk, tokens - request.num_computed_tokens)
+                assert manager.allocate_slots(request, new) is not None
+                request.num_computed_tokens += new
+            ids = manager.get_block_ids_for_computed_tokens(request.request_id, tokens)
+            (slot,) = side._table(1, ids[1], tokens)
+            assert slot == ids[1][(tokens - 1) // size] > 0
+            assert ids[1].index(slot) == len(ids[1]) - 1 - scratch
+            # D, for all of them.
+            loaded = new_request(tokens, "d")
+            assert manager.allocate_slots(
+                loaded, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True
+            )
+            blocks = manager.get_blocks("d")
+            ids = blocks.get_block_ids()
+            (slot,) = side._table(1, ids[1], tokens)
+            assert slot == ids[1][(tokens - 1) // size] > 0
+            assert not any(ids[1][: (tokens - 1) // size])
+            assert [side._cached(group, blocks.blocks[group], 0) for group in range(2)] == [0, 0]
+
+
+def cache_config(size, scratch):
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
+
+    attention = FullAttentionSpec(
+        block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    state = MambaSpec(
+        block_size=size,
+        shapes=((4, 4),),
+        dtypes=(torch.float32,),
+        page_size_padded=attention.page_size_bytes,
+        mamba_cache_mode="align",
+        num_speculative_blocks=scratch,
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    groups = [KVCacheGroupSpec(["0"], attention), KVCacheGroupSpec(["1"], state)]
+    return KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def schedulers_view(config):
+    from kvferry.vllm.scheduler import SchedulerSide
+
+    side = SchedulerSide.__new__(SchedulerSide)
+    side.groups = [group.kv_cache_spec for group in config.kv_cache_groups]
+    side.recurrent = [False, True]
+    return side
+
+
+def new_request(tokens, name="p"):
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(32, sha256)
+    return Request(name, [len(name)] * tokens, sampled(1), None, block_hasher=hasher)
+
+
 # Chunks, queues and preemption.
 
 
@@ -335,7 +418,9 @@ def test_an_abort_while_it_loads(qwen):
                 assert decode.call(counter, "kvferry_loads_in_flight") == 1
                 assert decode.used_blocks() > 0
             decode.call(abort, "r")
-            decode.call(steps, 5)
+            # Its blocks come back without a word from P.
+            assert decode.idle() == 0
+            assert decode.call(counter, "kvferry_loads_in_flight") == 0
         # Whatever still arrives finds its blocks unused, or goes nowhere.
         assert decode.generate(after, params=again)[0] == alone
         assert decode.idle() == 0
@@ -419,8 +504,10 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
     decode.call(begin, "r", prompt, 12, params)
     prefill.call(give_up, params)
     eventually(lambda: decode.call(side_lost))
+    before = decode.call(counter, "kvferry_loads_total")
     (end,) = decode.call(pump).values()
     assert end[2] == "error" if policy == "fail" else end[0] == alone
+    assert decode.call(counter, "kvferry_loads_total") == before
     # Tables that make no sense.
     for change in (
         {"remote_block_ids": []},
@@ -526,6 +613,81 @@ def test_parameters_that_are_no_parameters(pair, policy):
 
 def leases(engine):
     return side(engine).agent.status()["leases"]
+
+
+# On a GPU, whose work goes on when the host has heard of its end.
+
+
+def test_what_is_written_is_written_before_it_moves(monkeypatch):
+    import torch
+    from kvferry.vllm.messages import Orders
+    from kvferry.vllm.worker import WorkerSide
+
+    happened = []
+
+    class Stream:
+        def synchronize(self):
+            happened.append("wait for the stream")
+
+        def record_event(self):
+            happened.append("mark")
+            return SimpleNamespace(synchronize=lambda: happened.append("wait for the mark"))
+
+    class Agent:
+        def load(self, **load):
+            happened.append("load")
+
+        def endings(self):
+            return []
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    config = SimpleNamespace(speculative_config=None)
+    worker = WorkerSide(config, None, None)
+    worker.storages = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
+    worker.agent = Agent()
+
+    def step(**orders):
+        orders = Orders(**orders)
+        worker.obey(orders)
+        worker.written(orders)
+        worker.results()
+        done = happened[:]
+        happened.clear()
+        return done
+
+    # What was written before a load begins is waited for, and nothing else.
+    assert step() == ["mark", "mark"]
+    assert step(loads=[{"request": "r"}]) == ["wait for the mark", "load", "mark", "mark"]
+    assert step(hands_over=True) == ["mark", "mark"]
+    # Where a draft model runs after the token that ends a prompt, that is waited for, too.
+    config.speculative_config = object()
+    assert step(hands_over=True) == ["wait for the stream", "mark", "mark"]
+    assert step() == ["mark", "mark"]
+
+
+def test_only_steps_of_prompts_that_are_handed_over_are_waited_for(pair):
+    prefill, decode = pair("qwen3", QWEN)
+    (prompt,) = prompts(random.Random(14), [70])
+    handed = prefill.call(steps_that_hand_over, prompt, dict(REMOTE_DECODE))
+    assert handed == [True, False] and not any(prefill.call(steps_that_hand_over, prompt, None))
+
+
+def steps_that_hand_over(engine, prompt, params):
+    scheduler, handed = side(engine), []
+    given = scheduler.orders
+
+    def orders(scheduled):
+        made = given(scheduled)
+        handed.append(made.hands_over)
+        return made
+
+    scheduler.orders = orders
+    (made,) = engine.generate({"prompt_token_ids": prompt}, sampled(1, params), use_tqdm=False)
+    engine.llm_engine.step()
+    scheduler.orders = given
+    if made.kv_transfer_params:
+        give_up(engine, made.kv_transfer_params)
+    return handed
 
 
 # Who else asks.
