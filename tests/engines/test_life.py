@@ -13,7 +13,18 @@ import pytest
 from serving import REMOTE_DECODE, Server, sampled
 from tiny import save_model
 
-QWEN = {"block_size": 32}
+#: What the tests of a kind share their engines with.
+USUAL = {
+    "qwen3": {"block_size": 32, "async_scheduling": False},
+    "gemma3": {"block_size": 32, "prefix": True},
+    "nemotron_h": {},
+    "falcon_h1": {},
+}
+
+
+def more(*case):
+    return pytest.param(*case, marks=pytest.mark.more)
+
 
 
 def let_states_be_cached():
@@ -66,8 +77,9 @@ def pair(engines):
     used = []
 
     def start(kind, both=None, p=None, d=None):
-        prefill = engines(kind, "kv_producer", **(both or {}) | (p or {}))
-        decode = engines(kind, "kv_consumer", **(both or {}) | (d or {}))
+        both = USUAL[kind] | (both or {})
+        prefill = engines(kind, "kv_producer", **both | (p or {}))
+        decode = engines(kind, "kv_consumer", **both | (d or {}))
         used.extend((prefill, decode))
         return prefill, decode
 
@@ -138,8 +150,11 @@ def whats_left(engine):
 
 
 def counter(engine, name):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    if not has_kv_transfer_group():
+        # The ranks are processes of their own.
+        return 0
     lines = get_kv_transfer_group().worker.agent.metrics().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
@@ -166,21 +181,22 @@ def preemptions(engine):
 @pytest.mark.parametrize(
     "kind, p, d, token, window",
     [
-        ("qwen3", {"block_size": 32}, {"block_size": 64}, 2048, 0),
-        ("qwen3", {"block_size": 96}, {"block_size": 32}, 2048, 0),
-        ("gemma3", {"block_size": 32}, {"block_size": 32}, 1024, 1024 * 47),
-        ("gemma3", {"block_size": 64}, {"block_size": 32}, 1024, 1024 * 47),
+        ("qwen3", {}, {"block_size": 64}, 2048, 0),
+        more("qwen3", {"block_size": 96}, {}, 2048, 0),
+        ("gemma3", {}, {}, 1024, 1024 * 47),
+        more("gemma3", {"block_size": 64}, {}, 1024, 1024 * 47),
     ],
 )
 def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     prefill, decode = pair(kind, {"prefix": True}, p, d)
     draw = random.Random(f"{kind} {p} {d}")
+    size = d.get("block_size", 32)
     (prompt,) = prompts(draw, [200])
-    (alone,) = [tokens for tokens, _ in prefill.generate_all([prompt])]
+    ((alone, _),) = prefill.generate_all([prompt])
     for held in (0, 20, 70, 130, 199):
         if held:
             decode.generate(prompt[:held] + prompts(draw, [3])[0], 1)
-        hit = held // d["block_size"] * d["block_size"]
+        hit = held // size * size
         before = decode.call(counter, "kvferry_read_bytes_total")
         # P held nothing at first, and all of the prompt later.
         (params,) = prefill.prefill([prompt])
@@ -195,7 +211,7 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     (params,) = prefill.prefill([prompt])
     before = decode.call(counter, "kvferry_read_bytes_total")
     assert decode.generate(prompt, params=params)[0] == alone
-    hit = 199 // d["block_size"] * d["block_size"]
+    hit = 199 // size * size
     moved = decode.call(counter, "kvferry_read_bytes_total") - before
     assert moved == token * (200 - hit) + min(window, 1024 * (200 - hit))
     # The control: what D does not hold comes from P.
@@ -204,6 +220,7 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     other = prompt[:64] + prompts(draw, [135])[0] + prompt[-1:]
     (params,) = prefill.prefill([prompt])
     assert decode.generate(other, params=params)[0] == alone
+    assert decode.call(forget)
 
 
 def forget(engine):
@@ -215,13 +232,15 @@ STATES = {"prefix": True, "patch": let_states_be_cached}
 ATTENTION = 2 * 2 * 64 * 4
 
 
-def test_states_of_a_prefix(pair):
+@pytest.mark.parametrize("p, d", [({}, {}), more({"block_size": 192}, {})])
+def test_states_of_a_prefix(pair, p, d):
     """In vLLM's "align" mode a state's table has a column for every block of tokens."""
-    prefill, decode = pair("nemotron_h", STATES)
+    prefill, decode = pair("nemotron_h", STATES, p, d)
     draw = random.Random(2)
-    size = prefill.call(block_size)
+    size = decode.call(block_size)
+    assert prefill.call(block_size) == p.get("block_size", size)
     whole = None
-    for length in (1, 2, size - 1, size, size + 1, size + 2, 3 * size, 3 * size + 1, 3 * size + 20):
+    for length in (1, 2, size - 1, size, size + 1, size + 2, 3 * size, 3 * size + 1):
         (prompt,) = prompts(draw, [length])
         ((alone, _),) = decode.generate_all([prompt])
         assert decode.call(forget)
@@ -358,14 +377,15 @@ def hand_over(prefill, decode, prompts, tokens=12):
     return [answers[str(at)] for at in range(len(prompts))]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "async"])
-@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+@pytest.mark.parametrize(
+    "kind, ahead",
+    [("qwen3", True), more("qwen3", False), ("nemotron_h", False), more("nemotron_h", True)],
+)
 def test_many_requests_on_few_blocks(pair, kind, ahead):
     """They come in chunks, wait for blocks that leases keep, and are preempted on both sides."""
     few = {"blocks": 13, "max_model_len": 256, "scheduler_reserve_full_isl": False}
     chunks = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 24}
-    sizes = {"block_size": 32} if kind == "qwen3" else {}
-    prefill, decode = pair(kind, few | chunks | sizes | {"async_scheduling": ahead})
+    prefill, decode = pair(kind, few | chunks | {"async_scheduling": ahead})
     draw = random.Random(3)
     many = prompts(draw, [1, 2, 31, 32, 33, 64] + [draw.randrange(50, 180) for _ in range(14)])
     alone = [decode.generate(prompt, 40)[0] for prompt in many]
@@ -380,7 +400,7 @@ def test_many_requests_on_few_blocks(pair, kind, ahead):
 
 @pytest.fixture(params=[False, True], ids=["", "async"])
 def qwen(request, pair):
-    return pair("qwen3", QWEN | {"async_scheduling": request.param}, d={"max_num_batched_tokens": 48})
+    return pair("qwen3", {"async_scheduling": request.param})
 
 
 def eventually(what, *args):
@@ -456,9 +476,28 @@ def give_up(engine, params):
     side(engine).agent.abandon(params["kvferry"]["ticket"])
 
 
+@pytest.mark.more
+def test_ranks_end_together(pair):
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "failure": "recompute"}
+    prefill, decode = pair("qwen3", d=two)
+    draw = random.Random(15)
+    warm, prompt, after = prompts(draw, [40, 300, 70])
+    alone = decode.generate(after)[0]
+    assert decode.generate(warm, params=prefill.prefill([warm])[0])
+    params, again, bad = prefill.prefill([prompt, after, after])
+    with prefill.stopped():
+        decode.call(begin, "r", prompt, 12, params)
+        decode.call(steps, 20)
+        assert decode.used_blocks() > 0
+        decode.call(abort, "r")
+        assert decode.idle() == 0
+    assert decode.generate(after, params=again)[0] == alone
+    assert decode.generate(after, params=bad | {"remote_block_ids": [[-1]]})[0] == alone
+
+
 # Failures.
 
-POLICIES = pytest.mark.parametrize("policy", ["fail", "recompute"])
+POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 SHORT = {"lease": 1.0}
 
 
@@ -481,8 +520,15 @@ def expect(decode, policy, prompt, params, alone):
     assert decode.idle() == 0
 
 
-@POLICIES
-@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+@pytest.mark.parametrize(
+    "kind, policy",
+    [
+        ("qwen3", "fail"),
+        more("qwen3", "recompute"),
+        more("nemotron_h", "fail"),
+        ("nemotron_h", "recompute"),
+    ],
+)
 def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
     options = {"failure": policy, "extra": {"handshake": 1.0}}
     prefill, decode = pair(kind, p={"extra": SHORT}, d=options)
@@ -536,7 +582,7 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
         prefill.call(give_up, params)
     # Another model.
     stranger = {"qwen3": "gemma3", "nemotron_h": "falcon_h1"}[kind]
-    other = engines(stranger, "kv_producer", **QWEN)
+    other = engines(stranger, "kv_producer", **USUAL[stranger])
     fails(other.prefill([prompt])[0])
     assert other.idle() == 0
 
@@ -548,8 +594,9 @@ def side_lost(engine):
 
 @POLICIES
 def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
-    options = QWEN | {"failure": policy, "extra": {"handshake": 1.0, "deadline": 5.0}}
-    prefill, decode = pair("qwen3", p=QWEN | {"extra": SHORT, "seed": POLICY_SEED[policy]}, d=options)
+    # A seed of its own, for an engine of its own to kill.
+    options = {"failure": policy, "extra": {"handshake": 1.0, "deadline": 5.0}}
+    prefill, decode = pair("qwen3", p={"extra": SHORT, "seed": len(policy)}, d=options)
     draw = random.Random(9)
     (prompt,) = prompts(draw, [200])
     alone = decode.generate(prompt)[0]
@@ -567,18 +614,13 @@ def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
     # Whoever does not hold the key is told nothing.
     key = tmp_path / "key"
     key.write_text("0123456789abcdef0123456789abcdef")
-    locked = Server(folder / "qwen3", "kv_producer", **QWEN, extra={"key_file": str(key)})
+    locked = Server(folder / "qwen3", "kv_producer", extra={"key_file": str(key)}, **USUAL["qwen3"])
     with contextlib.closing(locked):
         expect(decode, policy, prompt, locked.prefill([prompt])[0], alone)
 
 
-#: So that each has an engine of its own to kill.
-POLICY_SEED = {"fail": 1, "recompute": 2}
-
-
-@POLICIES
-def test_parameters_that_are_no_parameters(pair, policy):
-    prefill, decode = pair("nemotron_h", d={"failure": policy})
+def test_parameters_that_are_no_parameters(pair):
+    prefill, decode = pair("nemotron_h")
     (prompt,) = prompts(random.Random(10), [70])
     alone = decode.generate(prompt)[0]
     (good,) = prefill.prefill([prompt])
@@ -666,7 +708,7 @@ def test_what_is_written_is_written_before_it_moves(monkeypatch):
 
 
 def test_only_steps_of_prompts_that_are_handed_over_are_waited_for(pair):
-    prefill, decode = pair("qwen3", QWEN)
+    prefill, _ = pair("qwen3")
     (prompt,) = prompts(random.Random(14), [70])
     handed = prefill.call(steps_that_hand_over, prompt, dict(REMOTE_DECODE))
     assert handed == [True, False] and not any(prefill.call(steps_that_hand_over, prompt, None))
@@ -745,7 +787,7 @@ def twice(engine, prompt):
 
 
 def test_windows_hand_over_what_is_alive(pair):
-    prefill, decode = pair("gemma3", QWEN)
+    prefill, decode = pair("gemma3")
     (prompt,) = prompts(random.Random(13), [200])
     alone = decode.generate(prompt)[0]
     (params,) = prefill.prefill([prompt])
@@ -757,7 +799,7 @@ def test_windows_hand_over_what_is_alive(pair):
 
 
 def test_data_parallel_engines_count_on_from_the_port(pair):
-    prefill, _ = pair("qwen3", QWEN)
+    prefill, _ = pair("qwen3")
     port = random.Random(time.time()).randrange(20_000, 30_000)
     addresses = prefill.call(data_parallel, port)
     assert addresses == [f"example.org:{port}", f"example.org:{port + 1}"]
