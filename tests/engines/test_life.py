@@ -1,5 +1,5 @@
-"""A request's life in real vLLM schedulers: what each side holds already, chunks, queues, preemption,
-aborts and failures. The tokens are those of one engine alone, and nothing is left behind.
+"""A request's life in real vLLM schedulers: what each side holds already, chunks, queues,
+preemption, aborts and failures. The tokens are those of one engine alone, and nothing is left.
 """
 
 import contextlib
@@ -362,7 +362,7 @@ def new_request(tokens, name="p"):
 
 
 def hand_over(prefill, decode, prompts, tokens=12):
-    """All requests at once, each from P to D when P has finished it. Tokens in the order of prompts."""
+    """All requests at once, each from P to D when P has finished it: the answers in their order."""
     for at, prompt in enumerate(prompts):
         prefill.call(begin, str(at), prompt, 1, dict(REMOTE_DECODE))
     answers, deadline = {}, time.monotonic() + 60
