@@ -89,7 +89,8 @@ class Server:
         try:
             yield
         finally:
-            os.kill(self._process.pid, signal.SIGCONT)
+            if self.alive():
+                os.kill(self._process.pid, signal.SIGCONT)
 
     def alive(self):
         return self._process.is_alive()
@@ -107,7 +108,7 @@ class Server:
             self._process.join()
 
 
-def idle(engine, seconds=PATIENCE):
+def idle(engine, seconds=60):
     core = engine.llm_engine.engine_core.engine_core
     deadline = time.monotonic() + seconds
     while (core.scheduler.has_requests() or core.batch_queue) and time.monotonic() < deadline:
@@ -122,14 +123,14 @@ def used_blocks(engine):
 
 
 def sampled(tokens, params=None, **options):
-    return SamplingParams(
+    usual = dict(
         max_tokens=tokens,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
         extra_args={"kv_transfer_params": params} if params else None,
-        **options,
     )
+    return SamplingParams(**usual | options)
 
 
 def _serve(pipe, model, role, options):

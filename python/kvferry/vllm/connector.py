@@ -46,8 +46,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        # A prefix that full attention still holds is good although its recurrent state is gone: states
-        # come whole with every load.
+        # A prefix that full attention still holds is good although its recurrent state is gone:
+        # states come whole with every load.
         return True
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:

@@ -1,7 +1,7 @@
 """The connector in the scheduler's process: which blocks are kept for whom, and which are loaded.
 
-P keeps a finished prompt's blocks under a lease and hands a ticket to the router; D's workers read, and D
-confirms.
+P keeps a finished prompt's blocks under a lease and hands a ticket to the router; D's workers read,
+and D confirms.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ class SchedulerSide:
             for group in kv_cache_config.transfer_group_ids
         ]
         self.recurrent = [type(_first(spec)).__name__ == "MambaSpec" for spec in self.groups]
-        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them, a
-        # window that is replayed must be laid out for them, and what several draft modules write for
-        # them is a guess.
-        replayed = any(
-            group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups
-        )
+        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them,
+        # a window that is replayed must be laid out for them, and what several draft modules write
+        # for them is a guess.
+        everything = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        replayed = any(spec.prefix_replay_tokens > 0 for spec in everything)
         lookahead = vllm_config.num_prefill_lookahead_tokens
         self.held_back = max(1 if replayed or any(self.recurrent) else 0, lookahead - 1)
         self.parallel = parallel
@@ -78,12 +77,6 @@ class SchedulerSide:
         self.counted: dict[str, int] = {}
 
     def on_new_request(self, request: Any) -> None:
-        if not isinstance(request.kv_transfer_params, dict | None):
-            logger.warning(
-                "kvferry: the transfer parameters of %s are no dictionary", request.request_id
-            )
-            # vLLM itself would fall over them, and all requests with it.
-            request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self.prefilling.add(request.request_id)
@@ -98,19 +91,20 @@ class SchedulerSide:
             self.agent.hold(wanted.ticket, patience=self.options.patience)
         except ValueError as error:
             # This engine computes the prompt itself.
-            logger.warning(
-                "kvferry: the transfer parameters of %s are of no use: %s", request.request_id, error
-            )
+            name = request.request_id
+            logger.warning("kvferry: the transfer parameters of %s are of no use: %s", name, error)
             return
         self.wanted[request.request_id] = wanted
 
     def _hold_back(self, request: Any) -> None:
         """P stops short of what D computes itself."""
         count = self.held_back
-        if not count or request.num_prompt_tokens <= count or request.get_skip_reading_prefix_cache():
+        if not count or request.num_prompt_tokens <= count:
+            return
+        if request.get_skip_reading_prefix_cache():
             # Prompt log-probabilities: they are wanted of all tokens, and D reads nothing.
             return
-        # The lists of a prompt may be shared with other requests; `_all_token_ids` has a view on it.
+        # Other requests may share the list of a prompt; `_all_token_ids` has a view on it.
         if request.prompt_token_ids is not None:
             request.prompt_token_ids = request.prompt_token_ids[:-count]
         else:
@@ -128,12 +122,13 @@ class SchedulerSide:
         if there > 0 and there < wanted.tokens and any(self.recurrent):
             # A state is that of one position.
             logger.warning(
-                "kvferry: %s was computed up to token %d and is wanted up to %d: this engine computes it",
+                "kvferry: the states of %s are those after %d tokens and not after %d: this engine "
+                "computes it",
                 request.request_id,
                 wanted.tokens,
                 there,
             )
-            there = 0
+            wanted.tokens = there = 0
         wanted.computed = computed
         count = max(0, there - computed)
         return count, count > 0
@@ -190,8 +185,8 @@ class SchedulerSide:
         return min(computed, next((tokens for tokens in held if tokens), 0))
 
     def _table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
-        """A group's table; that of a state is the slot that runs after so many tokens, without former
-        states before it and the scratch of speculative tokens behind it."""
+        """A group's table; that of a state is the slot that runs after so many tokens, without
+        former states before it and the scratch of speculative tokens behind it."""
         blocks = list(ids)
         if not self.recurrent[group]:
             return blocks
@@ -239,12 +234,13 @@ class SchedulerSide:
             RequestStatus.FINISHED_STOPPED,
         ):
             return False, None
-        # The blocks are complete on every rank, whatever is scheduled ahead. vLLM learns from a sampled
-        # token that a request has finished. Where there is a connector it waits for the answers of all
-        # ranks of that step, and a rank that samples answers when its token has come to the host, on a
-        # stream that waits for the one that all layers have written on. An earlier stage of a pipeline
-        # does not sample, but has sent what it made after it had written. A draft model may write after
-        # the token: `WorkerSide.written` waits for it.
+        # The blocks are complete on every rank, whatever is scheduled ahead. vLLM learns from a
+        # sampled token that a request has finished. Where there is a connector it waits for the
+        # answers of all ranks to that step, and a rank that samples answers when its token has come
+        # to the host, by a stream that waits for the one that all layers have written on. An
+        # earlier stage of a pipeline does not sample, but what it sent on came after what it wrote,
+        # and the token came from that. A draft model may write after the token:
+        # `WorkerSide.written` waits for it.
         tokens = request.num_computed_tokens - request.num_in_flight_tokens
         tables, first = [], []
         for group, ids in enumerate(self.cache.select_transfer_block_ids(block_ids)):

@@ -57,9 +57,9 @@ class WorkerSide:
         self.refused.update(orders.refused)
         assert self.agent is not None or not (orders.loads or orders.aborts)
         if orders.loads and self.last_writes is not None:
-            # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has seen
-            # the last token of who had them, but a draft model, or `_zero`, may still have been writing
-            # to them after that.
+            # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has
+            # seen the last token of who had them, but a draft model, or `_zero`, may still have
+            # been writing to them after that.
             self.last_writes.synchronize()
         for load in orders.loads:
             try:
@@ -74,8 +74,8 @@ class WorkerSide:
     def written(self, orders: Orders) -> None:
         """At the end of a step, of drafts too."""
         if orders.hands_over and self.config.speculative_config is not None and self._on_gpu():
-            # What a draft model writes may come after the token from which the scheduler learns that
-            # the blocks can be handed over.
+            # What a draft model writes may come after the token from which the scheduler learns
+            # that the blocks can be handed over.
             torch.accelerator.current_stream().synchronize()
         self._mark_writes()
 
@@ -87,8 +87,8 @@ class WorkerSide:
             self.last_writes = torch.accelerator.current_stream().record_event()
 
     def results(self) -> KVConnectorTransferResults:
-        # A load that is done is in the memory for every kernel that is launched from now on, and vLLM
-        # launches those that need it after it has heard from all ranks.
+        # A load that is done is in the memory for every kernel that is launched from now on, and
+        # vLLM launches those that need it after it has heard from all ranks.
         results = KVConnectorTransferResults(finished_sending=self.released)
         self.released = set()
         results.finished_recving |= self.refused
@@ -115,8 +115,8 @@ class WorkerSide:
         return Stats.of_loads(ended)
 
     def _zero(self, ending: Ending) -> None:
-        """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this goes
-        to the stream of the steps, before the next of them."""
+        """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this
+        goes to the stream of the steps, before the next of them."""
         for address, length in ending.rest.tolist():
             if not self._on_gpu():
                 ctypes.memset(address, 0, length)
