@@ -28,3 +28,5 @@ class Orders(KVConnectorMetadata):
     aborts: list[str] = field(default_factory=list)
     #: Requests whose blocks nobody reads any more.
     released: list[str] = field(default_factory=list)
+    #: The step computes nothing: there is time to wait for what is being loaded.
+    idle: bool = False

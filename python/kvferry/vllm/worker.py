@@ -17,6 +17,10 @@ from .options import Options
 
 logger = logging.getLogger("vllm.kvferry")
 
+#: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a step.
+#: What arrives in that time is used a step earlier.
+GLANCE = 0.001
+
 
 class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
@@ -24,6 +28,10 @@ class WorkerSide:
         self.agent: Worker | None = None
         self.storages: list[torch.Tensor] = []
         self.released: set[str] = set()
+        #: Loads whose end has not been reported.
+        self.loading: set[str] = set()
+        #: For how long this step may wait for one of them.
+        self.wait = 0.0
         #: Loads that failed while bytes may still land.
         self.quarantined: set[str] = set()
         self.refused: set[str] = set()
@@ -53,10 +61,14 @@ class WorkerSide:
 
     def obey(self, orders: Orders) -> None:
         self.released.update(orders.released)
+        # Data-parallel engines may step together: the others are not kept waiting.
+        alone = self.config.parallel_config.data_parallel_size == 1
+        self.wait = GLANCE if orders.idle and alone else 0.0
         assert self.agent is not None or not (orders.loads or orders.aborts)
         for load in orders.loads:
             try:
                 self.agent.load(**load)  # type: ignore[union-attr]
+                self.loading.add(load["request"])
             except (Error, ValueError, TypeError, OverflowError) as error:
                 # A ticket or table from outside that makes no sense fails its request alone.
                 logger.warning("kvferry: cannot load %s: %s", load["request"], error)
@@ -70,7 +82,7 @@ class WorkerSide:
         results.finished_recving |= self.refused
         results.failed_recving |= self.refused
         self.refused = set()
-        for ending in self.agent.endings() if self.agent is not None else ():
+        for ending in self._endings():
             if ending.outcome == "done":
                 self._zero(ending)
                 results.finished_recving.add(ending.request)
@@ -88,6 +100,13 @@ class WorkerSide:
             results.finished_recving.add(ending.request)
             results.failed_recving.add(ending.request)
         return results
+
+    def _endings(self) -> list[Ending]:
+        if self.agent is None:
+            return []
+        endings = self.agent.endings(self.wait if self.loading else 0.0)
+        self.loading.difference_update(ending.request for ending in endings)
+        return endings
 
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN."""
