@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import Any
 
@@ -17,8 +16,8 @@ from .options import Options
 
 logger = logging.getLogger("vllm.kvferry")
 
-#: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a step.
-#: What arrives in that time is used a step earlier.
+#: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a
+#: step. What arrives in that time is used a step earlier.
 GLANCE = 0.001
 
 
@@ -110,10 +109,11 @@ class WorkerSide:
 
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN."""
+        assert self.agent is not None
+        if self.storages[0].device.type == "cpu":
+            self.agent.zero(ending)
+            return
         for address, length in ending.rest.tolist():
-            if self.storages[0].device.type == "cpu":
-                ctypes.memset(address, 0, length)
-                continue
             for storage in self.storages:
                 offset = address - storage.data_ptr()
                 if 0 <= offset < storage.numel():
