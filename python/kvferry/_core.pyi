@@ -296,13 +296,20 @@ class Worker:
         source_first: _Numbers | None = None,
         destination_first: _Numbers | None = None,
     ) -> None:
-        """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`."""
+        """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`.
+
+        With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
+        whole.
+        """
 
     def abort(self, request: str) -> None:
         """The request is not wanted any more. Its end is reported as any other."""
 
     def endings(self, timeout: float = 0.0) -> list[Ending]:
         """The loads that have ended since the last call. Waits for the first of them."""
+
+    def zero(self, ending: Ending) -> None:
+        """Zeroes what is left of a request's own blocks, in host memory."""
 
     def metrics(self) -> str:
         """Counters and histograms as Prometheus text."""

@@ -25,8 +25,8 @@ README = Path(__file__).parents[2] / "README.md"
 #: The ports in README.md, by who listens there.
 PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 
-#: Seconds. A server takes half a minute to start on an idle machine.
-START, ANSWER, STOP = 240, 60, 60
+#: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy one.
+START, ANSWER, STOP = 400, 60, 60
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -61,12 +61,16 @@ def until(what, seconds, true):
 
 
 class Pair:
-    """A prefill server, a decode server and a router; `extra` goes into kv_connector_extra_config."""
+    """A prefill server, a decode server and a router.
 
-    def __init__(self, model, folder, serve=(), transfer=None, extra=None):
+    `serve` is added to what starts the servers, `transfer` to their `--kv-transfer-config`, and `extra`
+    to its `kv_connector_extra_config`; `only` is more of the last, for one server.
+    """
+
+    def __init__(self, model, folder, serve, transfer, extra, only=None):
         self.model, self.folder = str(model), Path(folder)
-        self.serve, self.transfer, self.extra = list(serve), transfer or {}, extra or {}
-        self.ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+        self.serve, self.transfer, self.extra, self.only = serve, transfer, extra, only or {}
+        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self.clients = {
             name: OpenAI(
                 base_url=f"{self.url(name)}/v1", api_key="none", max_retries=0, timeout=ANSWER
@@ -98,13 +102,14 @@ class Pair:
         if who == "router":
             # A metrics port of its own, and a health check that does not take a minute.
             return words + [
-                *("--prometheus-port", str(_free_ports(1)[0])),
+                *("--prometheus-port", str(free_ports(1)[0])),
                 *("--health-check-interval-secs", "1"),
                 *("--worker-startup-check-interval", "1"),
             ]
         words[words.index("MODEL")] = self.model
         at = words.index("--kv-transfer-config") + 1
-        config = json.loads(words[at]) | self.transfer | {"kv_connector_extra_config": self.extra}
+        extra = self.extra | self.only.get(who, {})
+        config = json.loads(words[at]) | self.transfer | {"kv_connector_extra_config": extra}
         words[at] = json.dumps(config)
         return words + self.serve
 
@@ -186,13 +191,23 @@ class Pair:
         return round(used)
 
 
-def _free_ports(count):
+def free_ports(count):
     """Ports that were free at the same time."""
-    with contextlib.ExitStack() as open_:
-        sockets = [open_.enter_context(socket.socket()) for _ in range(count)]
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+def free_neighbours():
+    """A port that was free together with the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as next_, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            next_.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def save_tokenizer(folder):

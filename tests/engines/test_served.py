@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from http_pair import ANSWER, START, Pair, save_tokenizer, until
+from http_pair import ANSWER, START, Pair, free_neighbours, save_tokenizer, until
 from tiny import save_model
 
 #: Few enough for the share that vLLM publishes to tell single blocks.
@@ -31,26 +31,28 @@ PAIRS = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "hybrid, fail",
-        pytest.param("attention, recompute", marks=pytest.mark.more),
-    ],
-)
-def pair(request, tmp_path_factory):
-    kind, policy, extra = PAIRS[request.param]
+@contextlib.contextmanager
+def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
-    transfer = {"kv_load_failure_policy": policy}
-    pair = Pair(folder / kind, folder, SMALL, transfer, extra={"lease": LEASE, **extra})
-    pair.policy = policy
+    pair = Pair(folder / kind, folder, serve, transfer, {"lease": LEASE, **extra}, only)
     try:
         pair.start("prefill", "decode")
         pair.start("router")
         yield pair
     finally:
         pair.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=["hybrid, fail", pytest.param("attention, recompute", marks=pytest.mark.more)],
+)
+def pair(request, tmp_path_factory):
+    kind, policy, extra = PAIRS[request.param]
+    transfer = {"kv_load_failure_policy": policy}
+    with served(tmp_path_factory, kind, SMALL, transfer, extra) as pair:
+        yield pair
 
 
 def text(draw, length):
@@ -222,7 +224,7 @@ def test_a_killed_prefill_server(pair):
     assert made == ask(pair, "decode", prompt, 400)[1]
 
     # What it promised and can no longer keep.
-    if pair.policy == "recompute":
+    if pair.transfer["kv_load_failure_policy"] == "recompute":
         assert ask(pair, "decode", prompt, kv_transfer_params=params) == alone
     else:
         with pytest.raises(openai.APIStatusError) as error:
@@ -246,3 +248,26 @@ def test_a_killed_prefill_server(pair):
     assert answer == alone
     assert moved(pair) - before >= len(prompt) - 1
     assert_no_block_is_held(pair)
+
+
+@pytest.mark.more
+def test_data_parallel_engines_have_an_address_each(tmp_path_factory):
+    # vLLM's engines of one server count on from the port.
+    port = free_neighbours()
+    only = {"prefill": {"port": port}}
+    serve = [*SMALL, "--data-parallel-size", "2"]
+    with served(tmp_path_factory, "qwen3", serve, {}, {}, only) as pair:
+        draw = random.Random(6)
+        prompts = [text(draw, draw.randrange(50, 500)) for _ in range(16)]
+        alone = [ask(pair, "decode", prompt) for prompt in prompts]
+        before = moved(pair)
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda prompt: ask(pair, "router", prompt), prompts)
+            assert list(answers) == alone
+        assert moved(pair) - before >= sum(len(prompt) - 1 for prompt in prompts)
+        for who in ("prefill", "decode"):
+            for engine in "01":
+                assert pair.metric(who, "prompt_tokens_total", engine=engine) > 0, (who, engine)
+        ports = {prefill(pair, prompt)["remote_port"] for prompt in prompts}
+        assert ports == {port, port + 1}
+        assert_no_block_is_held(pair)

@@ -158,7 +158,12 @@ fn post(job: Job) -> Option<Reading> {
         source: &source,
         destination: &destination,
     };
-    let transfer = match job.plan.transfer(&request) {
+    // What the engine zeroes may be written first.
+    let transfer = match load.rest {
+        true => job.plan.over_read(&request),
+        false => job.plan.transfer(&request),
+    };
+    let transfer = match transfer {
         Ok(transfer) => transfer,
         Err(error) => {
             fail(Failure::BadRequest(error.to_string()));

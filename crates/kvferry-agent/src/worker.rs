@@ -93,7 +93,8 @@ pub struct Load {
     pub destination: Vec<BlockTable>,
     /// How long it may take in all.
     pub patience: Duration,
-    /// Whether to report what is left of the request's own blocks, for engines that zero it.
+    /// Whether to report what is left of the request's own blocks, for engines that zero it. If so,
+    /// they must: the last blocks may be read whole, which takes fewer copies.
     pub rest: bool,
 }
 

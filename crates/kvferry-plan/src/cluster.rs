@@ -57,7 +57,7 @@ pub(crate) fn clusters(
         while append_neighbours(&mut nests) {}
         let entries = evenly(&key);
         let mut alone = vec![];
-        for chain in chains(nests, entries) {
+        for chain in chains(unrolled(nests, entries), entries) {
             match <[Nest; 1]>::try_from(chain) {
                 Ok([nest]) => alone.push(nest),
                 Err(chain) => match progressions(chain.clone()) {
@@ -93,21 +93,74 @@ fn append_neighbours(nests: &mut Vec<Nest>) -> bool {
     nests.len() < before
 }
 
+/// Where nests take turns in an outer loop (the keys and values of a head, then those of the next),
+/// writes that loop out: then the end of each nest touches the start of the next.
+fn unrolled(nests: Vec<Nest>, entries: u64) -> Vec<Nest> {
+    let mut unrolled: Vec<Nest> = vec![];
+    let mut rest = &nests[..];
+    while let [first, ..] = rest {
+        let turn = turn(rest, entries).unwrap_or_default();
+        let (taken, after) = rest.split_at(turn.len().max(1));
+        match first.loops.first() {
+            Some(outer) if turn.len() > 1 => {
+                unrolled.extend((0..outer.count).flat_map(|at| {
+                    turn.iter().map(move |nest| Nest {
+                        source: nest.source + at * outer.source,
+                        destination: nest.destination + at * outer.destination,
+                        ..nest.clone()
+                    })
+                }));
+            }
+            _ => unrolled.extend_from_slice(taken),
+        }
+        rest = after;
+    }
+    unrolled
+}
+
+/// The first nests that take turns, each without its outermost loop. `None` if they do not.
+fn turn(nests: &[Nest], entries: u64) -> Option<Vec<Nest>> {
+    let outer = *nests[0].loops.first()?;
+    let without = |nest: &Nest| Nest { loops: nest.loops[1..].to_vec(), ..nest.clone() };
+    let start = (nests[0].source + outer.source, nests[0].destination + outer.destination);
+    let mut turn: Vec<Nest> = vec![];
+    for nest in nests {
+        let continues = turn.last().is_none_or(|last| end(last, entries) == nest.start());
+        // A plan stays small: what it says more of than this is said in more copies.
+        let small = (turn.len() as u64 + 1).saturating_mul(outer.count) <= MAX_UNROLLED;
+        if nest.loops.first() != Some(&outer) || !continues || !small {
+            return None;
+        }
+        turn.push(without(nest));
+        if end(&turn[turn.len() - 1], entries) == start {
+            return Some(turn);
+        }
+    }
+    None
+}
+
+/// Nests that one outer loop becomes at most.
+const MAX_UNROLLED: u64 = 128;
+
+/// Where a nest ends on both sides when `entries` entries are copied.
+fn end(nest: &Nest, entries: u64) -> (u64, u64) {
+    let (source, destination) = nest.extent();
+    let steps = (nest.steps.source.entry, nest.steps.destination.entry);
+    (
+        nest.source + source + (entries - 1) * steps.0,
+        nest.destination + destination + (entries - 1) * steps.1,
+    )
+}
+
 /// Splits nests where the end of one does not touch the start of the next on both sides, when
 /// `entries` entries are copied.
 fn chains(nests: Vec<Nest>, entries: u64) -> Vec<Vec<Nest>> {
     let mut chains: Vec<Vec<Nest>> = vec![];
     for nest in nests {
-        let touches = |last: &Nest| {
-            let (source, destination) = last.extent();
-            let (source_step, destination_step) =
-                (last.steps.source.entry, last.steps.destination.entry);
-            last.source + source + (entries - 1) * source_step == nest.source
-                && last.destination + destination + (entries - 1) * destination_step
-                    == nest.destination
-        };
         match chains.last_mut() {
-            Some(chain) if chain.last().is_some_and(touches) => chain.push(nest),
+            Some(chain) if chain.last().is_some_and(|last| end(last, entries) == nest.start()) => {
+                chain.push(nest);
+            }
             _ => chains.push(vec![nest]),
         }
     }
@@ -146,4 +199,46 @@ fn progressions(mut nests: Vec<Nest>) -> Vec<Nest> {
         rest = &rest[count..];
     }
     merged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nest::{BothSteps, Steps};
+
+    fn nest(at: u64, run: u64, entry: u64, loops: &[(u64, u64)]) -> Nest {
+        let step = Steps { entry, ..Steps::default() };
+        let loops =
+            loops.iter().map(|&(count, step)| Loop { count, source: step, destination: step });
+        let steps = BothSteps { source: step, destination: step };
+        Nest::new((at, at + 1000), steps, run, loops.collect())
+    }
+
+    #[test]
+    fn keys_and_values_that_take_turns_head_by_head_are_one_chain() {
+        // Four entries of 8 bytes: 32 bytes of keys, then 32 of values, for each of three heads.
+        let nests = vec![nest(0, 8, 8, &[(3, 64)]), nest(32, 8, 8, &[(3, 64)])];
+        let one = |at| nest(at, 8, 8, &[]);
+        assert_eq!(
+            chains(unrolled(nests.clone(), 4), 4),
+            [[one(0), one(32), one(64), one(96), one(128), one(160)]]
+        );
+        // With a gap behind the values, or before them, they stay as they are.
+        assert_eq!(unrolled(nests.clone(), 3), nests);
+        let apart = vec![nest(0, 8, 8, &[(3, 72)]), nest(32, 8, 8, &[(3, 72)])];
+        assert_eq!(unrolled(apart.clone(), 4), apart);
+    }
+
+    #[test]
+    fn a_transposed_part_takes_its_turn_too() {
+        // Keys number by number (4 numbers of 2 bytes, 4 entries), values entry by entry.
+        let nests = vec![nest(0, 2, 2, &[(3, 64), (4, 8)]), nest(32, 8, 8, &[(3, 64)])];
+        assert_eq!(chains(unrolled(nests, 4), 4).len(), 1);
+    }
+
+    #[test]
+    fn a_plan_stays_small() {
+        let nests = vec![nest(0, 8, 8, &[(1000, 64)]), nest(32, 8, 8, &[(1000, 64)])];
+        assert_eq!(unrolled(nests.clone(), 4), nests);
+    }
 }

@@ -55,6 +55,11 @@ impl Nest {
         nest
     }
 
+    /// Where it starts on the source and on the destination.
+    pub(crate) fn start(&self) -> (u64, u64) {
+        (self.source, self.destination)
+    }
+
     /// Bytes of one entry.
     pub(crate) fn bytes(&self) -> u64 {
         self.loops.iter().fold(self.run, |bytes, repeat| bytes * repeat.count)

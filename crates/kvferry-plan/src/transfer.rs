@@ -6,7 +6,7 @@ use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
 use crate::request::{Request, RequestError};
 use crate::summary::{Area, Summary};
-use crate::walk::{Entries, Segments, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Rhythm, Segments, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
@@ -21,6 +21,21 @@ pub struct Transfer<'p> {
 impl Plan {
     /// Checks a request and prepares its copies, in time proportional to its blocks.
     pub fn transfer(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
+        self.prepare(request, |_, end| end)
+    }
+
+    /// Like [`transfer`](Self::transfer), but its copies take the blocks that the request ends in as far
+    /// as both sides' blocks go, which makes fewer copies of them. What they bring too much lies in
+    /// the [`rest`](Transfer::rest), which must be zeroed after the copies.
+    pub fn over_read(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
+        self.prepare(request, Rhythm::end_of_block)
+    }
+
+    fn prepare(
+        &self,
+        request: &Request<'_>,
+        last: impl Fn(&Rhythm, u64) -> u64,
+    ) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
         let group_entries = |law, group: usize| {
             Entries::new(law, &self.groups[group].window, request.tokens, request.cached[group])
@@ -29,6 +44,7 @@ impl Plan {
         for rhythm in &self.rhythms {
             let group = rhythm.destination.group;
             let Entries { first, end, .. } = group_entries(rhythm.law, group);
+            let end = if first < end { last(rhythm, end) } else { end };
             let source = &request.source[rhythm.source.group];
             rhythm.walk(first, end, source, &request.destination[group], &mut segments)?;
             segments.end();

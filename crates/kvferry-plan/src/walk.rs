@@ -394,6 +394,19 @@ pub(crate) struct Rhythm {
 }
 
 impl Rhythm {
+    /// Where the block that holds the entry before `end` ends, on the side where that is earlier.
+    pub(crate) fn end_of_block(&self, end: u64) -> u64 {
+        if !self.phase.is_all() {
+            return end;
+        }
+        let blocks = [self.source.entries, self.destination.entries];
+        blocks
+            .into_iter()
+            .filter_map(|entries| end.checked_next_multiple_of(entries))
+            .min()
+            .unwrap_or(end)
+    }
+
     /// Adds the segments of entries `first..end`.
     pub(crate) fn walk(
         &self,

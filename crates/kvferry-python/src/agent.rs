@@ -10,7 +10,7 @@ use kvferry_agent::{
     self as agent, BlockTable, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases,
     SchedulerOptions, Ticket, Trust, WorkerOptions, carry,
 };
-use kvferry_layout as layout;
+use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{Nixl, NixlOptions};
@@ -34,6 +34,8 @@ pub(crate) struct Worker {
     half: Half<agent::Worker>,
     /// Keeps the registered memory alive for as long as peers may touch it.
     memory: Mutex<Option<Py<PyAny>>>,
+    /// What of it this process can write.
+    host: Vec<layout::Region>,
 }
 
 /// How a request's load ended on one rank.
@@ -233,7 +235,8 @@ impl Worker {
             agent::Worker::start(options, layout::Manifest::clone(&manifest), carrier)
         });
         let half = Half::new(made.map_err(failed)?);
-        Ok(Self { half, memory: Mutex::new(Some(memory)) })
+        let host = manifest.regions().iter().filter(|region| region.place == Place::Host);
+        Ok(Self { half, memory: Mutex::new(Some(memory)), host: host.copied().collect() })
     }
 
     fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -287,6 +290,30 @@ impl Worker {
         Ok(notices.into_iter().map(Ending::new).collect())
     }
 
+    fn zero(&self, py: Python<'_>, ending: &Ending) -> PyResult<()> {
+        let inside = |at: u64, bytes: u64| {
+            self.host.iter().any(|region| {
+                at.checked_sub(region.base).and_then(|from| region.bytes.checked_sub(from))
+                    >= Some(bytes)
+            })
+        };
+        // Held throughout: nobody frees the memory meanwhile.
+        let memory = lock(&self.memory);
+        if memory.is_none() {
+            return Err(errors::agent(py, &Error::Stopped));
+        }
+        if !ending.areas().all(|[at, bytes]| inside(at, bytes)) {
+            let message = "what is left of this request lies outside of this worker's host memory";
+            return Err(PyValueError::new_err(message));
+        }
+        for [at, bytes] in ending.areas() {
+            // SAFETY: inside registered memory of this process, which is kept alive and which nobody
+            // has a Rust reference to. The engine has not yet been told that the blocks are its own.
+            unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) };
+        }
+        Ok(())
+    }
+
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
         let half = self.half.get(py)?;
         Ok(py.detach(|| half.metrics()))
@@ -319,6 +346,12 @@ impl Ending {
 }
 
 impl Ending {
+    /// Address and length of each part of the rest.
+    fn areas(&self) -> impl Iterator<Item = [u64; 2]> + '_ {
+        let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
+        self.rest.chunks_exact(16).map(move |area| [word(&area[..8]), word(&area[8..])])
+    }
+
     fn new(notice: Notice) -> Self {
         let ending = match notice {
             Notice::Ended(ending) => ending,

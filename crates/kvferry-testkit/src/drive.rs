@@ -3,7 +3,7 @@
 use std::fmt;
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{Copy, Incompatible, Plan, Request, RequestError, Summary, Table};
+use kvferry_plan::{Copy, Incompatible, Plan, Request, RequestError, Summary, Table, Transfer};
 
 use crate::draw::{Side, engine};
 use crate::engine::Engine;
@@ -32,12 +32,13 @@ pub fn compile(
 pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, RequestError> {
     let (source_tables, destination_tables) =
         (tables(&request.source), tables(&request.destination));
-    let transfer = plan.transfer(&Request {
+    let request = Request {
         tokens: request.tokens,
         cached: &request.cached,
         source: &source_tables,
         destination: &destination_tables,
-    })?;
+    };
+    let transfer = plan.transfer(&request)?;
     let mut said = Said::default();
     let mut buffer = vec![Copy { source: 0, destination: 0, bytes: 0 }; 1000];
     for source in 0..sources {
@@ -84,7 +85,31 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     assert_eq!(transfer.copies(sources).count(), 0, "copies from a source that is not there");
     let rest = transfer.rest();
     said.rest = rest.map(|area| Leftover { address: area.address, bytes: area.bytes }).collect();
+    let over = plan.over_read(&request)?;
+    assert!(over.rest().eq(transfer.rest()), "reading too much changes what is left");
+    let (exact, mut over) = (bytes(&transfer, sources), bytes(&over, sources));
+    // Without what is left: the same bytes from the same places, and none twice.
+    let mut left: Vec<_> = said.rest.iter().map(|area| (area.address, area.bytes)).collect();
+    left.sort_unstable();
+    over.retain(|&(destination, ..)| {
+        let after = left.partition_point(|&(address, _)| address <= destination);
+        after.checked_sub(1).is_none_or(|at| destination - left[at].0 >= left[at].1)
+    });
+    assert!(over == exact, "reading too much reads something else");
     Ok(said)
+}
+
+/// Where every byte goes and comes from, as address there, source rank and address here, in order.
+fn bytes(transfer: &Transfer<'_>, sources: usize) -> Vec<(u64, usize, u64)> {
+    let bytes = |source| {
+        transfer.copies(source).flat_map(move |copy| {
+            (0..copy.bytes).map(move |at| (copy.destination + at, source, copy.source + at))
+        })
+    };
+    let mut bytes: Vec<_> = (0..sources).flat_map(bytes).collect();
+    bytes.sort_unstable();
+    assert!(bytes.is_sorted_by(|a, b| a.0 < b.0), "a byte is written twice");
+    bytes
 }
 
 /// Tables as a plan takes them.

@@ -67,7 +67,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+        orders = self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+        orders.idle = scheduler_output.total_num_scheduled_tokens == 0
+        return orders
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.failed_recving or ()

@@ -32,3 +32,5 @@ class Orders(KVConnectorMetadata):
     released: list[str] = field(default_factory=list)
     #: Whether this step may finish a prompt that another engine reads then.
     hands_over: bool = False
+    #: The step computes nothing: there is time to wait for what is being loaded.
+    idle: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -16,6 +15,10 @@ from .messages import Orders
 from .metrics import Stats
 from .options import Options
 
+#: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a
+#: step. What arrives in that time is used a step earlier.
+GLANCE = 0.001
+
 
 class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
@@ -23,6 +26,10 @@ class WorkerSide:
         self.agent: Worker | None = None
         self.storages: list[torch.Tensor] = []
         self.released: set[str] = set()
+        #: Loads whose end has not been reported.
+        self.loading: set[str] = set()
+        #: For how long this step may wait for one of them.
+        self.wait = 0.0
         self.refused: set[str] = set()
         #: Loads that ended since they were last counted.
         self.ended: list[Ending] = []
@@ -55,6 +62,9 @@ class WorkerSide:
     def obey(self, orders: Orders) -> None:
         self.released.update(orders.released)
         self.refused.update(orders.refused)
+        # Data-parallel engines may step together: the others are not kept waiting.
+        alone = self.config.parallel_config.data_parallel_size == 1
+        self.wait = GLANCE if orders.idle and alone else 0.0
         assert self.agent is not None or not (orders.loads or orders.aborts)
         if orders.loads and self.last_writes is not None:
             # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has
@@ -64,6 +74,7 @@ class WorkerSide:
         for load in orders.loads:
             try:
                 self.agent.load(**load)  # type: ignore[union-attr]
+                self.loading.add(load["request"])
             except (Error, ValueError, TypeError, OverflowError) as error:
                 # A ticket or table from outside that makes no sense fails its request alone.
                 logger.warning("kvferry: cannot load %s: %s", load["request"], error)
@@ -94,7 +105,7 @@ class WorkerSide:
         results.finished_recving |= self.refused
         results.failed_recving |= self.refused
         self.refused = set()
-        for ending in self.agent.endings() if self.agent is not None else ():
+        for ending in self._endings():
             if ending.outcome != "settled":
                 self.ended.append(ending)
             if ending.outcome == "done":
@@ -110,6 +121,13 @@ class WorkerSide:
         self._mark_writes()
         return results
 
+    def _endings(self) -> list[Ending]:
+        if self.agent is None:
+            return []
+        endings = self.agent.endings(self.wait if self.loading else 0.0)
+        self.loading.difference_update(ending.request for ending in endings)
+        return endings
+
     def stats(self) -> Stats:
         ended, self.ended = self.ended, []
         return Stats.of_loads(ended)
@@ -117,10 +135,11 @@ class WorkerSide:
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this
         goes to the stream of the steps, before the next of them."""
+        assert self.agent is not None
+        if not self._on_gpu():
+            self.agent.zero(ending)
+            return
         for address, length in ending.rest.tolist():
-            if not self._on_gpu():
-                ctypes.memset(address, 0, length)
-                continue
             for storage in self.storages:
                 offset = address - storage.data_ptr()
                 if 0 <= offset < storage.numel():
