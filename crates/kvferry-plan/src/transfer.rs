@@ -2,11 +2,16 @@
 
 use kvferry_layout::Copy;
 
+use crate::cluster::Cluster;
 use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
-use crate::request::{Request, RequestError};
+use crate::request::{Request, RequestError, Table};
 use crate::summary::{Area, Summary};
-use crate::walk::{Entries, Rhythm, Segments, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Segments, walk_own_blocks, walk_rest};
+
+/// Bytes that can be read in the time that a further copy takes: half a microsecond of a transport that
+/// moves 8 GB/s. Faster ones pay more for a copy.
+const COPY_COST: u64 = 4096;
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
@@ -21,32 +26,34 @@ pub struct Transfer<'p> {
 impl Plan {
     /// Checks a request and prepares its copies, in time proportional to its blocks.
     pub fn transfer(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, |_, end| end)
+        self.prepare(request, false)
     }
 
-    /// Like [`transfer`](Self::transfer), but its copies take the blocks that the request ends in as far
-    /// as both sides' blocks go, which makes fewer copies of them. What they bring too much lies in
-    /// the [`rest`](Transfer::rest), which must be zeroed after the copies.
+    /// Like [`transfer`](Self::transfer), but where that makes enough fewer copies, they take a block
+    /// that the request ends in as far as both sides' blocks go. What they bring too much lies in the
+    /// [`rest`](Transfer::rest), which must be zeroed after the copies.
     pub fn over_read(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, Rhythm::end_of_block)
+        self.prepare(request, true)
     }
 
     fn prepare(
         &self,
         request: &Request<'_>,
-        last: impl Fn(&Rhythm, u64) -> u64,
+        over_read: bool,
     ) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
         let group_entries = |law, group: usize| {
             Entries::new(law, &self.groups[group].window, request.tokens, request.cached[group])
         };
         let mut segments = Segments::default();
-        for rhythm in &self.rhythms {
+        for (index, rhythm) in self.rhythms.iter().enumerate() {
             let group = rhythm.destination.group;
-            let Entries { first, end, .. } = group_entries(rhythm.law, group);
-            let end = if first < end { last(rhythm, end) } else { end };
-            let source = &request.source[rhythm.source.group];
-            rhythm.walk(first, end, source, &request.destination[group], &mut segments)?;
+            let Entries { first, mut end, .. } = group_entries(rhythm.law, group);
+            let tables = (&request.source[rhythm.source.group], &request.destination[group]);
+            if over_read && first < end {
+                end = self.worthwhile_end(index, first, end, tables)?;
+            }
+            rhythm.walk(first, end, tables, &mut segments)?;
             segments.end();
         }
         let mut rest = Segments::default();
@@ -72,6 +79,33 @@ impl Plan {
             rest.end();
         }
         Ok(Transfer { plan: self, segments, rest })
+    }
+
+    /// Where to stop reading a rhythm's entries `first..end`: there, or at the end of the block that
+    /// they end in where the copies that this saves cost more than the bytes that it adds.
+    fn worthwhile_end(
+        &self,
+        index: usize,
+        first: u64,
+        end: u64,
+        tables: (&Table<'_>, &Table<'_>),
+    ) -> Result<u64, RequestError> {
+        let rhythm = &self.rhythms[index];
+        let last = rhythm.last_block(end);
+        if last.end == end {
+            return Ok(end);
+        }
+        let clusters = || self.sources.iter().flatten().filter(|one| one.rhythm == index);
+        let copies = |end| {
+            let mut segments = Segments::default();
+            rhythm.walk(last.start.max(first), end, tables, &mut segments)?;
+            segments.end();
+            Ok(clusters().map(|cluster| cluster.runs(&segments, 0)).sum::<u64>())
+        };
+        let saved = copies(end)?.saturating_sub(copies(last.end)?);
+        let entry: u64 = clusters().map(Cluster::entry_bytes).sum();
+        let added = (last.end - end).saturating_mul(entry);
+        Ok(if added <= saved.saturating_mul(COPY_COST) { last.end } else { end })
     }
 }
 

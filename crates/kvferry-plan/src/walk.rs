@@ -1,5 +1,7 @@
 //! From block tables to stretches of entries that lie evenly on both sides.
 
+use std::ops::Range;
+
 use kvferry_layout::{Group, Law, Phase, View, Window};
 
 use crate::nest::{Nest, Steps};
@@ -394,17 +396,15 @@ pub(crate) struct Rhythm {
 }
 
 impl Rhythm {
-    /// Where the block that holds the entry before `end` ends, on the side where that is earlier.
-    pub(crate) fn end_of_block(&self, end: u64) -> u64 {
+    /// The entries that share a block of both sides with the one before `end`.
+    pub(crate) fn last_block(&self, end: u64) -> Range<u64> {
         if !self.phase.is_all() {
-            return end;
+            return end..end;
         }
         let blocks = [self.source.entries, self.destination.entries];
-        blocks
-            .into_iter()
-            .filter_map(|entries| end.checked_next_multiple_of(entries))
-            .min()
-            .unwrap_or(end)
+        let start = blocks.map(|entries| (end - 1) / entries * entries);
+        let after = blocks.map(|entries| end.checked_next_multiple_of(entries).unwrap_or(end));
+        start[0].max(start[1])..after[0].min(after[1])
     }
 
     /// Adds the segments of entries `first..end`.
@@ -412,8 +412,7 @@ impl Rhythm {
         &self,
         first: u64,
         end: u64,
-        source: &Table<'_>,
-        destination: &Table<'_>,
+        (source, destination): (&Table<'_>, &Table<'_>),
         segments: &mut Segments,
     ) -> Result<(), RequestError> {
         let (all, modulus, held) = (self.phase.is_all(), self.phase.modulus, self.phase.held);
