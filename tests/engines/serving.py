@@ -17,6 +17,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
+import patches  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
@@ -72,6 +73,9 @@ class Server:
 
 def _serve(pipe, model, role, options):
     try:
+        patches.install()
+        for change in options.pop("prepare", ()):
+            change()
         connector = KVTransferConfig(
             kv_connector="FerryConnector",
             kv_connector_module_path="kvferry.vllm",
@@ -81,7 +85,7 @@ def _serve(pipe, model, role, options):
         )
         engine = LLM(
             model=str(model),
-            dtype="float32",
+            dtype=options.pop("dtype", "float32"),
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=512,

@@ -1,0 +1,29 @@
+"""What vLLM needs on a CPU to run as these tests want it, in an engine's own process only."""
+
+import multiprocessing
+
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def install():
+    # Workers that are spawned import vLLM again, which takes long, and know nothing of what is done
+    # here. On a CPU vLLM insists on it whatever the environment says.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    GPUModelRunner.sync_and_gather_intermediate_tensors = _with_buffer(
+        GPUModelRunner.sync_and_gather_intermediate_tensors
+    )
+
+
+def _with_buffer(gather):
+    """A later pipeline stage receives into a buffer that only a dummy run makes, and there is none on
+    a CPU."""
+
+    def gather_into_buffer(self, *args, **options):
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args, **options)
+
+    return gather_into_buffer
