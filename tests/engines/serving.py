@@ -122,6 +122,8 @@ def _serve(pipe, model, role, options):
             elif question[0] == "used":
                 pool = core.scheduler.kv_cache_manager.block_pool
                 pipe.send((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),))
+            elif callable(question[0]):
+                pipe.send(question[0](engine, *question[1:]))
             else:
                 pipe.send(())
         except BaseException:

@@ -44,14 +44,48 @@ def save_model(kind, folder):
             mamba_d_state=16,
             mamba_d_conv=4,
         ),
+        "deepseek": lambda: transformers.DeepseekV3Config(
+            **common,
+            intermediate_size=256,
+            first_k_dense_replace=4,
+            q_lora_rank=64,
+            # The only sizes that vLLM's CPU kernel knows.
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            num_mtp_layers=0,
+        ),
+        "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+            **common,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        ),
+        "lfm2": lambda: transformers.Lfm2Config(
+            **common,
+            num_key_value_heads=2,
+            intermediate_size=256,
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+            block_auto_adjust_ff_dim=False,
+            # vLLM reads these under their old names.
+            conv_dim=128,
+            block_dim=128,
+        ),
     }
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(kinds[kind]())
-    # Gemma scales its embeddings up by itself.
-    embedding = 0.05 if kind == "gemma3" else 0.6
+    # Gemma scales its embeddings up by itself, and LFM2's are its last layer too: it would repeat a
+    # token for ever. In bfloat16 the past must count for more than roundings do.
+    embedding = 0.05 if kind in ("gemma3", "lfm2", "qwen3_5") else 0.6
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and "conv" not in name:
+            if weight.dim() >= 2 and not name.endswith(("conv.weight", "conv1d.weight")):
                 weight.normal_(std=embedding if "embed" in name else 0.1)
     model.save_pretrained(folder)
     return folder
