@@ -35,23 +35,23 @@ def check(prefill, decode, lengths=LENGTHS, seed=0):
     nothing_left(prefill, decode)
 
 
-def check_close(prefill, decode, lengths=LENGTHS, seed=0):
+def check_close(prefill, decode, lengths=LENGTHS, tokens=6, seed=0):
     """As `check`, for a pair that no single engine computes like: in bfloat16, two ranks round
     otherwise than one. What is likely next must be as likely after a handover."""
     draw = random.Random(seed)
     for prompt in prompts(draw, lengths):
-        alone = decode.ask(likely, prompt)
+        alone = decode.ask(likely, tokens, prompt)
         _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-        apart = distance(alone, decode.ask(likely, prompt, params))
+        apart = distance(alone, decode.ask(likely, tokens, prompt, params))
         assert apart < NEAR, f"a prompt of {len(prompt)} tokens"
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
-    assert distance(alone, decode.ask(likely, other)) > 4 * NEAR
+    assert distance(alone, decode.ask(likely, tokens, other)) > 4 * NEAR
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    assert distance(alone, decode.ask(likely, other, params)) < NEAR
+    assert distance(alone, decode.ask(likely, tokens, other, params)) < NEAR
     nothing_left(prefill, decode)
 
 
-def likely(engine, prompt, params=None, tokens=6):
+def likely(engine, tokens, prompt, params=None):
     """The tokens of an answer, and for each the likeliest ones with the logarithm of their chance."""
     sampling = SamplingParams(
         max_tokens=tokens,

@@ -2,6 +2,8 @@
 
 import multiprocessing
 
+import torch
+from vllm import _custom_ops
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -14,6 +16,20 @@ def install():
     GPUModelRunner.sync_and_gather_intermediate_tensors = _with_buffer(
         GPUModelRunner.sync_and_gather_intermediate_tensors
     )
+    _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = _with_dense_indices(
+        _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
+    )
+
+
+def _with_dense_indices(update):
+    """A single request's slot comes out of a table with room for speculative tokens with a stride that
+    the kernel rejects."""
+
+    def update_dense(*args, initial_state_indices, **options):
+        dense = initial_state_indices.clone(memory_format=torch.contiguous_format)
+        return update(*args, initial_state_indices=dense, **options)
+
+    return update_dense
 
 
 def _with_buffer(gather):

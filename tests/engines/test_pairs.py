@@ -94,5 +94,9 @@ def test_tokens_are_those_of_one_engine_alone(fleet, p, d):
     if fleet.kind != "qwen3_5":
         check(fleet[p], fleet[d])
         return
-    # vLLM's CPU kernels cannot start with a single token of a gated delta net.
-    (check if p == d else check_close)(fleet[p], fleet[d], LENGTHS[2:])
+    # vLLM's CPU kernels cannot start with a single token of a gated delta net, and with guesses they
+    # are wrong by themselves from the third token on.
+    if p == d:
+        check(fleet[p], fleet[d], LENGTHS[2:])
+    else:
+        check_close(fleet[p], fleet[d], LENGTHS[2:], tokens=2 if "guess" in d else 6)
