@@ -11,6 +11,7 @@ from exact import LENGTHS, check, check_close
 MORE = pytest.mark.more
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+NIXL = {"extra": {"transport": "nixl"}}
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 LATENT = {**NATIVE, "attention_backend": "CPU_MLA"}
@@ -42,6 +43,16 @@ FAMILIES = {
             pytest.param("two stages", "two ranks", marks=MORE),
             pytest.param("two ranks", "two stages", marks=MORE),
         ],
+    ),
+    "qwen3 over nixl": (
+        "qwen3",
+        {"one": {"block_size": 32, **NIXL}, "larger blocks": {"block_size": 96, **NIXL}},
+        [("one", "larger blocks"), ("larger blocks", "one")],
+    ),
+    "nemotron-h over nixl": (
+        "nemotron_h",
+        {"one": NIXL, "two ranks": {**NIXL, **RANKS}},
+        [("one", "two ranks"), ("two ranks", "one")],
     ),
     "deepseek": (
         "deepseek",
