@@ -4,6 +4,8 @@ import multiprocessing
 
 import torch
 from vllm import _custom_ops
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -44,6 +46,20 @@ def _with_buffer(gather):
         return gather(self, *args, **options)
 
     return gather_into_buffer
+
+
+def latent_blocks():
+    """Blocks of latents as large as they are asked for. vLLM would make them 16 tokens, because that
+    is what its CPU kernel reads, but it can divide larger ones for the kernel as it does on a GPU."""
+    CPUMLABackend.supports_block_size = classmethod(lambda _, size: size is None or size % 16 == 0)
+    update = CpuPlatform.check_and_update_config
+
+    def update_but_blocks(config):
+        wanted = config.cache_config.block_size
+        update(config)
+        config.cache_config.block_size = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(update_but_blocks)
 
 
 def split_prompts():

@@ -6,6 +6,7 @@ may be P for one pair and D for another.
 
 import patches
 import pytest
+import standins
 from exact import LENGTHS, check, check_close
 
 MORE = pytest.mark.more
@@ -14,8 +15,9 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 NIXL = {"extra": {"transport": "nixl"}}
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
-LATENT = {**NATIVE, "attention_backend": "CPU_MLA"}
+LATENT = {**NATIVE, "attention_backend": "CPU_MLA", "prepare": [patches.latent_blocks]}
 
+KIMI = {**LATENT, "prepare": [patches.latent_blocks, standins.kimi]}
 #: The only format that vLLM's CPU kernels know.
 HALF = {"dtype": "bfloat16", "prepare": [patches.split_prompts]}
 
@@ -66,6 +68,14 @@ FAMILIES = {
             ("two ranks", "one"),
             ("larger blocks", "two ranks"),
         ],
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            "one": {"block_size": 128, **KIMI},
+            "two ranks": {"block_size": 256, **KIMI, **RANKS},
+        },
+        [("two ranks", "one"), ("one", "two ranks")],
     ),
     "qwen3.5": (
         "qwen3_5",

@@ -1,5 +1,8 @@
 """Tiny models with random numbers, of the shapes that real ones have."""
 
+import json
+
+import safetensors.torch
 import torch
 
 
@@ -77,6 +80,27 @@ def save_model(kind, folder):
             conv_dim=128,
             block_dim=128,
         ),
+        "kimi_linear": lambda: transformers.KimiLinearConfig(
+            **common,
+            intermediate_size=256,
+            mlp_layer_types=["dense"] * 4,
+            # The only sizes that vLLM's CPU kernel knows.
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            mla_use_nope=True,
+            linear_attn_config={
+                "kda_layers": [1, 3],
+                "full_attn_layers": [2, 4],
+                "num_heads": 4,
+                "head_dim": 32,
+                "short_conv_kernel_size": 4,
+            },
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
     }
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(kinds[kind]())
@@ -88,4 +112,16 @@ def save_model(kind, folder):
             if weight.dim() >= 2 and not name.endswith(("conv.weight", "conv1d.weight")):
                 weight.normal_(std=embedding if "embed" in name else 0.1)
     model.save_pretrained(folder)
+    if kind == "kimi_linear":
+        _without_experts(folder)
     return folder
+
+
+def _without_experts(folder):
+    """transformers saves every layer of Kimi-Linear as one with experts."""
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    renamed = {name.replace("block_sparse_moe", "mlp"): weights[name] for name in weights}
+    safetensors.torch.save_file(renamed, path, metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": None}))
