@@ -25,8 +25,8 @@ class _Starter:
         return self.servers[-1]
 
     def close(self):
-        for server in self.servers:
-            server.close()
+        while self.servers:
+            self.servers.pop().close()
 
 
 @pytest.fixture
@@ -37,19 +37,26 @@ def serve(folder):
 
 
 @pytest.fixture(scope="module")
-def fleet(request, folder):
-    """Servers of one family by name, each started when a test first asks for it and shared by all
-    tests of the family."""
-    kind, engines = request.param
-    with contextlib.closing(_Starter(folder)) as start:
-        yield _Fleet(start, kind, engines)
+def fleet(folder):
+    """Servers that tests share as long as they ask for the same family of engines."""
+    with contextlib.closing(_Fleet(_Starter(folder))) as fleet:
+        yield fleet
 
 
-class _Fleet(dict):
-    def __init__(self, start, kind, engines):
-        super().__init__()
-        self.start, self.kind, self.engines = start, kind, engines
+class _Fleet:
+    def __init__(self, start):
+        self.start = start
+        self.engines, self.running = None, {}
 
-    def __missing__(self, name):
-        self[name] = self.start(self.kind, "kv_both", **self.engines[name])
-        return self[name]
+    def __call__(self, kind, engines, name):
+        """A server by its name among a family's engines."""
+        if engines is not self.engines:
+            self.close()
+            self.engines = engines
+        if name not in self.running:
+            self.running[name] = self.start(kind, "kv_both", **engines[name])
+        return self.running[name]
+
+    def close(self):
+        self.start.close()
+        self.running = {}

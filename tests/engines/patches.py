@@ -1,10 +1,12 @@
 """What vLLM needs on a CPU to run as these tests want it, in an engine's own process only."""
 
 import multiprocessing
+import os
 
 import torch
 from vllm import _custom_ops
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, KVCacheLayout
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import multiproc_executor
@@ -46,6 +48,17 @@ def _with_buffer(gather):
         return gather(self, *args, **options)
 
     return gather_into_buffer
+
+
+def environment(**values):
+    """For settings that vLLM takes from the environment only, and that P and D may differ in."""
+    return lambda: os.environ.update(values)
+
+
+def blocks_outermost():
+    """A layout that vLLM's CPU kernels can read, as they follow strides, but that it does not offer."""
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: layouts)
 
 
 def latent_blocks():

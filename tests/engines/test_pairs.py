@@ -12,6 +12,10 @@ from exact import LENGTHS, check, check_close
 MORE = pytest.mark.more
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+CHANNELS_FIRST = patches.environment(VLLM_SSM_CONV_STATE_LAYOUT="DS")
+BLOCKS_OUTERMOST = {
+    "prepare": [patches.blocks_outermost, patches.environment(VLLM_KV_CACHE_LAYOUT="BLHNC")]
+}
 NIXL = {"extra": {"transport": "nixl"}}
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
@@ -38,13 +42,25 @@ def guesses(count):
 FAMILIES = {
     "nemotron-h": (
         "nemotron_h",
-        {"one": {}, "two stages": STAGES, "two ranks": RANKS},
+        {
+            "one": {},
+            "two stages": STAGES,
+            "larger blocks on two ranks": {"block_size": 256, **RANKS},
+            "channels first": {"prepare": [CHANNELS_FIRST]},
+        },
         [
             ("two stages", "one"),
             ("one", "two stages"),
-            pytest.param("two stages", "two ranks", marks=MORE),
-            pytest.param("two ranks", "two stages", marks=MORE),
+            ("two stages", "larger blocks on two ranks"),
+            ("larger blocks on two ranks", "one"),
+            ("channels first", "one"),
+            ("larger blocks on two ranks", "channels first"),
         ],
+    ),
+    "qwen3": (
+        "qwen3",
+        {"one": {"block_size": 32}, "blocks outermost": {"block_size": 64, **BLOCKS_OUTERMOST}},
+        [("one", "blocks outermost"), ("blocks outermost", "one")],
     ),
     "qwen3 over nixl": (
         "qwen3",
@@ -103,21 +119,23 @@ FAMILIES = {
 
 
 def _cases():
-    for name, (kind, engines, pairs) in FAMILIES.items():
+    for family, (_, _, pairs) in FAMILIES.items():
         for pair in pairs:
             p, d = getattr(pair, "values", pair)
             marks = getattr(pair, "marks", ())
-            yield pytest.param((kind, engines), p, d, id=f"{name}: {p} to {d}", marks=marks)
+            yield pytest.param(family, p, d, id=f"{family}: {p} to {d}", marks=marks)
 
 
-@pytest.mark.parametrize(("fleet", "p", "d"), _cases(), indirect=["fleet"], scope="module")
-def test_tokens_are_those_of_one_engine_alone(fleet, p, d):
-    if fleet.kind != "qwen3_5":
-        check(fleet[p], fleet[d])
+@pytest.mark.parametrize(("family", "p", "d"), _cases())
+def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
+    kind, engines, _ = FAMILIES[family]
+    prefill, decode = fleet(kind, engines, p), fleet(kind, engines, d)
+    if kind != "qwen3_5":
+        check(prefill, decode)
         return
     # vLLM's CPU kernels cannot start with a single token of a gated delta net, and with guesses they
     # are wrong by themselves from the third token on.
     if p == d:
-        check(fleet[p], fleet[d], LENGTHS[2:])
+        check(prefill, decode, LENGTHS[2:])
     else:
-        check_close(fleet[p], fleet[d], LENGTHS[2:], tokens=2 if "guess" in d else 6)
+        check_close(prefill, decode, LENGTHS[2:], tokens=2 if "guess" in d else 6)
