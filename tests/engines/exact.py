@@ -25,8 +25,10 @@ def hand_over(prefill, decode, prompt, tokens=12, sent=None):
 def check(prefill, decode, lengths=LENGTHS, seed=0):
     draw = random.Random(seed)
     for prompt in prompts(draw, lengths):
+        # In this order: what is not moved must not be there already.
+        moved = hand_over(prefill, decode, prompt)
         alone, _ = decode.generate(prompt)
-        assert hand_over(prefill, decode, prompt) == alone, f"a prompt of {len(prompt)} tokens"
+        assert moved == alone, f"a prompt of {len(prompt)} tokens"
     # The control, with the last prompt: D's own is another in all but its last token, and P's answer
     # must come out all the same, which only P's state can do.
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
@@ -40,10 +42,10 @@ def check_close(prefill, decode, lengths=LENGTHS, tokens=6, seed=0):
     otherwise than one. What is likely next must be as likely after a handover."""
     draw = random.Random(seed)
     for prompt in prompts(draw, lengths):
-        alone = decode.ask(likely, tokens, prompt)
         _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-        apart = distance(alone, decode.ask(likely, tokens, prompt, params))
-        assert apart < NEAR, f"a prompt of {len(prompt)} tokens"
+        moved = decode.ask(likely, tokens, prompt, params)
+        alone = decode.ask(likely, tokens, prompt)
+        assert distance(alone, moved) < NEAR, f"a prompt of {len(prompt)} tokens"
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert distance(alone, decode.ask(likely, tokens, other)) > 4 * NEAR
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))

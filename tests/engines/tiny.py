@@ -1,6 +1,7 @@
 """Tiny models with random numbers, of the shapes that real ones have."""
 
 import json
+import math
 
 import safetensors.torch
 import torch
@@ -109,7 +110,14 @@ def save_model(kind, folder):
     embedding = 0.05 if kind in ("gemma3", "lfm2", "qwen3_5") else 0.6
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and not name.endswith(("conv.weight", "conv1d.weight")):
+            if name.endswith("A_log"):
+                # States that forget slowly: a missing one must change the answer.
+                weight.fill_(math.log(0.05))
+            elif name.endswith("dt_bias"):
+                weight.zero_()
+            elif name.endswith(("conv.weight", "conv1d.weight")):
+                weight.normal_(std=0.5)
+            elif weight.dim() >= 2:
                 weight.normal_(std=embedding if "embed" in name else 0.1)
     model.save_pretrained(folder)
     if kind == "kimi_linear":

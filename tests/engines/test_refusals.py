@@ -1,0 +1,68 @@
+"""A pair that cannot work costs the request, says why, and nothing else."""
+
+import logging
+import random
+
+import pytest
+from exact import hand_over, nothing_left, prompts
+from kvferry.vllm import worker
+
+_said = []
+
+
+class _Keep(logging.Handler):
+    def emit(self, record):
+        _said.append(record.getMessage())
+
+
+def listen():
+    """Keeps what a worker says in an engine's process, where vLLM sets up its own loggers anew."""
+    worker.logger = logging.getLogger("kept")
+    worker.logger.addHandler(_Keep())
+
+
+def said(_engine):
+    return tuple(_said)
+
+
+MORE = pytest.mark.more
+HALF = {"dtype": "bfloat16"}
+#: By what differs: P, D, and what D must say of it.
+PAIRS = {
+    "the model": ("qwen3", {}, "gemma3", {}, ["'family' differs", "'qwen3'", "'gemma3_text'"]),
+    "the format": ("qwen3", {}, "qwen3", HALF, ["'format' differs", "'float32'", "'bfloat16'"]),
+    "the format of a state": (
+        "qwen3_5",
+        {**HALF, "mamba_ssm_cache_dtype": "float32"},
+        "qwen3_5",
+        {**HALF, "mamba_ssm_cache_dtype": "bfloat16"},
+        ["layers.0/ssm", "f32", "bf16"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("differs", "policy"),
+    [
+        ("the model", "fail"),
+        ("the format of a state", "recompute"),
+        pytest.param("the model", "recompute", marks=MORE),
+        pytest.param("the format of a state", "fail", marks=MORE),
+        pytest.param("the format", "fail", marks=MORE),
+        pytest.param("the format", "recompute", marks=MORE),
+    ],
+)
+def test_a_pair_that_cannot_work_is_refused_by_name(serve, differs, policy):
+    kind, p, other, d, words = PAIRS[differs]
+    prefill = serve(kind, "kv_producer", **p)
+    decode = serve(other, "kv_consumer", failure=policy, prepare=[listen], **d)
+    (prompt,) = prompts(random.Random(3), [70])
+    alone, _ = decode.generate(prompt)
+    moved = hand_over(prefill, decode, prompt)
+    assert moved == (alone if policy == "recompute" else [])
+    (why,) = decode.ask(said)
+    for word in words:
+        assert word in why
+    # The engine is none the worse.
+    assert decode.generate(prompt)[0] == alone
+    nothing_left(prefill, decode)
