@@ -105,9 +105,6 @@ def save_model(kind, folder):
     }
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(kinds[kind]())
-    # Gemma scales its embeddings up by itself, and LFM2's are its last layer too: it would repeat a
-    # token for ever. In bfloat16 the past must count for more than roundings do.
-    embedding = 0.05 if kind in ("gemma3", "lfm2", "qwen3_5") else 0.6
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
@@ -118,7 +115,8 @@ def save_model(kind, folder):
             elif name.endswith(("conv.weight", "conv1d.weight")):
                 weight.normal_(std=0.5)
             elif weight.dim() >= 2:
-                weight.normal_(std=embedding if "embed" in name else 0.1)
+                # A token's own vector must not outweigh what the layers make of the past.
+                weight.normal_(std=0.05 if "embed" in name else 0.1)
     model.save_pretrained(folder)
     if kind == "kimi_linear":
         _without_experts(folder)
