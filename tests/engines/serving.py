@@ -19,6 +19,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
+import patches  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
@@ -135,7 +136,9 @@ def sampled(tokens, params=None, **options):
 
 def _serve(pipe, model, role, options):
     try:
-        options.pop("patch", lambda: None)()
+        patches.install()
+        for change in options.pop("prepare", ()):
+            change()
         connector = KVTransferConfig(
             kv_connector="FerryConnector",
             kv_connector_module_path="kvferry.vllm",

@@ -7,8 +7,8 @@ everywhere but in its last token, and P's answer must come out all the same, whi
 import random
 
 import pytest
-from serving import REMOTE_DECODE, Server
-from tiny import save_model
+from exact import check, prompts
+from serving import REMOTE_DECODE
 
 MANY = {"distributed_executor_backend": "mp"}
 PAIRS = {
@@ -27,49 +27,10 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def serve(folder):
-    servers = []
-
-    def start(kind, role, **options):
-        path = folder / kind
-        if not path.exists():
-            save_model(kind, path)
-        servers.append(Server(path, role, **options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def prompts(draw, lengths):
-    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 def test_tokens_are_those_of_one_engine_alone(serve, pair):
     kind, p, d = PAIRS[pair]
-    prefill, decode = serve(kind, "kv_producer", **p), serve(kind, "kv_consumer", **d)
-    draw = random.Random(pair)
-    for prompt in prompts(draw, (1, 2, 31, 33, 100, 200)):
-        alone, _ = decode.generate(prompt)
-        _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-        moved, _ = decode.generate(prompt, params=params)
-        assert moved == alone, len(prompt)
-    # The control, with the last prompt.
-    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
-    assert decode.generate(other)[0] != alone
-    assert decode.generate(other, params=params)[0] == alone
-    # Nothing is left behind. P learns in its next step that its blocks are its own again.
-    prefill.generate(prompt[:5], 1)
-    assert (prefill.used_blocks(), decode.used_blocks()) == (0, 0)
+    check(serve(kind, "kv_producer", **p), serve(kind, "kv_consumer", **d), seed=pair)
 
 
 def test_a_dead_prefill_engine_costs_its_requests_alone(serve):

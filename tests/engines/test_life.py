@@ -26,7 +26,6 @@ def more(*case):
     return pytest.param(*case, marks=pytest.mark.more)
 
 
-
 def let_states_be_cached():
     """vLLM keeps the states of a prefix with kernels that a CPU does not have. Without checkpoints
     inside a step, and with a plain copy, it does so here as well."""
@@ -45,11 +44,6 @@ def let_states_be_cached():
 
     MambaMixer2.get_kv_cache_spec = spec
     mamba_utils.batch_memcpy = copy
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +221,7 @@ def forget(engine):
     return engine.llm_engine.reset_prefix_cache()
 
 
-STATES = {"prefix": True, "patch": let_states_be_cached}
+STATES = {"prefix": True, "prepare": [let_states_be_cached]}
 #: Bytes of a token in the attention layers of the tiny Nemotron-H, and of its states.
 ATTENTION = 2 * 2 * 64 * 4
 

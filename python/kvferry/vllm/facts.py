@@ -109,9 +109,9 @@ class Model:
         if positions:
             identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
         speculative = getattr(self._config, "speculative_config", None)
-        draft = getattr(speculative, "draft_model_config", None)
-        if draft is not None:
-            identity["draft"] = str(draft.model)
+        # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
+        if speculative is not None and speculative.uses_draft_kv_cache():
+            identity["draft"] = str(speculative.draft_model_config.model)
         return identity
 
 

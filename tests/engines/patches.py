@@ -1,0 +1,94 @@
+"""What vLLM needs on a CPU to run as these tests want it, in an engine's own process only."""
+
+import multiprocessing
+import os
+
+import torch
+from vllm import _custom_ops
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, KVCacheLayout
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+def install():
+    # Workers that are spawned import vLLM again, which takes long, and know nothing of what is done
+    # here. On a CPU vLLM insists on it whatever the environment says.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    GPUModelRunner.sync_and_gather_intermediate_tensors = _with_buffer(
+        GPUModelRunner.sync_and_gather_intermediate_tensors
+    )
+    _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = _with_dense_indices(
+        _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
+    )
+
+
+def _with_dense_indices(update):
+    """A single request's slot comes out of a table with room for speculative tokens with a stride that
+    the kernel rejects."""
+
+    def update_dense(*args, initial_state_indices, **options):
+        dense = initial_state_indices.clone(memory_format=torch.contiguous_format)
+        return update(*args, initial_state_indices=dense, **options)
+
+    return update_dense
+
+
+def _with_buffer(gather):
+    """A later pipeline stage receives into a buffer that only a dummy run makes, and there is none on
+    a CPU."""
+
+    def gather_into_buffer(self, *args, **options):
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args, **options)
+
+    return gather_into_buffer
+
+
+def environment(**values):
+    """For settings that vLLM takes from the environment only, and that P and D may differ in."""
+    return lambda: os.environ.update(values)
+
+
+def blocks_outermost():
+    """A layout that vLLM's CPU kernels can read, as they follow strides, but that it does not offer."""
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: layouts)
+
+
+def latent_blocks():
+    """Blocks of latents as large as they are asked for. vLLM would make them 16 tokens, because that
+    is what its CPU kernel reads, but it can divide larger ones for the kernel as it does on a GPU."""
+    CPUMLABackend.supports_block_size = classmethod(lambda _, size: size is None or size % 16 == 0)
+    update = CpuPlatform.check_and_update_config
+
+    def update_but_blocks(config):
+        wanted = config.cache_config.block_size
+        update(config)
+        config.cache_config.block_size = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(update_but_blocks)
+
+
+def split_prompts():
+    """An engine that answers alone computes the last token of a prompt in a step of its own, as D does
+    after a handover: in bfloat16 another split gives other roundings, and so another token at times."""
+    schedule = Scheduler.schedule
+    most = "max_num_scheduled_tokens"
+
+    def schedule_split(self, *args, **options):
+        whole = getattr(self, most)
+        for request in self.waiting:
+            if request.kv_transfer_params is None:
+                setattr(self, most, max(1, request.num_prompt_tokens - 1))
+        try:
+            return schedule(self, *args, **options)
+        finally:
+            setattr(self, most, whole)
+
+    Scheduler.schedule = schedule_split
