@@ -185,6 +185,7 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     prefill, decode = pair(kind, {"prefix": True}, p, d)
     draw = random.Random(f"{kind} {p} {d}")
     size = d.get("block_size", 32)
+    over = too_much(200, size, p.get("block_size", 32))
     (prompt,) = prompts(draw, [200])
     ((alone, _),) = prefill.generate_all([prompt])
     for held in (0, 20, 70, 130, 199):
@@ -197,7 +198,7 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
         assert decode.generate(prompt, params=params)[0] == alone, held
         moved = decode.call(counter, "kvferry_read_bytes_total") - before
         live = min(window, 1024 * (200 - hit))
-        assert moved == token * (200 - hit) + live, held
+        assert moved - token * (200 - hit) - live in (0, 1024 * over, 2048 * over), held
         # The next one must not find what this one has cached.
         assert decode.call(forget)
     # All of it.
@@ -207,7 +208,8 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     assert decode.generate(prompt, params=params)[0] == alone
     hit = 199 // size * size
     moved = decode.call(counter, "kvferry_read_bytes_total") - before
-    assert moved == token * (200 - hit) + min(window, 1024 * (200 - hit))
+    live = min(window, 1024 * (200 - hit))
+    assert moved - token * (200 - hit) - live in (0, 1024 * over, 2048 * over)
     # The control: what D does not hold comes from P.
     assert decode.call(forget)
     decode.generate(prompt[:70], 1)
@@ -215,6 +217,11 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     (params,) = prefill.prefill([prompt])
     assert decode.generate(other, params=params)[0] == alone
     assert decode.call(forget)
+
+
+def too_much(tokens, *blocks):
+    """Tokens that may be read beyond the last one: up to the end of a block, of either group."""
+    return min(-tokens % block for block in blocks)
 
 
 def forget(engine):
@@ -233,8 +240,10 @@ def test_states_of_a_prefix(pair, p, d):
     draw = random.Random(2)
     size = decode.call(block_size)
     assert prefill.call(block_size) == p.get("block_size", size)
+    larger = prefill.call(block_size)
+    # What a state takes is known from a request that fills the blocks of both sides.
     whole = None
-    for length in (1, 2, size - 1, size, size + 1, size + 2, 3 * size, 3 * size + 1):
+    for length in (larger + 1, 1, 2, size - 1, size, size + 1, size + 2, 3 * size, 3 * size + 1):
         (prompt,) = prompts(draw, [length])
         ((alone, _),) = decode.generate_all([prompt])
         assert decode.call(forget)
@@ -248,7 +257,8 @@ def test_states_of_a_prefix(pair, p, d):
             if length > 1:
                 states = moved - ATTENTION * (length - 1)
                 whole = whole or states
-                assert states == whole > 0, length
+                over = too_much(length - 1, size, larger)
+                assert states - whole in (0, ATTENTION * over) and whole > 0, length
     # D holds the attention of two blocks and no state there: it kept the states of the end alone.
     decode.generate(prompt, 1)
     for shared, hit in ((2 * size + 5, 2 * size), (size - 1, 0)):
@@ -259,7 +269,8 @@ def test_states_of_a_prefix(pair, p, d):
         before = decode.call(counter, "kvferry_read_bytes_total")
         assert decode.generate(fork, params=params)[0] == alone
         moved = decode.call(counter, "kvferry_read_bytes_total") - before
-        assert moved == whole + ATTENTION * (len(fork) - 1 - hit)
+        over = too_much(len(fork) - 1, size, larger)
+        assert moved - whole - ATTENTION * (len(fork) - 1 - hit) in (0, ATTENTION * over)
     # The control.
     (params,) = prefill.prefill([fork])
     other = prompts(draw, [len(fork) - 1])[0] + fork[-1:]
