@@ -20,6 +20,11 @@ PAIRS = {
         {"block_size": 64, "extra": {"transport": "local"}},
     ),
     "gemma3, a prompt longer than the window": ("gemma3", {"block_size": 32}, {"block_size": 64}),
+    "gemma3, each token of a window counts": (
+        "gemma3",
+        {"block_size": 32, "hf_overrides": {"sliding_window": 8}},
+        {"block_size": 32, "hf_overrides": {"sliding_window": 8}},
+    ),
     "nemotron-h": ("nemotron_h", {}, {}),
     "nemotron-h, TP 1 to 2": ("nemotron_h", {}, {"tensor_parallel_size": 2, **MANY}),
     "falcon-h1, one group, TP 2 to 1": ("falcon_h1", {"tensor_parallel_size": 2, **MANY}, {}),

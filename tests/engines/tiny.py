@@ -23,6 +23,8 @@ def save_model(kind, folder):
             intermediate_size=256,
             sliding_window=48,
             layer_types=["sliding_attention", "full_attention"] * 2,
+            # Or it would repeat a token for ever, whatever its windows hold.
+            tie_word_embeddings=False,
         ),
         "nemotron_h": lambda: transformers.NemotronHConfig(
             **common | dict(num_hidden_layers=6),

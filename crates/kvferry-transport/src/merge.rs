@@ -13,9 +13,11 @@ pub(crate) enum Direction {
     Write,
 }
 
-/// Checks each copy against the regions of both sides and joins copies that touch on both.
+/// Checks each copy against the regions of both sides and joins copies that touch on both, upwards or
+/// downwards: engines hand out the blocks that a request has freed from its last to its first.
 ///
-/// Copies keep their order, empty ones vanish, and no copy crosses from one region into another.
+/// What lies where afterwards is what it would be without joining; empty copies vanish, and no copy
+/// crosses from one region into another.
 /// `touch` is called with the index of each local span that is used, often more than once.
 pub(crate) fn merge(
     copies: &[Copy],
@@ -47,15 +49,23 @@ pub(crate) fn merge(
         (local_span, peer_span) = (local_now, peer_now);
         if let Some(last) = merged.last_mut()
             && same
-            && last.source + last.bytes == copy.source
-            && last.destination + last.bytes == copy.destination
         {
-            last.bytes += copy.bytes;
-            continue;
+            if touch_in_order(last, copy) {
+                last.bytes += copy.bytes;
+                continue;
+            }
+            if touch_in_order(copy, last) {
+                *last = Copy { bytes: last.bytes + copy.bytes, ..*copy };
+                continue;
+            }
         }
         merged.push(*copy);
     }
     Ok(merged)
+}
+
+fn touch_in_order(first: &Copy, next: &Copy) -> bool {
+    first.source + first.bytes == next.source && first.destination + first.bytes == next.destination
 }
 
 #[cfg(test)]
@@ -63,43 +73,51 @@ mod tests {
     use super::*;
     use kvferry_layout::Region;
     use proptest::prelude::*;
+    use std::collections::BTreeMap;
 
     fn spans(regions: &[(u64, u64)]) -> Spans {
         Spans::from_peer(regions.iter().map(|&(b, n)| Region::host(b, n)).collect()).unwrap()
     }
 
-    /// Carries copies out byte by byte.
-    fn carry_out(copies: &[Copy]) -> Vec<(u64, u64)> {
+    /// Carries copies out byte by byte: where each byte of the destination comes from.
+    fn carry_out(copies: &[Copy]) -> BTreeMap<u64, u64> {
         copies
             .iter()
-            .flat_map(|c| (0..c.bytes).map(|i| (c.source + i, c.destination + i)))
+            .flat_map(|c| (0..c.bytes).map(|i| (c.destination + i, c.source + i)))
             .collect()
     }
 
     fn touches(a: Copy, b: Copy, local: &Spans, peer: &Spans) -> bool {
         let owner = |spans: &Spans, at| spans.find(at, 1, usize::MAX);
-        a.source + a.bytes == b.source
-            && a.destination + a.bytes == b.destination
+        (touch_in_order(&a, &b) || touch_in_order(&b, &a))
             && owner(peer, a.source) == owner(peer, b.source)
             && owner(local, a.destination) == owner(local, b.destination)
     }
 
     proptest! {
-        /// The same bytes go the same ways in the same order; nothing that could be joined is left;
+        /// The same bytes end up in the same places; nothing that could be joined is left;
         /// a list is refused exactly when one of its bytes, or its copies, leave a region.
         #[test]
         fn merging_agrees_with_a_byte_by_byte_model(
-            runs in prop::collection::vec((0u64..60, 0u64..60, prop::collection::vec(0u64..5, 1..5)), 0..8),
+            runs in prop::collection::vec(
+                (0u64..60, 0u64..60, prop::collection::vec(0u64..5, 1..5), any::<bool>()),
+                0..8,
+            ),
         ) {
             let local = spans(&[(0, 20), (20, 20), (50, 40)]);
             let peer = spans(&[(0, 30), (30, 50)]);
             let mut copies = Vec::new();
-            for (mut source, mut destination, lengths) in runs {
+            for (mut source, mut destination, lengths, downwards) in runs {
+                let mut run = Vec::new();
                 for bytes in lengths {
-                    copies.push(Copy { source, destination, bytes });
+                    run.push(Copy { source, destination, bytes });
                     source += bytes;
                     destination += bytes;
                 }
+                if downwards {
+                    run.reverse();
+                }
+                copies.extend(run);
             }
             let inside = copies.iter().filter(|c| c.bytes > 0).all(|c| {
                 local.find(c.destination, c.bytes, usize::MAX).is_some()

@@ -20,6 +20,8 @@ from .options import Options
 
 #: Where our part of `kv_transfer_params` lies; the rest is vLLM's own contract.
 KEY = "kvferry"
+#: Caches that keep no more than what the next token can see.
+WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
 
 
 @dataclass
@@ -51,13 +53,16 @@ class SchedulerSide:
             for group in kv_cache_config.transfer_group_ids
         ]
         self.recurrent = [type(_first(spec)).__name__ == "MambaSpec" for spec in self.groups]
-        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them,
-        # a window that is replayed must be laid out for them, and what several draft modules write
-        # for them is a guess.
+        # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them, a
+        # window must reach as far back as they look (once all tokens are computed, vLLM keeps it for the
+        # one after them), one that is replayed must be laid out for them, and what several draft modules
+        # write for them is a guess.
+        sliding = any(type(_first(spec)).__name__ in WINDOWED for spec in self.groups)
         everything = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         replayed = any(spec.prefix_replay_tokens > 0 for spec in everything)
         lookahead = vllm_config.num_prefill_lookahead_tokens
-        self.held_back = max(1 if replayed or any(self.recurrent) else 0, lookahead - 1)
+        own = replayed or sliding or any(self.recurrent)
+        self.held_back = max(1 if own else 0, lookahead - 1)
         self.parallel = parallel
         self.agent = Scheduler(
             str(transfer.engine_id),

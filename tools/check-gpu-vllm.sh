@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Two vLLM engines on one GPU with FerryConnector between them, over nixl: one prefills, the other decodes,
+# and every token must be what one engine alone would say. Run it on a machine with a GPU:
+#
+#   pip install 'vllm==0.32.*' nixl .
+#   tools/check-gpu-vllm.sh              tiny random models: attention, windows, Mamba, delta nets
+#   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` is no check: it says how long handovers take
+#
+# PYTHON        the python of the environment with vLLM in it; without it, `python3`
+# KVFERRY_NIXL  the NIXL library, where it is not in that environment
+#
+# Ends with 0 if all is right, after some minutes: Triton compiles and tunes its kernels first. An engine
+# wants a tenth of the GPU's memory to be free, and 8 GiB of it at least.
+set -euo pipefail
+cd "$(dirname "$0")/../tests/engines"
+exec timeout 1800 "${PYTHON:-python3}" gpu_handover.py "$@"
