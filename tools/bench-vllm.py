@@ -49,7 +49,7 @@ PATIENCE = 300
 #: Tokens of a block.
 BLOCK = 32
 
-# Enough memory a token for its transfer to show: 32 KiB.
+# Enough memory a token for its transfer to show: 64 KiB of keys and values.
 COMMON = dict(
     vocab_size=512, hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=128
 )
@@ -282,7 +282,7 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--starts", type=int, default=3, help="how often the engines start anew")
-    parser.add_argument("--lengths", default="64,512,2048,4096", help="tokens of the prompts")
+    parser.add_argument("--lengths", default="100,512,1000,2048", help="tokens of the prompts")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="every time measured, in seconds")
@@ -300,12 +300,13 @@ def main():
         print(json.dumps(measured))
         return
     print(f"{arguments.model}: D's request to its first token, ms: median (quartiles)")
-    print("| prompt | " + " | ".join(f"{c} | ratio" for c in arguments.contenders[:-1]), end="")
-    print(f" | {RIVAL} |")
+    ours = [contender for contender in arguments.contenders if contender != RIVAL]
+    titles = ["prompt", *(title for name in ours for title in (name, "ratio")), RIVAL]
+    print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for length in [0, *arguments.lengths]:
         rival = measured[RIVAL][length]
         cells = [f"{length} tokens" if length else f"first, {arguments.lengths[0]} tokens"]
-        for contender in arguments.contenders:
+        for contender in (*ours, RIVAL):
             low, middle, high = spread(measured[contender][length])
             cells.append(f"{middle:.1f} ({low:.1f}–{high:.1f})")
             if contender != RIVAL:

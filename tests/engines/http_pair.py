@@ -25,8 +25,9 @@ README = Path(__file__).parents[2] / "README.md"
 #: The ports in README.md, by who listens there.
 PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 
-#: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy one.
-START, ANSWER, STOP = 400, 60, 60
+#: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy
+#: one; a server that ends is noticed at once.
+START, ANSWER, STOP = 600, 60, 60
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -256,7 +256,8 @@ def test_data_parallel_engines_have_an_address_each(tmp_path_factory):
     port = free_neighbours()
     only = {"prefill": {"port": port}}
     serve = [*SMALL, "--data-parallel-size", "2"]
-    with served(tmp_path_factory, "qwen3", serve, {}, {}, only) as pair:
+    # Twelve processes: on a small machine even a handshake waits for its turn.
+    with served(tmp_path_factory, "qwen3", serve, {}, {"handshake": 60.0}, only) as pair:
         draw = random.Random(6)
         prompts = [text(draw, draw.randrange(50, 500)) for _ in range(16)]
         alone = [ask(pair, "decode", prompt) for prompt in prompts]
