@@ -204,7 +204,7 @@ fn a_request_waits_only_as_long_as_it_may() {
 /// Engines name their requests by themselves: what becomes of one says nothing of another's.
 #[test]
 fn two_engines_may_give_the_same_name() {
-    let term = Duration::from_millis(150);
+    let term = Duration::from_millis(400);
     let first = Recipe::new("first", 1).term(term).start();
     let second = Recipe::new("second", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
