@@ -1,4 +1,4 @@
-"""What a handover must hold: the tokens of one engine alone, from P's state, and nothing left behind."""
+"""What a handover must hold: one engine's tokens, from P's state, and nothing left behind."""
 
 import math
 import random
@@ -29,8 +29,8 @@ def check(prefill, decode, lengths=LENGTHS, seed=0):
         moved = hand_over(prefill, decode, prompt)
         alone, _ = decode.generate(prompt)
         assert moved == alone, f"a prompt of {len(prompt)} tokens"
-    # The control, with the last prompt: D's own is another in all but its last token, and P's answer
-    # must come out all the same, which only P's state can do.
+    # The control, with the last prompt: D's own is another in all but its last token, and P's
+    # answer must come out all the same, which only P's state can do.
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert decode.generate(other)[0] != alone
     assert hand_over(prefill, decode, prompt, sent=other) == alone
@@ -54,7 +54,7 @@ def check_close(prefill, decode, lengths=LENGTHS, tokens=6, seed=0):
 
 
 def likely(engine, tokens, prompt, params=None):
-    """The tokens of an answer, and for each the likeliest ones with the logarithm of their chance."""
+    """The tokens of an answer, and at each the likeliest ones with their chance's logarithm."""
     sampling = sampled(tokens, params, logprobs=20)
     (made,) = engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
     (answer,) = made.outputs
@@ -63,7 +63,7 @@ def likely(engine, tokens, prompt, params=None):
 
 
 def distance(alone, moved):
-    """How far the chances of the likeliest tokens are apart, as long as the answers are the same."""
+    """How far the likeliest tokens' chances are apart, as long as the answers are the same."""
     apart = 0.0
     for (token, chances), (same, others) in zip(alone, moved, strict=True):
         best = sorted(chances, key=chances.get)[-4:]

@@ -26,8 +26,8 @@ def install():
 
 
 def _with_dense_indices(update):
-    """A single request's slot comes out of a table with room for speculative tokens with a stride that
-    the kernel rejects."""
+    """A single request's slot comes out of a table with room for speculative tokens, with a stride
+    that the kernel rejects."""
 
     def update_dense(*args, initial_state_indices, **options):
         dense = initial_state_indices.clone(memory_format=torch.contiguous_format)
@@ -37,8 +37,8 @@ def _with_dense_indices(update):
 
 
 def _with_buffer(gather):
-    """A later pipeline stage receives into a buffer that only a dummy run makes, and there is none on
-    a CPU."""
+    """A later pipeline stage receives into a buffer that only a dummy run makes, and there is none
+    on a CPU."""
 
     def gather_into_buffer(self, *args, **options):
         if self.intermediate_tensors is None:
@@ -56,14 +56,14 @@ def environment(**values):
 
 
 def blocks_outermost():
-    """A layout that vLLM's CPU kernels can read, as they follow strides, but that it does not offer."""
+    """A layout that vLLM's CPU kernels can read, as they follow strides, but it does not offer."""
     layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: layouts)
 
 
 def latent_blocks():
-    """Blocks of latents as large as they are asked for. vLLM would make them 16 tokens, because that
-    is what its CPU kernel reads, but it can divide larger ones for the kernel as it does on a GPU."""
+    """Blocks of latents as large as they are asked for. vLLM would make them 16 tokens, because
+    that is what its CPU kernel reads, but it can divide larger ones as it does on a GPU."""
     CPUMLABackend.supports_block_size = classmethod(lambda _, size: size is None or size % 16 == 0)
     update = CpuPlatform.check_and_update_config
 
@@ -76,8 +76,8 @@ def latent_blocks():
 
 
 def split_prompts():
-    """An engine that answers alone computes the last token of a prompt in a step of its own, as D does
-    after a handover: in bfloat16 another split gives other roundings, and so another token at times."""
+    """An engine that answers alone computes the last token of a prompt in a step of its own, as D
+    does after a handover: in bfloat16 another split rounds otherwise, and so flips tokens."""
     schedule = Scheduler.schedule
     most = "max_num_scheduled_tokens"
 

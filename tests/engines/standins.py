@@ -9,15 +9,15 @@ from vllm.platforms import current_platform
 
 
 def kimi():
-    # vLLM searches all modules for kernels that it has CPU versions of, and stumbles over what comes
-    # with Kimi's: it must search before they are there.
+    # vLLM searches all modules for kernels that it has CPU versions of, and stumbles over what
+    # comes with Kimi's: it must search before they are there.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layer
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d
 
-    # Of vLLM's two versions of the model, the one whose latent attention is shared with other models.
+    # Of vLLM's two versions of the model, the one whose latent attention other models share.
     from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda
 

@@ -1,7 +1,8 @@
 """Prefill on one real vLLM engine, decode on another: the same tokens as one engine alone.
 
-Tiny random models in float32, so that equal means equal. Every pair has a control: D's prompt is changed
-everywhere but in its last token, and P's answer must come out all the same, which only P's state can do.
+Tiny random models in float32, so that equal means equal. Every pair has a control: D's prompt is
+changed everywhere but in its last token, and P's answer must come out all the same, which only P's
+state can do.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Pairs of engines that look nothing alike, in every family of models.
 
-An engine takes long to start and little time to answer: those of a family are started once, and each
-may be P for one pair and D for another.
+An engine takes long to start and little time to answer: those of a family are started once, and
+each may be P for one pair and D for another.
 """
 
 import patches
@@ -144,8 +144,8 @@ def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
     if kind != "qwen3_5":
         check(prefill, decode)
         return
-    # vLLM's CPU kernels cannot start with a single token of a gated delta net, and with guesses they
-    # are wrong by themselves from the third token on.
+    # vLLM's CPU kernels cannot start with a single token of a gated delta net, and with guesses
+    # they are wrong by themselves from the third token on.
     if engines[p] == engines[d]:
         check(prefill, decode, LENGTHS[2:])
     else:
