@@ -9,7 +9,17 @@ import kvferry.vllm
 import pytest
 import torch
 from kvferry.vllm import Unsupported, facts, packing
-from pools import Attention, Engine, Indexer, Latent, Topology, linear, mamba2, short_conv
+from pools import (
+    Attention,
+    Engine,
+    Indexer,
+    Latent,
+    Topology,
+    delta_net,
+    linear,
+    mamba2,
+    short_conv,
+)
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -269,3 +279,16 @@ def test_unsupported_survives_a_pickle():
         "model.layers.1",
         "layer 'model.layers.1': no",
     )
+
+
+def test_a_delta_net_lies_in_memory_as_its_kernels_see_it():
+    engine = Engine("engine", [Attention(4), delta_net(value=8, key=4)], Topology())
+    backends = {"FLASH_ATTN": [4 * 8, 4, 1], "GDN_ATTN": [4 * 8, 1, 8]}
+    for backend, order in backends.items():
+        named = {layer: "FLASH_ATTN" for layer in engine.stages[0][1][0]}
+        layer = next(layer for layer in named if "1" in layer)
+        made = describe(engine, backends={**named, layer: backend}).to_dict()
+        pieces = [piece for group in made["groups"] for piece in group["pieces"]]
+        (piece,) = [piece for piece in pieces if piece["state"].endswith("/ssm")]
+        size = made["kinds"][piece["kind"]]["format"]["bytes"]
+        assert piece["view"]["axes"] == [stride * size for stride in order], backend

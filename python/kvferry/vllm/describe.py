@@ -392,11 +392,20 @@ class _Rank:
                 held = _share(shape[0] * tp_size, tp_size, tp_rank)
                 lengths = [(axes[0], shape[0] * tp_size), *zip(axes[1:], shape[1:], strict=True)]
                 strides = [prod(shape[axis + 1 :]) * form[1] for axis in range(len(shape))]
+                if self._is_transposed(layer):
+                    strides[1:] = [form[1], shape[1] * form[1]]
                 bounds = [held, *((0, length) for length in shape[1:])]
                 index = self.kinds.index(form, lengths, SNAPSHOT)
                 where = view.at(offset, strides, token=0)
                 group["pieces"].append(self._piece(layer, name, index, bounds, where, None))
             offset += prod(shape) * form[1]
+
+    def _is_transposed(self, layer: str) -> bool:
+        """Whether a delta net's state lies in memory by key and then by value, which its shape does not
+        say: vLLM's kernels for CPUs look at it so."""
+        from vllm.platforms import current_platform
+
+        return self.backends.get(layer) == "GDN_ATTN" and bool(current_platform.is_cpu())
 
     def _sections(self, layer: str, spec: Any, kind: str) -> list[tuple[str, int, int, int]]:
         """The sections of a convolution: name, channels on this rank, channels and units in all."""
