@@ -131,12 +131,34 @@ def test_many_requests_at_once(pair):
     draw = random.Random(2)
     prompts = [text(draw, draw.randrange(1, 500)) for _ in range(32)]
     alone = [ask(pair, "decode", prompt) for prompt in prompts]
-    before = moved(pair)
+    before, counted = moved(pair), metrics(pair)
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = pool.map(lambda prompt: ask(pair, "router", prompt), prompts)
         assert list(answers) == alone
     assert moved(pair) - before >= sum(len(prompt) - 1 for prompt in prompts)
     assert_no_block_is_held(pair)
+    # A prompt of one token may have nothing to move.
+    some = [prompt for prompt in prompts if len(prompt) > 1]
+
+    def all_are_counted():
+        grown = [now - then for now, then in zip(metrics(pair), counted)]
+        return all(len(some) <= count <= len(prompts) for count in grown)
+
+    def the_log_has_a_line():
+        return "KV Transfer metrics: Loads=" in pair.log("decode").read_text(errors="replace")
+
+    until("the metrics count every request", ANSWER, all_are_counted)
+    until("the log has a line of them", ANSWER, the_log_has_a_line)
+
+
+def metrics(pair):
+    """What both servers have counted, from what a user's Prometheus sees."""
+    return (
+        pair.metric("decode", "kvferry_loads_total", outcome="done"),
+        pair.metric("decode", "kvferry_load_seconds_count"),
+        pair.metric("prefill", "kvferry_leases_granted_total"),
+        pair.metric("prefill", "kvferry_leases_confirmed_total"),
+    )
 
 
 def prefill(pair, prompt, timeout=ANSWER):
