@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 
 from ._core import log_level, log_lines
 
+_logger: logging.Logger | None = None
 #: The process in which a thread already listens: one does not survive a fork.
 _listens: int | None = None
 
@@ -17,14 +19,22 @@ def log_to(logger: logging.Logger, level: str = "info") -> None:
     refusals with their reasons, failed and late loads, expired leases; with `debug` also where each
     request's time went. `level` is `off`, `error`, `warning`, `info` or `debug`.
     """
-    global _listens
+    global _logger, _listens
     log_level(level)
+    _logger = logger
     if _listens != os.getpid():
         _listens = os.getpid()
-        threading.Thread(target=_listen, args=(logger,), name="kvferry-log", daemon=True).start()
+        threading.Thread(target=_listen, name="kvferry-log", daemon=True).start()
+        # What is said last is often what matters.
+        atexit.register(_hand_over, 0.0)
 
 
-def _listen(logger: logging.Logger) -> None:
+def _listen() -> None:
     while True:
-        for level, line in log_lines(timeout=60.0):
-            logger.log(level, "kvferry: %s", line)
+        _hand_over(60.0)
+
+
+def _hand_over(timeout: float) -> None:
+    for level, line in log_lines(timeout):
+        if _logger is not None:
+            _logger.log(level, "kvferry: %s", line)

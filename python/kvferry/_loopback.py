@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._core import Manifest, Scheduler, Worker
+from ._log import log_to
 
 #: Seconds for any one step.
 PATIENCE = 60.0
@@ -19,15 +21,16 @@ FROM, TO = 16, 48
 POISON = 0xA5A5A5A5A5A5A5A5
 
 
-def hand_over(transport: str, device: str, mib: int) -> str:
+def hand_over(transport: str, device: str, mib: int, level: str = "error") -> str:
     """Another process prefills, this one decodes, with other block sizes. Says how it went, and raises
-    if it went wrong."""
+    if it went wrong. The other one logs from `level` on, to the standard error."""
     token = LAYERS * HEADS * WORDS * 8
     tokens = max(1, (mib << 20) // token)
     # A process with a fresh start: what CUDA and UCX hold does not survive a fork.
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_prefill, args=(theirs, transport, device, tokens), daemon=True)
+    facts = (theirs, transport, device, tokens, level)
+    process = context.Process(target=_prefill, args=facts, daemon=True)
     process.start()
     theirs.close()
     try:
@@ -87,8 +90,10 @@ def _receive(pipe: Any) -> Any:
     return answer
 
 
-def _prefill(pipe: Any, transport: str, device: str, tokens: int) -> None:
+def _prefill(pipe: Any, transport: str, device: str, tokens: int, level: str) -> None:
     """The process that another reads from."""
+    logging.basicConfig(format="%(message)s", level=logging.DEBUG)
+    log_to(logging.getLogger("kvferry.prefill"), level)
     try:
         blocks = -(-tokens // FROM)
         pool = _Pool(device, blocks + 1, FROM)

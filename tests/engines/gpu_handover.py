@@ -15,6 +15,7 @@ import time
 
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
+from exact import prompts  # noqa: E402
 from patches import split_prompts  # noqa: E402
 from serving import REMOTE_DECODE, Server  # noqa: E402
 from tiny import save_model  # noqa: E402
@@ -60,18 +61,22 @@ WIDE = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(PAIRS), help=f"{', '.join(PAIRS)} or wide")
+    names = [*PAIRS, "wide"]
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(names)}")
     asked = parser.parse_args()
+    unknown = [model for model in asked.models if model not in names]
+    if unknown:
+        parser.error(f"no model '{unknown[0]}': there are {', '.join(names)}")
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for model in asked.models:
+        for model in asked.models or list(PAIRS):
             kind = "qwen3" if model == "wide" else model
             path = pathlib.Path(folder) / kind
             if not path.exists():
                 save_model(kind, path)
             servers = []
             try:
-                p, d = (WIDE, WIDE) if model == "wide" else PAIRS.get(model, ({}, {}))
+                p, d = (WIDE, WIDE) if model == "wide" else PAIRS[model]
                 for role, own in (("kv_producer", p), ("kv_consumer", d)):
                     prepare = [watch, *own.get("prepare", ())]
                     servers.append(Server(path, role, **COMMON | own | {"prepare": prepare}))
@@ -129,10 +134,6 @@ def hand_over(prefill, decode, prompt, other=None):
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
     decode.call(poison)
     return decode.generate(other or prompt, params=params)[0]
-
-
-def prompts(draw, lengths):
-    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
 
 
 def words(load):

@@ -77,7 +77,7 @@ class Server:
         return self.ask("call", function, args)[0]
 
     def used_blocks(self):
-        return self.ask("used")[0]
+        return self.call(used_blocks)
 
     def idle(self):
         """Lets an engine without requests work on as a server does. Blocks still in use then."""
@@ -178,8 +178,6 @@ def _serve(pipe, model, role, options):
                 pipe.send((made,))
             elif question[0] == "call":
                 pipe.send((question[1](engine, *question[2]),))
-            elif question[0] == "used":
-                pipe.send((used_blocks(engine),))
             else:
                 pipe.send(())
         except BaseException:

@@ -10,6 +10,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from exact import prompts
+from http_pair import free_neighbours
 from serving import REMOTE_DECODE, Server, sampled
 from tiny import save_model
 
@@ -83,10 +85,6 @@ def pair(engines):
             assert server.idle() == 0, "blocks in use"
             left = server.call(whats_left)
             assert not any(left.values()), left
-
-
-def prompts(draw, lengths):
-    return [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
 
 
 # In the engine's process.
@@ -774,6 +772,8 @@ def test_several_answers_to_one_prompt(pair):
     alone = decode.generate(prompt)[0]
     (params,) = prefill.prefill([prompt])
     assert decode.call(answers, prompt, params) == [alone] * 3
+    # And once more, when the blocks are gone: D computes the prompt.
+    assert decode.generate(prompt, params=params)[0] == alone
     # The same list, more than once.
     (first, second) = prefill.call(twice, prompt)
     assert first["kvferry"]["tokens"] == second["kvferry"]["tokens"] == 69
@@ -807,7 +807,7 @@ def test_windows_hand_over_what_is_alive(pair):
 
 def test_data_parallel_engines_count_on_from_the_port(pair):
     prefill, _ = pair("qwen3")
-    port = random.Random(time.time()).randrange(20_000, 30_000)
+    port = free_neighbours()
     addresses = prefill.call(data_parallel, port)
     assert addresses == [f"example.org:{port}", f"example.org:{port + 1}"]
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from kvferry.vllm import FerryConnector
-from kvferry.vllm.metrics import COUNTS, Stats
+from kvferry.vllm.metrics import COUNTS, Stats, ended, refused
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from test_agent import engines, load  # noqa: F401
 from vllm.config import KVTransferConfig
@@ -32,8 +32,9 @@ def seen(engines):  # noqa: F811
     done = load(decode, "a", prefill.scheduler.grant("a"), **facts)
     prefill.scheduler.released(60)
     failed = load(decode, "b", prefill.scheduler.grant("b"), **facts | dict(source_blocks=[[7, 99]]))
-    stats = Stats.of_loads(done[:1])
-    stats = pickle.loads(pickle.dumps(stats)).aggregate(Stats.of_loads(done[1:] + failed))
+    first, *others = [ended(ending) for ending in done + failed]
+    stats = pickle.loads(pickle.dumps(Stats.of_loads([first])))
+    stats = stats.aggregate(Stats.of_loads([*others, refused("lost")]))
     stats = stats.aggregate(Stats.of_counts(prefill.scheduler.counts(), {}))
     assert not stats.is_empty()
     # The agent's counters are those that have a description here.
@@ -60,6 +61,7 @@ def test_prometheus_has_every_load_and_lease(seen):
     for name, labels, expected in [
         ("loads_total", dict(outcome="done", reason=""), 2),
         ("loads_total", dict(outcome="failed", reason="bad_request"), 2),
+        ("loads_total", dict(outcome="failed", reason="lost"), 1),
         ("loads_total", dict(outcome="expired", reason=""), 0),
         ("leases_granted_total", {}, 2),
         ("leases_confirmed_total", {}, 1),
@@ -78,10 +80,12 @@ def test_the_log_line_says_what_a_glance_must_show(seen):
     log = KVConnectorLogging(TRANSFER)
     log.observe(data)
     log.observe(Stats.of_counts({"leases_expired": 5}, {"leases_expired": 2}).to_dict())
+    # What it has added to is its own.
+    assert len(data["loads"]) == 5 and "leases_expired" not in data["counts"]
     lines = []
     log.log(lambda form, *values: lines.append(form % values))
     (line,) = lines
-    for part in ("Loads=2", "Loads failed=2", "Leases granted=2", "Leases expired=3", "MiB/s on"):
+    for part in ("Loads=2", "Loads failed=3", "Leases granted=2", "Leases expired=3", "MiB/s on"):
         assert part in line, line
 
 

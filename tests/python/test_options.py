@@ -31,7 +31,7 @@ def test_options_have_defaults_and_are_taken():
         ({"key_file": 7}, "'key_file' .* should be str or nothing"),
         ({"transport": "pigeon"}, "'pigeon', which should be one of local, tcp, nixl"),
         ({"port": 70000}, "'port' .* should be from 0 to 65535"),
-        ({"lease": 0}, "'lease' .* should be 0.001 or more"),
+        ({"lease": 0}, "'lease' .* should be 0.02 or more"),
         ({"deadline": float("nan")}, "'deadline' .* should be 0.001 or more"),
         ({"concurrent": 0}, "'concurrent' .* should be 1 or more"),
         ({"logging": "loud"}, "'loud', which should be one of off, error"),

@@ -147,6 +147,7 @@ def answer(name, draft, topology):
         kv_transfer_config=None,
         speculative_config=SimpleNamespace(
             num_speculative_tokens=spec,
+            uses_draft_kv_cache=lambda: False,
             use_eagle=lambda: False,
             use_eagle_block_drop=lambda: False,
             method="ngram",

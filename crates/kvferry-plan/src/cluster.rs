@@ -2,7 +2,7 @@
 
 use crate::cursor::Fitted;
 use crate::nest::{Loop, Nest};
-use crate::walk::{Segment, Segments, Shape};
+use crate::walk::{Segment, Shape};
 
 /// Nests that are walked together, segment by segment, because the end of each touches the start of
 /// the next on both sides; most often a single one.
@@ -27,25 +27,6 @@ impl Cluster {
         let source = u64::from(segment.source).wrapping_mul(self.blocks.0);
         let destination = u64::from(segment.destination).wrapping_mul(self.blocks.1);
         (start.0.wrapping_add(source), start.1.wrapping_add(destination))
-    }
-
-    /// Runs of its nests in the segments of a rhythm. Some of them may touch, and be one copy.
-    pub(crate) fn runs(&self, segments: &Segments, rhythm: usize) -> u64 {
-        let (list, shapes) = segments.of(rhythm);
-        let fits = |nest: &Nest, shape: &Shape| Fitted::new(nest, shape, shape.repeats, &[]).runs;
-        let shapes = list.iter().map(|segment| &shapes[segment.shape as usize]);
-        let runs: u64 =
-            shapes.map(|shape| self.nests.iter().map(|nest| fits(nest, shape)).sum::<u64>()).sum();
-        runs * self.times()
-    }
-
-    /// Bytes of one entry.
-    pub(crate) fn entry_bytes(&self) -> u64 {
-        self.nests.iter().map(Nest::bytes).sum::<u64>() * self.times()
-    }
-
-    fn times(&self) -> u64 {
-        self.outer.iter().map(|repeat| repeat.count).product()
     }
 }
 

@@ -16,7 +16,7 @@ pub(crate) struct Fitted {
     loops: [Loop; MAX_LOOPS],
     len: usize,
     /// How many runs there are.
-    pub(crate) runs: u64,
+    runs: u64,
     /// Whether a run can touch the next one although no two loops continue each other: when an outer
     /// loop starts again just where the inner ones ended.
     touches_itself: bool,

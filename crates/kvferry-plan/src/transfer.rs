@@ -2,7 +2,6 @@
 
 use kvferry_layout::Copy;
 
-use crate::cluster::Cluster;
 use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
 use crate::request::{Request, RequestError, Table};
@@ -95,17 +94,22 @@ impl Plan {
         if last.end == end {
             return Ok(end);
         }
-        let clusters = || self.sources.iter().flatten().filter(|one| one.rhythm == index);
-        let copies = |end| {
+        // Copies and bytes of that block, up to here, of this rhythm alone.
+        let cost = |end| {
             let mut segments = Segments::default();
-            rhythm.walk(last.start.max(first), end, tables, &mut segments)?;
-            segments.end();
-            Ok(clusters().map(|cluster| cluster.runs(&segments, 0)).sum::<u64>())
+            for other in 0..self.rhythms.len() {
+                if other == index {
+                    rhythm.walk(last.start.max(first), end, tables, &mut segments)?;
+                }
+                segments.end();
+            }
+            let sums =
+                self.sources.iter().map(|clusters| Cursor::new(clusters, &segments).summary());
+            Ok(sums.fold((0, 0), |(copies, bytes), sum| (copies + sum.copies, bytes + sum.bytes)))
         };
-        let saved = copies(end)?.saturating_sub(copies(last.end)?);
-        let entry: u64 = clusters().map(Cluster::entry_bytes).sum();
-        let added = (last.end - end).saturating_mul(entry);
-        Ok(if added <= saved.saturating_mul(COPY_COST) { last.end } else { end })
+        let (exact, over) = (cost(end)?, cost(last.end)?);
+        let saved = exact.0.saturating_sub(over.0).saturating_mul(COPY_COST);
+        Ok(if over.1 - exact.1 <= saved { last.end } else { end })
     }
 }
 

@@ -44,6 +44,15 @@ fn a_block_that_is_almost_full_is_read_whole() {
 }
 
 #[test]
+fn keys_and_values_of_a_head_that_take_turns_are_one_copy_a_block() {
+    let axis = Step::Axis("head".to_owned());
+    let order = [Step::Layer, Step::Block, Step::Kernel, axis, Step::Section, Step::Slot];
+    let [exact, over] = copies(&plan(&order, 64, 64), 64 + 60);
+    assert_eq!(exact.0, 1 + 2 * HEADS);
+    assert_eq!(over, (2, 128 * HEADS * HEAD));
+}
+
+#[test]
 fn a_few_tokens_of_a_long_block_are_not() {
     let plan = plan(&head_major(), 4096, 4096);
     let [exact, over] = copies(&plan, 4096 + 10);

@@ -1,7 +1,8 @@
 //! `kvferry.Scheduler` and `kvferry.Worker`: the two halves of an agent.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -94,7 +95,7 @@ impl Scheduler {
         longest: f64,
     ) -> PyResult<Self> {
         let options = SchedulerOptions {
-            bind: address(bind)?,
+            bind: address("bind", bind)?,
             advertise,
             trust: trust(key, key_file, insecure).map_err(|error| errors::agent(py, &error))?,
             term: seconds("lease", lease)?,
@@ -217,9 +218,9 @@ impl Worker {
             concurrent,
             ..WorkerOptions::new(ranks)
         };
-        let advertise = advertise.map(str::parse::<IpAddr>).transpose();
-        let advertise = advertise.map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let tcp = TcpOptions { bind: address(bind)?, advertise, ..TcpOptions::default() };
+        let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
+        let advertise = advertise.map(|address| address.ip());
+        let tcp = TcpOptions { bind: address("bind", bind)?, advertise, ..TcpOptions::default() };
         let manifest = Arc::clone(&manifest.get().0);
         let made = py.detach(|| {
             let regions = manifest.regions();
@@ -297,21 +298,22 @@ impl Worker {
                     >= Some(bytes)
             })
         };
-        // Held throughout: nobody frees the memory meanwhile.
-        let memory = lock(&self.memory);
-        if memory.is_none() {
-            return Err(errors::agent(py, &Error::Stopped));
-        }
         if !ending.areas().all(|[at, bytes]| inside(at, bytes)) {
             let message = "what is left of this request lies outside of this worker's host memory";
             return Err(PyValueError::new_err(message));
         }
-        for [at, bytes] in ending.areas() {
-            // SAFETY: inside registered memory of this process, which is kept alive and which nobody
-            // has a Rust reference to. The engine has not yet been told that the blocks are its own.
-            unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) };
-        }
-        Ok(())
+        let areas: Vec<_> = ending.areas().collect();
+        let zeroed = py.detach(|| {
+            // Held throughout: nobody frees the memory meanwhile.
+            let memory = lock(&self.memory);
+            for &[at, bytes] in areas.iter().filter(|_| memory.is_some()) {
+                // SAFETY: inside registered memory of this process, which is kept alive and which nobody
+                // has a Rust reference to. The engine has not yet been told that the blocks are its own.
+                unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) };
+            }
+            memory.is_some()
+        });
+        if zeroed { Ok(()) } else { Err(errors::agent(py, &Error::Stopped)) }
     }
 
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
@@ -390,7 +392,7 @@ impl Ending {
 }
 
 /// A transport with a manifest's regions registered.
-fn registered<T: Transport + std::fmt::Debug>(
+fn registered<T: Transport + fmt::Debug>(
     transport: T,
     regions: &[layout::Region],
 ) -> Result<Arc<dyn Carrier>, Error> {
@@ -417,9 +419,12 @@ fn trust(key: Option<&str>, key_file: Option<&str>, insecure: bool) -> Result<Tr
     }
 }
 
-fn address(text: &str) -> PyResult<SocketAddr> {
-    text.parse()
-        .map_err(|_| PyValueError::new_err(format!("'{text}' is no address like 127.0.0.1:0")))
+/// An address, or the first of those that a name stands for.
+fn address(name: &str, host: impl ToSocketAddrs + fmt::Debug) -> PyResult<SocketAddr> {
+    let wrong =
+        |why: String| PyValueError::new_err(format!("{name}: {host:?} is no address: {why}"));
+    let mut found = host.to_socket_addrs().map_err(|error| wrong(error.to_string()))?;
+    found.next().ok_or_else(|| wrong("the name stands for none".to_owned()))
 }
 
 /// Through text: a ticket is a dictionary of the shape of its JSON, as a router passes it on.

@@ -76,9 +76,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         for request in connector_output.finished_recving or ():
             self.scheduler.ended(request, failed=request in failed)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -128,7 +125,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        return Stats() if data is None else Stats(data)
+        # A copy: it is added to, and others may have been given the same.
+        return Stats().aggregate(Stats(data)) if data is not None else Stats()
 
     @classmethod
     def build_prom_metrics(

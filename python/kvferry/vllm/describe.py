@@ -402,7 +402,7 @@ class _Rank:
 
     def _is_transposed(self, layer: str) -> bool:
         """Whether a delta net's state lies in memory by key and then by value, which its shape does not
-        say: vLLM's kernels for CPUs look at it so."""
+        say: vLLM's kernels for CPUs look at it so. (Kimi's nets share the name, but have none.)"""
         from vllm.platforms import current_platform
 
         return self.backends.get(layer) == "GDN_ATTN" and bool(current_platform.is_cpu())

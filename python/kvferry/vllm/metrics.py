@@ -49,8 +49,9 @@ class Stats(KVConnectorStats):
     data: dict[str, Any] = field(default_factory=lambda: {"loads": [], "counts": {}})
 
     @classmethod
-    def of_loads(cls, endings: list[Ending]) -> Stats:
-        return cls({"loads": [_load(ending) for ending in endings], "counts": {}})
+    def of_loads(cls, loads: list[dict[str, Any]]) -> Stats:
+        """Each from `ended` or `refused`."""
+        return cls({"loads": loads, "counts": {}})
 
     @classmethod
     def of_counts(cls, counts: Mapping[str, int], before: Mapping[str, int]) -> Stats:
@@ -63,7 +64,7 @@ class Stats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not self.data["loads"] and not self.data["counts"]
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: KVConnectorStats) -> Stats:
         self.data["loads"].extend(other.data["loads"])
         counts = self.data["counts"]
         for name, count in other.data["counts"].items():
@@ -95,7 +96,12 @@ class Stats(KVConnectorStats):
         return line
 
 
-def _load(ending: Ending) -> dict[str, Any]:
+def refused(kind: str) -> dict[str, Any]:
+    """A load that could not even begin."""
+    return {"outcome": "failed", "kind": kind, "bytes": 0, "copies": 0, "seconds": {}}
+
+
+def ended(ending: Ending) -> dict[str, Any]:
     return {
         "outcome": ending.outcome,
         "kind": ending.kind,
@@ -158,6 +164,8 @@ class PromMetrics(KVConnectorPromMetrics):
                 metric.labels(*labels)
             for outcome in OUTCOMES:
                 self.loads.labels(*labels, outcome, "")
+            for phase in PHASES:
+                self.phases.labels(*labels, phase)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

@@ -32,10 +32,10 @@ class Options:
     #: Serve whoever reaches the address.
     insecure: bool = _option(False)
     #: Seconds that P keeps a request's blocks without hearing from D.
-    lease: float = _option(30.0, least=1e-3)
+    lease: float = _option(30.0, least=0.02)
     #: Seconds that D may take to shake hands with a new engine.
     handshake: float = _option(10.0, least=1e-3)
-    #: Seconds that a request may take to load, once its blocks are there.
+    #: Seconds that a request may take to load, from when D has blocks for it.
     deadline: float = _option(60.0, least=1e-3)
     #: Seconds that D keeps a waiting request's blocks alive on P.
     patience: float = _option(480.0, least=1e-3)

@@ -6,6 +6,7 @@ and D confirms.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,11 @@ class SchedulerSide:
         parallel = vllm_config.parallel_config
         transfer = vllm_config.kv_transfer_config
         port = options.port + parallel.data_parallel_index if options.port else 0
+        if port > 65535:
+            raise ValueError(
+                f"the option 'port' of kv_connector_extra_config is {options.port}, which leaves no port "
+                f"for the data-parallel engine {parallel.data_parallel_index}; choose a lower one"
+            )
         self.options = options
         self.cache = kv_cache_config
         self.groups = [
@@ -77,6 +83,8 @@ class SchedulerSide:
         self.kept: set[str] = set()
         #: D: requests that wait or load.
         self.wanted: dict[str, Wanted] = {}
+        #: The last tickets that came to an end: who replays a request brings one again.
+        self.spent: deque[dict[str, Any]] = deque(maxlen=256)
         self.next = Orders()
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
@@ -93,6 +101,8 @@ class SchedulerSide:
             if any(wanted.ticket == other.ticket for other in self.wanted.values()):
                 # The answers of one prompt (`n`): the lease ends when the first of them has read.
                 raise ValueError("another request reads the same blocks")
+            if wanted.ticket in self.spent:
+                raise ValueError("they have been used, and the blocks are gone")
             self.agent.hold(wanted.ticket, patience=self.options.patience)
         except ValueError as error:
             # This engine computes the prompt itself.
@@ -152,7 +162,7 @@ class SchedulerSide:
             return
         if external == 0:
             # Everything is here, or nothing can be had: P need not keep it.
-            self.agent.abandon(self.wanted.pop(name).ticket)
+            self._give_up(name)
             return
         wanted.loading = True
         if wanted.lost is not None:
@@ -209,13 +219,19 @@ class SchedulerSide:
         return orders
 
     def ended(self, request: str, failed: bool) -> None:
-        wanted = self.wanted.pop(request, None)
-        if wanted is None:
+        if request not in self.wanted:
             return
         if failed:
-            self.agent.abandon(wanted.ticket)
-        else:
-            self.agent.settle(wanted.ticket)
+            self._give_up(request)
+            return
+        wanted = self.wanted.pop(request)
+        self.spent.append(wanted.ticket)
+        self.agent.settle(wanted.ticket)
+
+    def _give_up(self, request: str) -> None:
+        wanted = self.wanted.pop(request)
+        self.spent.append(wanted.ticket)
+        self.agent.abandon(wanted.ticket)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -230,7 +246,7 @@ class SchedulerSide:
             return False, None
         if wanted is not None:
             # It ended before it was scheduled.
-            self.agent.abandon(self.wanted.pop(name).ticket)
+            self._give_up(name)
             return False, None
         if not params.get("do_remote_decode"):
             return False, None
@@ -264,7 +280,7 @@ class SchedulerSide:
             "remote_block_ids": tables,
             "remote_engine_id": ticket["engine"],
             "remote_request_id": name,
-            "remote_host": host,
+            "remote_host": host.strip("[]"),
             "remote_port": int(port),
             "tp_size": self.parallel.tensor_parallel_size,
             "pp_size": self.parallel.pipeline_parallel_size,

@@ -56,13 +56,14 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     log = logging.getLogger("kvferry")
     log.setLevel(logging.DEBUG)
-    log_to(log, "debug" if asked.verbose else "error")
+    level = "debug" if asked.verbose else "error"
+    log_to(log, level)
     # vLLM says a lot while it is loaded.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     findings = []
     if not asked.json:
         print(f"kvferry {__version__}, Python {platform.python_version()}\n")
-    for finding in look(asked.mib):
+    for finding in look(asked.mib, level):
         findings.append(finding)
         if not asked.json:
             mark = {"yes": "ok", "no": "NO", "-": "--"}[finding.fits]
@@ -79,7 +80,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def look(mib: int) -> Iterator[Finding]:
+def look(mib: int, level: str = "error") -> Iterator[Finding]:
     vllm = version("vllm")
     if vllm is None:
         yield Finding("vllm", "no", "is not installed here", f"pip install 'vllm=={VLLM}.*'")
@@ -94,9 +95,9 @@ def look(mib: int) -> Iterator[Finding]:
     for transport in TRANSPORTS:
         # Caches on a GPU can only go through nixl; without a GPU it is a choice.
         needed = transport == "tcp" or (transport == "nixl" and bool(gpus))
-        yield moved(transport, "cpu", mib, needed)
+        yield moved(transport, "cpu", mib, needed, level)
     if gpus:
-        yield moved("nixl", "cuda:0", mib, True)
+        yield moved("nixl", "cuda:0", mib, True, level)
 
 
 def version(package: str) -> str | None:
@@ -156,11 +157,13 @@ def graphics() -> list[str]:
     return [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
 
 
-def moved(transport: str, device: str, mib: int, needed: bool) -> Finding:
+def moved(
+    transport: str, device: str, mib: int, needed: bool, level: str = "error"
+) -> Finding:
     """What came of a request that one process hands to another."""
     what = transport if device == "cpu" else f"{transport} {device}"
     try:
-        return Finding(what, "yes", hand_over(transport, device, mib))
+        return Finding(what, "yes", hand_over(transport, device, mib, level))
     except Exception as error:
         advice = "pip install nixl, or nixl-cu12 or nixl-cu13 for CUDA" if transport == "nixl" else ""
         return Finding(what, "no" if needed else "-", f"does not work here: {error}", advice)

@@ -9,10 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from .._core import Ending, Worker
 from .._errors import Error
+from . import metrics
 from .describe import dump, manifest
+from .facts import refuse
 from .logs import logger
 from .messages import Orders
-from .metrics import Stats
 from .options import Options
 
 #: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a
@@ -32,13 +33,15 @@ class WorkerSide:
         self.wait = 0.0
         self.refused: set[str] = set()
         #: Loads that ended since they were last counted.
-        self.ended: list[Ending] = []
+        self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         made = manifest(self.config, self.cache, kv_caches)
         dump(made)
+        if not kv_caches:
+            raise refuse("", "this rank holds no cache; choose other pipeline stages")
         tensor = next(iter(kv_caches.values()))
         for layer in kv_caches.values():
             whole = torch.empty(0, dtype=torch.uint8, device=layer.device)
@@ -62,6 +65,7 @@ class WorkerSide:
     def obey(self, orders: Orders) -> None:
         self.released.update(orders.released)
         self.refused.update(orders.refused)
+        self.ended += [metrics.refused("lost") for _ in orders.refused]
         # Data-parallel engines may step together: the others are not kept waiting.
         alone = self.config.parallel_config.data_parallel_size == 1
         self.wait = GLANCE if orders.idle and alone else 0.0
@@ -79,6 +83,7 @@ class WorkerSide:
                 # A ticket or table from outside that makes no sense fails its request alone.
                 logger.warning("kvferry: cannot load %s: %s", load["request"], error)
                 self.refused.add(load["request"])
+                self.ended.append(metrics.refused("bad_request"))
         for request in orders.aborts:
             self.agent.abort(request)  # type: ignore[union-attr]
 
@@ -107,7 +112,7 @@ class WorkerSide:
         self.refused = set()
         for ending in self._endings():
             if ending.outcome != "settled":
-                self.ended.append(ending)
+                self.ended.append(metrics.ended(ending))
             if ending.outcome == "done":
                 self._zero(ending)
                 results.finished_recving.add(ending.request)
@@ -128,9 +133,9 @@ class WorkerSide:
         self.loading.difference_update(ending.request for ending in endings)
         return endings
 
-    def stats(self) -> Stats:
+    def stats(self) -> metrics.Stats:
         ended, self.ended = self.ended, []
-        return Stats.of_loads(ended)
+        return metrics.Stats.of_loads(ended)
 
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this
@@ -139,8 +144,13 @@ class WorkerSide:
         if not self._on_gpu():
             self.agent.zero(ending)
             return
+        areas = []
         for address, length in ending.rest.tolist():
             for storage in self.storages:
                 offset = address - storage.data_ptr()
                 if 0 <= offset < storage.numel():
-                    storage[offset : offset + length].zero_()
+                    areas.append(storage[offset : offset + length])
+                    break
+        if areas:
+            # In few launches: there may be an area for every head of every layer.
+            torch._foreach_zero_(areas)
