@@ -79,7 +79,9 @@ class Pair:
             for name in PORTS
         }
         self.processes = {}
-        self.environment = os.environ | ENVIRONMENT
+        # A user's servers know nothing of how the engines of other tests are run.
+        users = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        self.environment = users | ENVIRONMENT
         self.environment["PATH"] = f"{self._commands()}:{os.environ['PATH']}"
 
     def _commands(self):

@@ -684,11 +684,12 @@ def test_what_is_written_is_written_before_it_moves(monkeypatch):
         def load(self, **load):
             happened.append("load")
 
-        def endings(self):
+        def endings(self, timeout):
             return []
 
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
-    config = SimpleNamespace(speculative_config=None)
+    parallel = SimpleNamespace(data_parallel_size=1)
+    config = SimpleNamespace(speculative_config=None, parallel_config=parallel)
     worker = WorkerSide(config, None, None)
     worker.storages = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
     worker.agent = Agent()

@@ -137,7 +137,7 @@ def _cases():
             yield pytest.param(family, p, d, id=f"{family}: {p} to {d}", marks=marks)
 
 
-@pytest.mark.parametrize(("family", "p", "d"), _cases())
+@pytest.mark.parametrize(("family", "p", "d"), list(_cases()))
 def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
     kind, engines, _ = FAMILIES[family]
     prefill, decode = fleet(kind, engines, p), fleet(kind, engines, d)

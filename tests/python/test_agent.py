@@ -198,7 +198,7 @@ def test_bad_input(engines, tmp_path):
         kvferry.Scheduler("d", key="short")
     with pytest.raises(kvferry.AgentError, match="cannot read the key file"):
         kvferry.Scheduler("d", key_file=str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="'here' is no address"):
+    with pytest.raises(ValueError, match='bind: "here" is no address'):
         kvferry.Scheduler("d", bind="here")
     with pytest.raises(kvferry.AgentError, match="belongs to engine 'decode', this is 'prefill'"):
         prefill.scheduler.publish([decode.workers[0].card()])
