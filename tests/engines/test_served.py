@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from http_pair import ANSWER, START, Pair, free_neighbours, save_tokenizer, until
+from serving import REMOTE_DECODE
 from tiny import save_model
 
 #: Few enough for the share that vLLM publishes to tell single blocks.
@@ -168,16 +169,7 @@ def prefill(pair, prompt, timeout=ANSWER):
         prompt=prompt,
         max_tokens=1,
         timeout=timeout,
-        extra_body={
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-            }
-        },
+        extra_body={"kv_transfer_params": dict(REMOTE_DECODE)},
     )
     return answer.kv_transfer_params
 
