@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvferry_transport::{Copy, Error, Operation, Transport};
+use kvferry_transport::{ByteCopy, Error, Operation, Price, Transport};
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -19,8 +19,10 @@ pub trait Carrier: fmt::Debug + Send + Sync {
 
 /// A rank that can be read. Dropping it ends the connection, unless that was done before.
 pub trait Source: fmt::Debug + Send + Sync {
+    /// What its transport takes for reads from it.
+    fn price(&self) -> Price;
     /// Starts to read.
-    fn read(&self, copies: &[Copy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
+    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
     /// Ends the connection; reads under way fail. Only the first call does anything: the same rank
     /// may have been connected to again since.
     fn disconnect(&self);
@@ -62,7 +64,11 @@ impl<T: Transport + fmt::Debug> Carrier for Carried<T> {
 }
 
 impl<T: Transport> Source for Connected<T> {
-    fn read(&self, copies: &[Copy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn price(&self) -> Price {
+        self.transport.price(&self.peer)
+    }
+
+    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let operation = self.transport.read(&self.peer, copies, None, deadline)?;
         Ok(Box::new(operation))
     }

@@ -6,7 +6,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use kvferry_plan::{Area, Plan, Request, Table};
-use kvferry_transport::{Copy, Operation, Status};
+use kvferry_transport::{ByteCopy, Operation, Status};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::carrier::Source;
@@ -159,9 +159,10 @@ fn post(job: Job) -> Option<Reading> {
         destination: &destination,
     };
     // What the engine zeroes may be written first.
-    let transfer = match load.rest {
-        true => job.plan.over_read(&request),
-        false => job.plan.transfer(&request),
+    let price = job.sources.iter().flatten().next().map(|source| source.price());
+    let transfer = match price {
+        Some(price) if load.rest => job.plan.over_read(&request, &price),
+        _ => job.plan.transfer(&request),
     };
     let transfer = match transfer {
         Ok(transfer) => transfer,
@@ -171,7 +172,7 @@ fn post(job: Job) -> Option<Reading> {
         }
     };
     let lists = job.sources.iter().enumerate().filter_map(|(index, source)| {
-        let mut copies = vec![Copy::default(); transfer.summary(index).copies as usize];
+        let mut copies = vec![ByteCopy::default(); transfer.summary(index).copies as usize];
         let filled = transfer.copies(index).fill(&mut copies);
         debug_assert_eq!(filled, copies.len(), "a summary counts what is yielded");
         (!copies.is_empty()).then_some((source, copies))

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use kvferry_layout::{Manifest, Piece};
 use kvferry_models::Model;
 use kvferry_models::rules::vllm;
-use kvferry_plan::{Copy, Plan, Request};
+use kvferry_plan::{ByteCopy, Plan, Request};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -211,7 +211,7 @@ impl Set {
 
 /// Cuts a copy where a page ends on either side.
 fn split(
-    copy: Copy,
+    copy: ByteCopy,
     source: &Manifest,
     from: &Frame,
     source_tables: &Tables,

@@ -4,7 +4,7 @@
 /// address is one of the process that registered the memory there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(C)]
-pub struct Copy {
+pub struct ByteCopy {
     /// First byte to read.
     pub source: u64,
     /// First byte to write.

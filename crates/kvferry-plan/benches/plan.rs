@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
-use kvferry_plan::{Copy, Plan, Request, Table};
+use kvferry_plan::{ByteCopy, Plan, Request, Table};
 use kvferry_testkit::heap::{self, Counting};
 
 #[global_allocator]
@@ -115,14 +115,14 @@ fn main() {
 
 /// Copies of equal length at equal strides.
 struct Row {
-    first: Copy,
+    first: ByteCopy,
     count: u64,
     source: u64,
     destination: u64,
 }
 
 /// The copies as the fewest rows, from the first on.
-fn rows(copies: &[Copy]) -> Vec<Row> {
+fn rows(copies: &[ByteCopy]) -> Vec<Row> {
     let mut rows: Vec<Row> = vec![];
     for &copy in copies {
         if let Some(row) = rows.last_mut() {
@@ -182,8 +182,8 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     };
     let transfer = plan.transfer(&request).unwrap_or_else(|error| panic!("{}: {error}", pair.name));
     let count = copies(&transfer) as usize;
-    let mut buffer = vec![Copy::default(); count + 1];
-    let fill = |transfer: &kvferry_plan::Transfer<'_>, buffer: &mut [Copy]| {
+    let mut buffer = vec![ByteCopy::default(); count + 1];
+    let fill = |transfer: &kvferry_plan::Transfer<'_>, buffer: &mut [ByteCopy]| {
         let mut filled = 0;
         for source in 0..pair.sources.len() {
             filled += transfer.copies(source).fill(&mut buffer[filled..]);
@@ -197,11 +197,11 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     assert_eq!(filled, count);
     // The plain loop knows every base, stride and count beforehand.
     let rows = rows(&buffer[..count]);
-    let plain = |buffer: &mut [Copy]| {
+    let plain = |buffer: &mut [ByteCopy]| {
         let mut slots = buffer.iter_mut();
         for row in &rows {
             for (index, slot) in (0..row.count).zip(&mut slots) {
-                *slot = Copy {
+                *slot = ByteCopy {
                     source: row.first.source + index * row.source,
                     destination: row.first.destination + index * row.destination,
                     bytes: row.first.bytes,
@@ -209,7 +209,7 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
             }
         }
     };
-    let mut again = vec![Copy::default(); count];
+    let mut again = vec![ByteCopy::default(); count];
     plain(&mut again);
     assert_eq!(again, buffer[..count]);
     let repeat = (200_000 / count.max(1)).clamp(1, 1000);

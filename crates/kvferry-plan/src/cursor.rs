@@ -1,6 +1,6 @@
 //! The walk over clusters and segments that yields copies.
 
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 
 use crate::cluster::Cluster;
 use crate::nest::{Loop, MAX_LOOPS, Nest, extent, fuse};
@@ -72,14 +72,14 @@ impl Fitted {
 
     /// All runs, in order, from a start on. There must be a slot for each.
     #[inline(always)]
-    fn write(&self, start: (u64, u64), slots: &mut [Copy]) {
+    fn write(&self, start: (u64, u64), slots: &mut [ByteCopy]) {
         let (outer, inner) = match self.loops[..self.len] {
             [] => (&[][..], Loop { count: 1, ..Loop::default() }),
             [.., last] => (&self.loops[..self.len - 1], last),
         };
-        let write_row = |row: &mut [Copy], mut at: (u64, u64)| {
+        let write_row = |row: &mut [ByteCopy], mut at: (u64, u64)| {
             for slot in row {
-                *slot = Copy { source: at.0, destination: at.1, bytes: self.run };
+                *slot = ByteCopy { source: at.0, destination: at.1, bytes: self.run };
                 at.0 = at.0.wrapping_add(inner.source);
                 at.1 = at.1.wrapping_add(inner.destination);
             }
@@ -256,7 +256,7 @@ impl<'t> Cursor<'t> {
     }
 
     /// Writes the next copies into `buffer`; returns how many, fewer than fit only at the end.
-    pub(crate) fn fill(&mut self, buffer: &mut [Copy]) -> usize {
+    pub(crate) fn fill(&mut self, buffer: &mut [ByteCopy]) -> usize {
         let mut out = Out { buffer, filled: 0, pending: self.pending };
         let ended = loop {
             if !self.walking {
@@ -401,7 +401,7 @@ impl<'t> Cursor<'t> {
 
 /// A caller's buffer, and the copy that may still grow.
 struct Out<'b> {
-    buffer: &'b mut [Copy],
+    buffer: &'b mut [ByteCopy],
     filled: usize,
     pending: Pending,
 }
@@ -441,7 +441,7 @@ impl Out<'_> {
         fitted.write(start, slots);
         if continued {
             let bytes = self.pending.copy.bytes + fitted.run;
-            slots[0] = Copy { bytes, ..self.pending.copy };
+            slots[0] = ByteCopy { bytes, ..self.pending.copy };
         }
         self.pending = Pending { copy: slots[runs - 1], sealed: false };
         self.filled += ended + runs - 1;
@@ -452,7 +452,7 @@ impl Out<'_> {
 /// A copy that the next run may continue; none when it has no bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pending {
-    copy: Copy,
+    copy: ByteCopy,
     /// The next run lies in another region, which is registered by itself: it makes a new copy even
     /// where it touches.
     sealed: bool,
@@ -461,7 +461,7 @@ struct Pending {
 impl Pending {
     #[inline(always)]
     fn continued_by(&self, source: u64, destination: u64) -> bool {
-        let Copy { source: from, destination: to, bytes } = self.copy;
+        let ByteCopy { source: from, destination: to, bytes } = self.copy;
         from.wrapping_add(bytes) == source
             && to.wrapping_add(bytes) == destination
             && bytes > 0
@@ -469,7 +469,7 @@ impl Pending {
     }
 
     fn new(source: u64, destination: u64, bytes: u64) -> Self {
-        Self { copy: Copy { source, destination, bytes }, sealed: false }
+        Self { copy: ByteCopy { source, destination, bytes }, sealed: false }
     }
 }
 

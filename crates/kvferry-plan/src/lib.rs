@@ -10,7 +10,7 @@
 //!
 //! ```
 //! # use kvferry_layout::*;
-//! use kvferry_plan::{Copy, Plan, Request, Table};
+//! use kvferry_plan::{ByteCopy, Plan, Request, Table};
 //!
 //! // Two engines hold `heads` of one layer's four heads, 8 bytes each, in blocks of `tokens` tokens.
 //! let rank = |engine: &str, heads: std::ops::Range<u64>, tokens: u64, base: u64| {
@@ -63,12 +63,12 @@
 //! };
 //! let transfer = plan.transfer(&request)?;
 //! let (from, to) = (0x1000 + 7 * 4 * 32 + 16, 0x9000 + 3 * 16 * 16);
-//! let copies: Vec<Copy> = transfer.copies(0).collect();
+//! let copies: Vec<ByteCopy> = transfer.copies(0).collect();
 //! assert_eq!(
 //!     copies,
 //!     [
-//!         Copy { source: from, destination: to, bytes: 16 },
-//!         Copy { source: from + 32, destination: to + 16, bytes: 16 },
+//!         ByteCopy { source: from, destination: to, bytes: 16 },
+//!         ByteCopy { source: from + 32, destination: to + 16, bytes: 16 },
 //!     ]
 //! );
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -94,7 +94,7 @@ mod walk;
 pub use compile::Plan;
 pub use cover::Part;
 pub use incompatible::Incompatible;
-pub use kvferry_layout::Copy;
+pub use kvferry_layout::{ByteCopy, Price};
 pub use request::{Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

@@ -1,16 +1,12 @@
 //! One request, and the copies that serve it.
 
-use kvferry_layout::Copy;
+use kvferry_layout::{ByteCopy, Price};
 
 use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
 use crate::request::{Request, RequestError, Table};
 use crate::summary::{Area, Summary};
 use crate::walk::{Entries, Segments, walk_own_blocks, walk_rest};
-
-/// Bytes that can be read in the time that a further copy takes: half a microsecond of a transport that
-/// moves 8 GB/s. Faster ones pay more for a copy.
-const COPY_COST: u64 = 4096;
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
@@ -25,20 +21,24 @@ pub struct Transfer<'p> {
 impl Plan {
     /// Checks a request and prepares its copies, in time proportional to its blocks.
     pub fn transfer(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, false)
+        self.prepare(request, None)
     }
 
-    /// Like [`transfer`](Self::transfer), but where that makes enough fewer copies, they take a block
-    /// that the request ends in as far as both sides' blocks go. What they bring too much lies in the
-    /// [`rest`](Transfer::rest), which must be zeroed after the copies.
-    pub fn over_read(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, true)
+    /// Like [`transfer`](Self::transfer), but where that is cheaper by the transport's `price`, copies
+    /// take a block that the request ends in as far as both sides' blocks go. What they bring too much
+    /// lies in the [`rest`](Transfer::rest), which must be zeroed after the copies.
+    pub fn over_read(
+        &self,
+        request: &Request<'_>,
+        price: &Price,
+    ) -> Result<Transfer<'_>, RequestError> {
+        self.prepare(request, Some(price))
     }
 
     fn prepare(
         &self,
         request: &Request<'_>,
-        over_read: bool,
+        over_read: Option<&Price>,
     ) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
         let group_entries = |law, group: usize| {
@@ -49,8 +49,10 @@ impl Plan {
             let group = rhythm.destination.group;
             let Entries { first, mut end, .. } = group_entries(rhythm.law, group);
             let tables = (&request.source[rhythm.source.group], &request.destination[group]);
-            if over_read && first < end {
-                end = self.worthwhile_end(index, first, end, tables)?;
+            if let Some(price) = over_read
+                && first < end
+            {
+                end = self.worthwhile_end(index, first, end, tables, price)?;
             }
             rhythm.walk(first, end, tables, &mut segments)?;
             segments.end();
@@ -88,6 +90,7 @@ impl Plan {
         first: u64,
         end: u64,
         tables: (&Table<'_>, &Table<'_>),
+        price: &Price,
     ) -> Result<u64, RequestError> {
         let rhythm = &self.rhythms[index];
         let last = rhythm.last_block(end);
@@ -108,8 +111,8 @@ impl Plan {
             Ok(sums.fold((0, 0), |(copies, bytes), sum| (copies + sum.copies, bytes + sum.bytes)))
         };
         let (exact, over) = (cost(end)?, cost(last.end)?);
-        let saved = exact.0.saturating_sub(over.0).saturating_mul(COPY_COST);
-        Ok(if over.1 - exact.1 <= saved { last.end } else { end })
+        let cheaper = price.of(over.0, over.1) <= price.of(exact.0, exact.1);
+        Ok(if cheaper { last.end } else { end })
     }
 }
 
@@ -145,16 +148,16 @@ pub struct Copies<'t> {
 impl Copies<'_> {
     /// Writes the next copies into `buffer` and returns how many; fewer than fit only at the end.
     /// Allocates nothing per copy.
-    pub fn fill(&mut self, buffer: &mut [Copy]) -> usize {
+    pub fn fill(&mut self, buffer: &mut [ByteCopy]) -> usize {
         self.cursor.fill(buffer)
     }
 }
 
 impl Iterator for Copies<'_> {
-    type Item = Copy;
+    type Item = ByteCopy;
 
-    fn next(&mut self) -> Option<Copy> {
-        let mut next = [Copy::default()];
+    fn next(&mut self) -> Option<ByteCopy> {
+        let mut next = [ByteCopy::default()];
         (self.cursor.fill(&mut next) == 1).then_some(next[0])
     }
 }
@@ -169,7 +172,7 @@ impl Iterator for Rest<'_> {
     type Item = Area;
 
     fn next(&mut self) -> Option<Area> {
-        let mut next = [Copy::default()];
+        let mut next = [ByteCopy::default()];
         let found = self.cursor.fill(&mut next) == 1;
         found.then_some(Area { address: next[0].destination, bytes: next[0].bytes })
     }

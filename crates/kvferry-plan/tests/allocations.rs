@@ -1,7 +1,7 @@
 //! What plans cost: yielding allocates nothing per copy, and nothing grows with the number of blocks.
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{Copy, Plan, Request, Table};
+use kvferry_plan::{ByteCopy, Plan, Request, Table};
 use kvferry_testkit::drive::Drawn;
 use kvferry_testkit::engine::Recipe;
 use kvferry_testkit::heap::{Counting, measure};
@@ -44,7 +44,7 @@ fn yielding_does_not_allocate_for_every_copy() {
             destination: &destination_tables,
         };
         let transfer = plan.transfer(&request).unwrap();
-        let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 16];
+        let mut buffer = [ByteCopy { source: 0, destination: 0, bytes: 0 }; 16];
         // A cursor may set itself up once for what it walks, but not for every copy.
         let groups = destination.ranks[0].manifest.groups();
         let limit = 4 + groups.iter().map(|group| group.pieces.len() as u64).sum::<u64>();

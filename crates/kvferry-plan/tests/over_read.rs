@@ -1,7 +1,7 @@
 //! Reading too much, where that makes fewer copies of it. That the bytes are the right ones is a matter
 //! of every random pair (`properties.rs`).
 
-use kvferry_plan::{Plan, Request, Table};
+use kvferry_plan::{Plan, Price, Request, Table};
 use kvferry_testkit::drive::compile;
 use kvferry_testkit::engine::{Recipe, Step};
 use kvferry_testkit::model::{Layer, Model, Sight};
@@ -11,6 +11,9 @@ use kvferry_testkit::plain::orders::{head_major, token_major};
 const HEADS: u64 = 8;
 /// Bytes of a token's keys and values in one head.
 const HEAD: u64 = (16 + 4) * 2;
+
+/// A copy costs as much as 4 KiB.
+const PRICE: Price = Price { launch: 0.0, copy: 512.0, byte: 0.125 };
 
 /// One layer of attention in blocks of so many tokens on each side.
 fn plan(order: &[Step], source: u64, destination: u64) -> Plan {
@@ -25,7 +28,7 @@ fn plan(order: &[Step], source: u64, destination: u64) -> Plan {
 fn copies(plan: &Plan, tokens: u64) -> [(u64, u64); 2] {
     let table = [Table { first: 0, blocks: &[3, 1] }];
     let request = Request { tokens, cached: &[0], source: &table, destination: &table };
-    [plan.transfer(&request).unwrap(), plan.over_read(&request).unwrap()].map(|transfer| {
+    [plan.transfer(&request).unwrap(), plan.over_read(&request, &PRICE).unwrap()].map(|transfer| {
         let summary = transfer.summary(0);
         (summary.copies, summary.bytes)
     })

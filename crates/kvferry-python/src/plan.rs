@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 use kvferry_plan as plan;
 use kvferry_plan::{Request, Table, Transfer};
 use pyo3::conversion::FromPyObjectOwned;
@@ -71,12 +71,13 @@ impl Plan {
         request: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let lists = self.answer(py, request, |transfer| {
-            let list = |source| {
-                let copies = transfer.copies(source);
-                words(
-                    copies.map(|Copy { source, destination, bytes }| [source, destination, bytes]),
-                )
-            };
+            let list =
+                |source| {
+                    let copies = transfer.copies(source);
+                    words(copies.map(|ByteCopy { source, destination, bytes }| {
+                        [source, destination, bytes]
+                    }))
+                };
             (0..self.0.source_count()).map(list).collect::<Vec<_>>()
         })?;
         lists.iter().map(|list| array(py, list, 3)).collect()

@@ -3,7 +3,9 @@
 use std::fmt;
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{Copy, Incompatible, Plan, Request, RequestError, Summary, Table, Transfer};
+use kvferry_plan::{
+    ByteCopy, Incompatible, Plan, Price, Request, RequestError, Summary, Table, Transfer,
+};
 
 use crate::draw::{Side, engine};
 use crate::engine::Engine;
@@ -40,9 +42,9 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     };
     let transfer = plan.transfer(&request)?;
     let mut said = Said::default();
-    let mut buffer = vec![Copy { source: 0, destination: 0, bytes: 0 }; 1000];
+    let mut buffer = vec![ByteCopy { source: 0, destination: 0, bytes: 0 }; 1000];
     for source in 0..sources {
-        let copies: Vec<Copy> = transfer.copies(source).take(TOO_MANY).collect();
+        let copies: Vec<ByteCopy> = transfer.copies(source).take(TOO_MANY).collect();
         assert!(copies.len() < TOO_MANY, "the copies have no end");
         for size in [1, 3, 7, 64, buffer.len()] {
             let (mut filled, mut cursor) = (vec![], transfer.copies(source));
@@ -61,7 +63,7 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
             assert_eq!(filled, copies, "filling {size} at a time yields other copies");
         }
         let mut mixed = transfer.copies(source);
-        let mut both: Vec<Copy> = mixed.next().into_iter().collect();
+        let mut both: Vec<ByteCopy> = mixed.next().into_iter().collect();
         let count = mixed.fill(&mut buffer[..2]);
         both.extend_from_slice(&buffer[..count]);
         both.extend(mixed);
@@ -75,7 +77,7 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
             longest: lengths.max().unwrap_or(0),
         };
         assert_eq!(transfer.summary(source), summary, "the summary is not what is yielded");
-        let moves = copies.iter().map(|&Copy { source, destination, bytes }| Move {
+        let moves = copies.iter().map(|&ByteCopy { source, destination, bytes }| Move {
             source,
             destination,
             bytes,
@@ -85,7 +87,8 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     assert_eq!(transfer.copies(sources).count(), 0, "copies from a source that is not there");
     let rest = transfer.rest();
     said.rest = rest.map(|area| Leftover { address: area.address, bytes: area.bytes }).collect();
-    let over = plan.over_read(&request)?;
+    let price = Price { launch: 0.0, copy: 512.0, byte: 0.125 };
+    let over = plan.over_read(&request, &price)?;
     assert!(over.rest().eq(transfer.rest()), "reading too much changes what is left");
     let (exact, mut over) = (bytes(&transfer, sources), bytes(&over, sources));
     // Without what is left: the same bytes from the same places, and none twice.

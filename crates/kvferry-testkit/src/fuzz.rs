@@ -5,7 +5,7 @@
 use std::sync::OnceLock;
 
 use kvferry_layout::{Draft, Kernel, Manifest};
-use kvferry_plan::{Copy, Plan, Request};
+use kvferry_plan::{ByteCopy, Plan, Request};
 
 use crate::drive::{Drawn, tables};
 use crate::random::Dice;
@@ -128,7 +128,7 @@ impl Pair {
             })
         };
         let mut written: Vec<(u64, u64)> = vec![];
-        let mut buffer = [Copy { source: 0, destination: 0, bytes: 0 }; 64];
+        let mut buffer = [ByteCopy { source: 0, destination: 0, bytes: 0 }; 64];
         let mut total = 0;
         for (index, manifest) in from.iter().enumerate() {
             let mut copies = transfer.copies(index);

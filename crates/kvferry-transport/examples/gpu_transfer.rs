@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvferry_transport::nixl::{Nixl, NixlOptions};
-use kvferry_transport::{Copy, Operation, Place, Region, Status, Transport};
+use kvferry_transport::{ByteCopy, Operation, Place, Region, Status, Transport};
 
 type Failure = Box<dyn Error>;
 
@@ -72,10 +72,10 @@ fn check(bytes: usize, gpu: u32, peer_gpu: u32) -> Result<(), Failure> {
     let pieces: [(&str, usize); 3] =
         [("one piece", bytes), ("1 MiB", 1 << 20), ("64 KiB", 1 << 16)];
     for (name, piece) in pieces {
-        let copies: Vec<Copy> = order(bytes / piece)
+        let copies: Vec<ByteCopy> = order(bytes / piece)
             .into_iter()
             .map(|i| (i * piece) as u64)
-            .map(|at| Copy {
+            .map(|at| ByteCopy {
                 source: process.base + at,
                 destination: memory + at,
                 bytes: piece as u64,
@@ -96,7 +96,7 @@ fn check(bytes: usize, gpu: u32, peer_gpu: u32) -> Result<(), Failure> {
         println!("  read, {name}: exact, {:.2} GB/s at best", bytes as f64 / best / 1e9);
     }
     cuda.upload(memory, &pattern(SEED + 1, bytes))?;
-    let back = Copy { source: memory, destination: process.base, bytes: bytes as u64 };
+    let back = ByteCopy { source: memory, destination: process.base, bytes: bytes as u64 };
     let began = Instant::now();
     finish(&transport.write(&peer, &[back], None, soon())?)?;
     let rate = bytes as f64 / began.elapsed().as_secs_f64() / 1e9;

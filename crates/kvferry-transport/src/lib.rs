@@ -23,7 +23,7 @@ pub mod tcp;
 mod transport;
 
 pub use error::{Error, InvalidFrame, Side};
-pub use kvferry_layout::{Copy, Place, Region};
+pub use kvferry_layout::{ByteCopy, Place, Price, Region};
 pub use progress::Transfer;
 pub use region::RegionId;
 pub use transport::{

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Side};
 use crate::region::Spans;
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,13 +20,13 @@ pub(crate) enum Direction {
 /// crosses from one region into another.
 /// `touch` is called with the index of each local span that is used, often more than once.
 pub(crate) fn merge(
-    copies: &[Copy],
+    copies: &[ByteCopy],
     direction: Direction,
     local: &Spans,
     peer: &Spans,
     mut touch: impl FnMut(usize),
-) -> Result<Vec<Copy>, Error> {
-    let mut merged: Vec<Copy> = Vec::new();
+) -> Result<Vec<ByteCopy>, Error> {
+    let mut merged: Vec<ByteCopy> = Vec::new();
     let (mut local_span, mut peer_span) = (usize::MAX, usize::MAX);
     for copy in copies.iter().filter(|copy| copy.bytes > 0) {
         let (ours, theirs) = match direction {
@@ -55,7 +55,7 @@ pub(crate) fn merge(
                 continue;
             }
             if touch_in_order(copy, last) {
-                *last = Copy { bytes: last.bytes + copy.bytes, ..*copy };
+                *last = ByteCopy { bytes: last.bytes + copy.bytes, ..*copy };
                 continue;
             }
         }
@@ -64,7 +64,7 @@ pub(crate) fn merge(
     Ok(merged)
 }
 
-fn touch_in_order(first: &Copy, next: &Copy) -> bool {
+fn touch_in_order(first: &ByteCopy, next: &ByteCopy) -> bool {
     first.source + first.bytes == next.source && first.destination + first.bytes == next.destination
 }
 
@@ -80,14 +80,14 @@ mod tests {
     }
 
     /// Carries copies out byte by byte: where each byte of the destination comes from.
-    fn carry_out(copies: &[Copy]) -> BTreeMap<u64, u64> {
+    fn carry_out(copies: &[ByteCopy]) -> BTreeMap<u64, u64> {
         copies
             .iter()
             .flat_map(|c| (0..c.bytes).map(|i| (c.destination + i, c.source + i)))
             .collect()
     }
 
-    fn touches(a: Copy, b: Copy, local: &Spans, peer: &Spans) -> bool {
+    fn touches(a: ByteCopy, b: ByteCopy, local: &Spans, peer: &Spans) -> bool {
         let owner = |spans: &Spans, at| spans.find(at, 1, usize::MAX);
         (touch_in_order(&a, &b) || touch_in_order(&b, &a))
             && owner(peer, a.source) == owner(peer, b.source)
@@ -110,7 +110,7 @@ mod tests {
             for (mut source, mut destination, lengths, downwards) in runs {
                 let mut run = Vec::new();
                 for bytes in lengths {
-                    run.push(Copy { source, destination, bytes });
+                    run.push(ByteCopy { source, destination, bytes });
                     source += bytes;
                     destination += bytes;
                 }
@@ -137,9 +137,9 @@ mod tests {
                         prop_assert!(local.find(c.destination, c.bytes, usize::MAX).is_some());
                         prop_assert!(peer.find(c.source, c.bytes, usize::MAX).is_some());
                     }
-                    let turned: Vec<Copy> = copies
+                    let turned: Vec<ByteCopy> = copies
                         .iter()
-                        .map(|c| Copy { source: c.destination, destination: c.source, bytes: c.bytes })
+                        .map(|c| ByteCopy { source: c.destination, destination: c.source, bytes: c.bytes })
                         .collect();
                     let back = merge(&turned, Direction::Write, &local, &peer, |_| ()).unwrap();
                     prop_assert_eq!(back.len(), merged.len());
@@ -152,7 +152,7 @@ mod tests {
         fn nothing_wraps(source in any::<u64>(), destination in any::<u64>(), bytes in 1u64..) {
             let all = Spans::everything();
             let fits = source.checked_add(bytes).is_some() && destination.checked_add(bytes).is_some();
-            let copies = [Copy { source, destination, bytes }];
+            let copies = [ByteCopy { source, destination, bytes }];
             prop_assert_eq!(merge(&copies, Direction::Read, &all, &all, |_| ()).is_ok(), fits);
         }
     }

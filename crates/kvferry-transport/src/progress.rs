@@ -15,7 +15,7 @@ use crate::merge::Direction;
 use crate::rate::RateWatch;
 use crate::region::Hold;
 use crate::transport::{Operation, Report, Status};
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 
 /// What a caller holds of an operation.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ pub(crate) trait Interrupt: Send + Sync {
 /// A part of an operation, in the hands of one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Chunk {
-    pub(crate) copies: Vec<Copy>,
+    pub(crate) copies: Vec<ByteCopy>,
     pub(crate) bytes: u64,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Progress {
     pub(crate) direction: Direction,
     pub(crate) deadline: Instant,
     pub(crate) notification: Option<Vec<u8>>,
-    copies: Vec<Copy>,
+    copies: Vec<ByteCopy>,
     asked: u64,
     bytes: u64,
     began: Instant,
@@ -108,7 +108,7 @@ pub(crate) struct Order<'a> {
     pub(crate) id: u64,
     pub(crate) direction: Direction,
     pub(crate) asked: usize,
-    pub(crate) copies: Vec<Copy>,
+    pub(crate) copies: Vec<ByteCopy>,
     pub(crate) holds: Vec<Hold>,
     pub(crate) notification: Option<&'a [u8]>,
     pub(crate) deadline: Instant,
@@ -193,7 +193,7 @@ impl Progress {
                 break;
             }
             let bytes = (copy.bytes - state.offset).min(max_bytes - chunk.bytes);
-            chunk.copies.push(Copy {
+            chunk.copies.push(ByteCopy {
                 source: copy.source + state.offset,
                 destination: copy.destination + state.offset,
                 bytes,
@@ -389,7 +389,7 @@ mod tests {
         fn interrupt(&self, _: u64) {}
     }
 
-    fn progress(copies: Vec<Copy>, notification: Option<&[u8]>) -> Arc<Progress> {
+    fn progress(copies: Vec<ByteCopy>, notification: Option<&[u8]>) -> Arc<Progress> {
         let now = Instant::now();
         Progress::new(Order {
             id: 1,
@@ -406,8 +406,8 @@ mod tests {
         })
     }
 
-    fn one(bytes: u64) -> Vec<Copy> {
-        vec![Copy { source: 1000, destination: 5000, bytes }]
+    fn one(bytes: u64) -> Vec<ByteCopy> {
+        vec![ByteCopy { source: 1000, destination: 5000, bytes }]
     }
 
     #[test]
@@ -479,11 +479,11 @@ mod tests {
             limits in prop::collection::vec((1usize..6, 1u64..50, any::<bool>()), 1..40),
         ) {
             let mut at = 0;
-            let copies: Vec<Copy> = lengths
+            let copies: Vec<ByteCopy> = lengths
                 .iter()
                 .map(|&bytes| {
                     at += bytes + 3;
-                    Copy { source: at, destination: at + 7, bytes }
+                    ByteCopy { source: at, destination: at + 7, bytes }
                 })
                 .collect();
             let progress = progress(copies.clone(), None);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Side};
 use crate::merge::{Direction, merge};
-use kvferry_layout::{Copy, Place, Region};
+use kvferry_layout::{ByteCopy, Place, Region};
 
 /// Names a registered region of one transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -114,7 +114,7 @@ impl Regions {
     /// Checks and merges the copies of one operation, and holds the local regions they touch.
     pub(crate) fn admit(
         &self,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         direction: Direction,
         peer: &Spans,
     ) -> Result<Admitted, Error> {
@@ -166,7 +166,7 @@ impl Regions {
 /// Copies that may be posted.
 pub(crate) struct Admitted {
     /// Checked and merged.
-    pub(crate) copies: Vec<Copy>,
+    pub(crate) copies: Vec<ByteCopy>,
     /// The local regions they touch.
     pub(crate) holds: Vec<Hold>,
     /// Whether any of those lies on a GPU.
@@ -244,7 +244,7 @@ mod tests {
         let regions = Regions::default();
         let id = regions.insert(Region::host(100, 50)).unwrap();
         let other = regions.insert(Region::host(200, 50)).unwrap();
-        let copy = Copy { source: 7, destination: 110, bytes: 5 };
+        let copy = ByteCopy { source: 7, destination: 110, bytes: 5 };
         let admitted = regions.admit(&[copy], Direction::Read, &Spans::everything()).unwrap();
         assert!(regions.remove(other, Instant::now(), || (), || ()).is_ok());
         assert_eq!(regions.remove(id, Instant::now(), || (), || ()), Err(Error::RegionBusy));

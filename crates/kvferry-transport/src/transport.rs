@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::region::RegionId;
-use kvferry_layout::Copy;
-use kvferry_layout::Region;
+use kvferry_layout::{ByteCopy, Price, Region};
 
 /// Moves lists of copies between registered memory of this process and of its peers.
 ///
@@ -78,12 +77,15 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// Ends the connection. Operations under way fail with [`Error::Disconnected`].
     fn disconnect(&self, peer: &Self::Peer);
 
+    /// What this transport takes for reads from the peer, as far as it knows.
+    fn price(&self, peer: &Self::Peer) -> Price;
+
     /// Starts to copy from the peer's memory into this process's. All of it must have arrived by
     /// `deadline`. The peer gets `notification`, if one is given, after the last byte.
     fn read(
         &self,
         peer: &Self::Peer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Self::Operation, Error>;
@@ -93,7 +95,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
     fn write(
         &self,
         peer: &Self::Peer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Self::Operation, Error>;

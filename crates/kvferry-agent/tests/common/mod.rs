@@ -21,7 +21,7 @@ use kvferry_layout::{
 };
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
-use kvferry_transport::{Copy, Error, Operation, Report, Status, Transport};
+use kvferry_transport::{ByteCopy, Error, Operation, Price, Report, Status, Transport};
 
 pub const HEADS: u64 = 4;
 pub const DIM: u64 = 64;
@@ -349,7 +349,7 @@ pub struct Held {
 /// A read under a test's control.
 #[derive(Debug)]
 pub struct HeldRead {
-    pub copies: Vec<Copy>,
+    pub copies: Vec<ByteCopy>,
     pub cancelled: AtomicBool,
     status: Mutex<Status>,
 }
@@ -409,7 +409,11 @@ impl Carrier for Held {
 struct HeldSource(Arc<Mutex<VecDeque<Arc<HeldRead>>>>);
 
 impl Source for HeldSource {
-    fn read(&self, copies: &[Copy], _: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn price(&self) -> Price {
+        Price { launch: 0.0, copy: 512.0, byte: 0.125 }
+    }
+
+    fn read(&self, copies: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
         let read = Arc::new(HeldRead {
             copies: copies.to_vec(),
             cancelled: AtomicBool::new(false),

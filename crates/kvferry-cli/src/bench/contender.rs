@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
-use kvferry_transport::{Copy, Operation, Place, Status, Transport};
+use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
 
 use crate::own_output;
 
@@ -323,11 +323,11 @@ impl Worker {
         let soon = || Instant::now() + Duration::from_secs(60);
         let peer = transport.connect(&process.description, soon())?;
         let done = self.answer(talk, process.pid, &memory, |case| {
-            let copies: Vec<Copy> = case
+            let copies: Vec<ByteCopy> = case
                 .sources(self.bytes)
                 .into_iter()
                 .enumerate()
-                .map(|(i, from)| Copy {
+                .map(|(i, from)| ByteCopy {
                     source: process.base + from as u64,
                     destination: memory.base() + (i * case.piece) as u64,
                     bytes: case.piece as u64,

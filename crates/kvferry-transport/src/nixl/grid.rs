@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use super::capi::Span;
 use crate::region::Spans;
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 use kvferry_layout::Region;
 
 /// Cells of `cell` bytes, side by side from `phase` bytes into a region.
@@ -22,8 +22,8 @@ impl Grid {
     /// The grid that all copies lie on, on the side that `address` picks, and the cell of each.
     /// `None` when there is none, or when it has far more cells than there are copies.
     pub(super) fn of(
-        copies: &[Copy],
-        address: impl Fn(&Copy) -> u64,
+        copies: &[ByteCopy],
+        address: impl Fn(&ByteCopy) -> u64,
         spans: &Spans,
     ) -> Option<(Self, Vec<c_int>)> {
         let first = copies.first()?;
@@ -76,11 +76,11 @@ mod tests {
             places in prop::collection::vec((0u64..20, 0u64..3), 1..10),
         ) {
             let spans = Spans::from_peer(vec![Region::host(10, 20), Region::host(100, 50)]).unwrap();
-            let copies: Vec<Copy> = places
+            let copies: Vec<ByteCopy> = places
                 .iter()
                 .map(|&(i, off)| {
                     let off = if on_grid { 0 } else { off };
-                    Copy { source: 100 + phase + i * cell + off, destination: 0, bytes: cell }
+                    ByteCopy { source: 100 + phase + i * cell + off, destination: 0, bytes: cell }
                 })
                 .collect();
             let inside = copies.iter().all(|c| c.source + c.bytes <= 150);

@@ -33,8 +33,8 @@ use crate::rate::{Link, RateWatch};
 use crate::region::{RegionId, Regions, Spans};
 use crate::tcp::check_notification;
 use crate::transport::{Instance, Notification, Statistics, Transport};
-use kvferry_layout::Copy;
-use kvferry_layout::{Place, Region};
+
+use kvferry_layout::{ByteCopy, Place, Price, Region};
 
 pub mod capi;
 mod cuda;
@@ -242,7 +242,7 @@ impl Nixl {
         &self,
         direction: Direction,
         peer: &NixlPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<NixlTransfer, Error> {
@@ -324,14 +324,14 @@ impl Nixl {
 /// How to carry copies out: on prepared lists, where they allow it and are many, or one by one.
 fn job(
     direction: Direction,
-    copies: &[Copy],
-    merged: Vec<Copy>,
+    copies: &[ByteCopy],
+    merged: Vec<ByteCopy>,
     ours: &Spans,
     theirs: &Spans,
 ) -> Job {
     let write = direction == Direction::Write;
-    let here = |copy: &Copy| if write { copy.source } else { copy.destination };
-    let there = |copy: &Copy| if write { copy.destination } else { copy.source };
+    let here = |copy: &ByteCopy| if write { copy.source } else { copy.destination };
+    let there = |copy: &ByteCopy| if write { copy.destination } else { copy.source };
     if merged.len() > FEW
         && let Some(our_grid) = Grid::of(copies, here, ours)
         && let Some(their_grid) = Grid::of(copies, there, theirs)
@@ -472,10 +472,15 @@ impl Transport for Nixl {
         self.shared.changed.notify_all();
     }
 
+    fn price(&self, _: &NixlPeer) -> Price {
+        // Half a microsecond a copy, 8 GB/s.
+        Price { launch: 0.0, copy: 512.0, byte: 0.125 }
+    }
+
     fn read(
         &self,
         peer: &NixlPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<NixlTransfer, Error> {
@@ -485,7 +490,7 @@ impl Transport for Nixl {
     fn write(
         &self,
         peer: &NixlPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<NixlTransfer, Error> {

@@ -25,8 +25,8 @@ use crate::random::random;
 use crate::rate::{Link as Medium, RateWatch};
 use crate::region::{RegionId, Regions, Spans};
 use crate::transport::{Instance, MAX_NOTIFICATION_BYTES, Notification, Statistics, Transport};
-use kvferry_layout::Copy;
-use kvferry_layout::{Place, Region};
+
+use kvferry_layout::{ByteCopy, Place, Price, Region};
 
 mod client;
 mod frame;
@@ -142,7 +142,7 @@ impl Tcp {
     pub(crate) fn order(
         &self,
         direction: Direction,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         peer: &Spans,
         notification: Option<&[u8]>,
         deadline: Instant,
@@ -173,7 +173,7 @@ impl Tcp {
         &self,
         direction: Direction,
         peer: &TcpPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
@@ -278,10 +278,15 @@ impl Transport for Tcp {
         peer.0.close();
     }
 
+    fn price(&self, _: &TcpPeer) -> Price {
+        // Half a microsecond a copy, 8 GB/s.
+        Price { launch: 0.0, copy: 512.0, byte: 0.125 }
+    }
+
     fn read(
         &self,
         peer: &TcpPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
@@ -291,7 +296,7 @@ impl Transport for Tcp {
     fn write(
         &self,
         peer: &TcpPeer,
-        copies: &[Copy],
+        copies: &[ByteCopy],
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Transfer, Error> {

@@ -11,7 +11,7 @@ use super::proof::{CHALLENGE_BYTES, End, prove};
 use super::{Tcp, TcpOptions, parse};
 use crate::error::Error;
 use crate::transport::{Operation, Status, Transport};
-use kvferry_layout::Copy;
+use kvferry_layout::ByteCopy;
 use kvferry_layout::Region;
 
 const PAGE: usize = 4096;
@@ -441,7 +441,7 @@ fn spoiled_answers_are_errors() {
     // SAFETY: the transport is dropped before the memory.
     unsafe { transport.register(Region::host(base, PAGE as u64)) }.unwrap();
     let peer = transport.connect(&description, soon()).unwrap();
-    let copy = Copy { source: 4096, destination: base, bytes: 64 };
+    let copy = ByteCopy { source: 4096, destination: base, bytes: 64 };
     let operation = transport.read(&peer, &[copy], None, soon()).unwrap();
     let status = operation.wait(soon());
     assert!(

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_transport::local::{Local, LocalOptions, Route};
 use kvferry_transport::nixl::{Nixl, NixlOptions, capi, find};
-use kvferry_transport::{Copy, Error, Operation, Place, Side, Status, Transport};
+use kvferry_transport::{ByteCopy, Error, Operation, Place, Side, Status, Transport};
 
 use crate::back_end::{BackEnd, LocalEnd, NixlTcpEnd};
 use crate::census::{self, Census};
@@ -93,8 +93,8 @@ impl<B: BackEnd> Pair<B> {
     }
 
     /// A copy from the peer to us, by offsets.
-    fn inward(&self, from: usize, to: usize, bytes: usize) -> Copy {
-        Copy {
+    fn inward(&self, from: usize, to: usize, bytes: usize) -> ByteCopy {
+        ByteCopy {
             source: self.process.base + from as u64,
             destination: self.ours.base() + to as u64,
             bytes: bytes as u64,
@@ -102,15 +102,15 @@ impl<B: BackEnd> Pair<B> {
     }
 
     /// A copy from us to the peer, by offsets.
-    fn outward(&self, from: usize, to: usize, bytes: usize) -> Copy {
-        Copy {
+    fn outward(&self, from: usize, to: usize, bytes: usize) -> ByteCopy {
+        ByteCopy {
             source: self.ours.base() + from as u64,
             destination: self.process.base + to as u64,
             bytes: bytes as u64,
         }
     }
 
-    fn read(&self, copies: &[Copy]) -> <B::Transport as Transport>::Operation {
+    fn read(&self, copies: &[ByteCopy]) -> <B::Transport as Transport>::Operation {
         self.transport.read(&self.peer, copies, None, soon()).unwrap()
     }
 
@@ -162,11 +162,11 @@ fn carry_out(plan: &Plan, source: &[u8], destination: &mut [u8]) {
 
 /// Carries a plan out in both directions, and compares all memory of both sides with a model.
 fn check<B: BackEnd>(pair: &mut Pair<B>, plan: &Plan, theirs: &mut [u8], ours: &mut [u8]) {
-    let inward: Vec<Copy> = plan.iter().map(|&(f, t, n)| pair.inward(f, t, n)).collect();
+    let inward: Vec<ByteCopy> = plan.iter().map(|&(f, t, n)| pair.inward(f, t, n)).collect();
     done(&pair.read(&inward));
     carry_out(plan, theirs, ours);
     assert!(pair.ours.snapshot() == *ours, "a read is not exact");
-    let outward: Vec<Copy> = plan.iter().map(|&(f, t, n)| pair.outward(f, t, n)).collect();
+    let outward: Vec<ByteCopy> = plan.iter().map(|&(f, t, n)| pair.outward(f, t, n)).collect();
     let written = pair.transport.write(&pair.peer, &outward, None, soon()).unwrap();
     done(&written);
     carry_out(plan, ours, theirs);
@@ -226,7 +226,8 @@ fn many_operations_at_once<B: BackEnd>() {
                 *to += i * slice;
             }
             carry_out(&plan, &theirs, &mut ours);
-            let copies: Vec<Copy> = plan.iter().map(|&(f, t, n)| pair.inward(f, t, n)).collect();
+            let copies: Vec<ByteCopy> =
+                plan.iter().map(|&(f, t, n)| pair.inward(f, t, n)).collect();
             pair.read(&copies)
         })
         .collect();
@@ -267,7 +268,7 @@ fn notifications_after_data_and_once<B: BackEnd>() {
         .map(|i| {
             let slot = sizes[i];
             let piece = if i % 20 == 3 { slot / 2 } else { slot / 2000 };
-            let copies: Vec<Copy> = (0..slot / piece)
+            let copies: Vec<ByteCopy> = (0..slot / piece)
                 .rev()
                 .map(|number| base + number * piece)
                 .map(|at| pair.outward(at, at, piece))
@@ -344,11 +345,13 @@ fn outside_is_refused<B: BackEnd>() {
         ]
     };
     for (address, length) in spans(peer) {
-        let inward = Copy { source: address, destination: ours, bytes: length.min(bytes as u64) };
-        let outward = Copy { source: ours, destination: address, bytes: length.min(bytes as u64) };
+        let inward =
+            ByteCopy { source: address, destination: ours, bytes: length.min(bytes as u64) };
+        let outward =
+            ByteCopy { source: ours, destination: address, bytes: length.min(bytes as u64) };
         if length > bytes as u64 {
             // Too long for our own side as well, whatever the peer says.
-            let whole = Copy { bytes: length, ..inward };
+            let whole = ByteCopy { bytes: length, ..inward };
             refused(pair.transport.read(&pair.peer, &[whole], None, soon()));
             continue;
         }
@@ -366,8 +369,8 @@ fn outside_is_refused<B: BackEnd>() {
         );
     }
     for (address, length) in spans(ours) {
-        let inward = Copy { source: peer, destination: address, bytes: length };
-        let outward = Copy { source: address, destination: peer, bytes: length };
+        let inward = ByteCopy { source: peer, destination: address, bytes: length };
+        let outward = ByteCopy { source: address, destination: peer, bytes: length };
         for result in [
             pair.transport.read(&pair.peer, &[inward], None, soon()),
             pair.transport.write(&pair.peer, &[outward], None, soon()),
@@ -401,7 +404,7 @@ fn deregistered_is_outside<B: BackEnd>() {
     }
     // Our own side, for all: a region that was never registered, or is not any more.
     let other = Memory::new(MIB);
-    let copy = Copy { source: pair.process.base, destination: other.base(), bytes: 4096 };
+    let copy = ByteCopy { source: pair.process.base, destination: other.base(), bytes: 4096 };
     // SAFETY: the memory outlives the registration, and is only touched through its address.
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();
     done(&pair.read(&[copy]));
@@ -423,7 +426,7 @@ fn a_region_in_use_is_busy<B: BackEnd>() {
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();
     pair.process.stop();
     let copy =
-        Copy { source: pair.process.base, destination: other.base(), bytes: 32 * MIB as u64 };
+        ByteCopy { source: pair.process.base, destination: other.base(), bytes: 32 * MIB as u64 };
     let operation = pair.read(&[copy]);
     // Until it has been sent.
     std::thread::sleep(Duration::from_millis(300));
@@ -500,7 +503,7 @@ fn reads_never_land_late<B: BackEnd>(end: End) {
     for round in 0..rounds(4) {
         pair.ours.set(&vec![0xee; bytes]);
         // Pieces apart, so that they are not merged into one.
-        let copies: Vec<Copy> =
+        let copies: Vec<ByteCopy> =
             (0..128).map(|i| pair.inward(i * 512 * 1024, i * 512 * 1024, 500 * 1024)).collect();
         let until = match end {
             End::Deadline => Instant::now() + Duration::from_millis(300),
@@ -582,7 +585,7 @@ fn cancelled_writes_never_land_late<B: BackEnd>() {
     let mut pair = Pair::<B>::new(bytes);
     for round in 0..rounds(3) {
         pair.ours.set(&vec![0xee; bytes]);
-        let copies: Vec<Copy> =
+        let copies: Vec<ByteCopy> =
             (0..128).map(|i| pair.outward(i * 512 * 1024, i * 512 * 1024, 500 * 1024)).collect();
         // So that there is a connection for bytes to be on.
         done(&pair.read(&[pair.inward(0, 0, 1)]));
@@ -659,7 +662,7 @@ fn dropped_transports_never_land_late<B: BackEnd>() {
     let pair = Pair::<B>::new(bytes);
     let Pair { transport, peer, process, ours, .. } = pair;
     process.stop();
-    let copy = Copy { source: process.base, destination: ours.base(), bytes: bytes as u64 };
+    let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: bytes as u64 };
     let operation = transport.read(&peer, &[copy], None, soon()).unwrap();
     drop(peer);
     drop(transport);
@@ -837,7 +840,7 @@ fn nothing_leaks<B: BackEnd>() {
         // SAFETY: the memory outlives the transport, and is only touched through its address.
         let region = unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
-        let copy = Copy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
+        let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
         let operation = transport.read(&peer, &[copy], None, soon()).unwrap();
         done(&operation);
         transport.deregister(region, soon()).unwrap();
@@ -855,7 +858,7 @@ fn nothing_leaks<B: BackEnd>() {
         // SAFETY: as above.
         unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
-        let copy = Copy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
+        let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
         done(&transport.read(&peer, &[copy], None, soon()).unwrap());
         // Everything is dropped at once, in no good order.
         drop(transport);
@@ -909,7 +912,7 @@ pub(crate) fn reader(arguments: &[String]) {
     };
     assert!(matches!(obstacle, Error::System { code: Some(libc::EPERM), .. }), "{obstacle}");
     let copy =
-        Copy { source: base.parse().unwrap(), destination: ours.base(), bytes: bytes as u64 };
+        ByteCopy { source: base.parse().unwrap(), destination: ours.base(), bytes: bytes as u64 };
     done(&transport.read(&peer, &[copy], None, soon()).unwrap());
     assert!(ours.snapshot() == pattern(PEER_SEED, bytes));
     drop(transport);
