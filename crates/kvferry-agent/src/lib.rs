@@ -33,6 +33,7 @@ mod worker;
 
 pub use carrier::{Carrier, Source, carry};
 pub use error::{Error, Failure, Misbehaviour, PeerError};
+pub use kvferry_plan::BlockTable;
 pub use lease::{Ended, Loss, Released};
 pub use message::{Card, Incarnation, Ticket, Version};
 pub use metrics::Phases;
@@ -42,4 +43,4 @@ pub use scheduler::{
 };
 pub use server::Limits;
 pub use trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
-pub use worker::{BlockTable, Ending, Load, Notice, Outcome, Worker, WorkerOptions};
+pub use worker::{Ending, Load, Notice, Outcome, Worker, WorkerOptions};

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{Area, Plan, Table};
+use kvferry_plan::{Area, BlockTable, Plan};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
@@ -58,21 +58,6 @@ impl WorkerOptions {
             keepalive: Duration::from_secs(5),
             version: Version::CURRENT,
         }
-    }
-}
-
-/// A block table of one group.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockTable {
-    /// Position of the first id; above 0 where the list was clipped.
-    pub first: u64,
-    /// Block ids.
-    pub blocks: Vec<u32>,
-}
-
-impl BlockTable {
-    pub(crate) fn borrow(&self) -> Table<'_> {
-        Table { first: self.first, blocks: &self.blocks }
     }
 }
 

@@ -95,6 +95,6 @@ pub use compile::Plan;
 pub use cover::Part;
 pub use incompatible::Incompatible;
 pub use kvferry_layout::{ByteCopy, Price};
-pub use request::{Request, RequestError, Side, Table};
+pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

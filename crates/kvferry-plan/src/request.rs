@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::compile::{DestinationGroup, Plan};
@@ -21,6 +22,22 @@ impl<'a> Table<'a> {
     /// A table that starts at position 0.
     pub fn new(blocks: &'a [u32]) -> Self {
         Self { first: 0, blocks }
+    }
+}
+
+/// A [`Table`] that owns its ids: what crosses threads and processes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockTable {
+    /// Position of the first id; above 0 where the list was clipped.
+    pub first: u64,
+    /// Block ids.
+    pub blocks: Vec<u32>,
+}
+
+impl BlockTable {
+    /// The table as requests want it.
+    pub fn borrow(&self) -> Table<'_> {
+        Table { first: self.first, blocks: &self.blocks }
     }
 }
 
