@@ -28,9 +28,10 @@ else
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
 fi
-# A link that leads nowhere is a warning, and a warning is an error. The addresses end in `.html`, so that
-# the pages can be read without a server.
-"$env/bin/mkdocs" build --quiet --strict --no-directory-urls --site-dir "$site"
+# A link that leads nowhere is a warning, and a warning is an error; not so with `--quiet`, which drops
+# warnings before they are counted. The addresses end in `.html`, so that the pages can be read without a
+# server.
+"$env/bin/mkdocs" build --strict --no-directory-urls --site-dir "$site"
 
 "$env/bin/python" - <<'PYTHON'
 """Links between the documents outside of the book, and every path that any document names."""

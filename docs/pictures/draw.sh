@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 page=$(mktemp --suffix=.html)
 trap 'rm -f "$page"' EXIT
-cargo run --quiet --release -- explain --model kimi-linear --prefill tp=4 --decode tp=2,pp=2 --out "$page"
+cargo run --quiet --release -- explain --model kimi-linear --prefill tp=4 --decode tp=2,pp=2 --out "$page" >/dev/null
 grep -q 'aria-labelledby="copies-title"' "$page" || {
   echo "The page has no section 'copies-title' any more: choose another one in $0." >&2
   exit 1
@@ -20,6 +20,6 @@ cat >>"$page" <<'STYLE'
 </style>
 STYLE
 chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
-  --force-device-scale-factor=1.5 --window-size=1000,790 --screenshot="$PWD/docs/pictures/copies.png" \
+  --force-device-scale-factor=1.5 --window-size=880,790 --screenshot="$PWD/docs/pictures/copies.png" \
   "file://$page" 2>/dev/null
 echo "wrote docs/pictures/copies.png"
