@@ -104,17 +104,15 @@ def prefill(pipe):
     engine.pools[0][:] = engine.expected(0, blocks)
     ticket = engine.scheduler.grant("request-1")
     pipe.send(json.dumps({"ticket": ticket, "blocks": blocks, "tokens": TOKENS}))
-    for request, why in engine.scheduler.released(PATIENCE):
-        print(f"prefill: the blocks of {request} are free again, {why}", flush=True)
+    # Waits until decode has confirmed the request, or its lease is over.
+    pipe.send(engine.scheduler.released(PATIENCE))
     engine.close()
 
 
 def decode(pipe):
     """Takes the request over, and answers how many words of its memory are wrong."""
     engine = Engine("decode", ranks=2, tokens_per_block=8)
-    if not pipe.poll(PATIENCE):
-        raise RuntimeError(f"prefill has not answered within {PATIENCE:.0f} s")
-    message = json.loads(pipe.recv())
+    message = json.loads(receive(pipe))
     blocks = [3]
     # Keeps the blocks alive on prefill while the request waits for its turn.
     engine.scheduler.hold(message["ticket"], patience=PATIENCE)
@@ -133,11 +131,17 @@ def decode(pipe):
         (ending,) = worker.endings(PATIENCE)
         if ending.outcome != "done":
             raise RuntimeError(f"rank {rank}: {ending.outcome}: {ending.reason}")
-        print(f"decode rank {rank}: {ending.bytes} bytes in {ending.copies} copies", flush=True)
+        print(f"decode rank {rank}: {ending.bytes} bytes in {ending.copies} copies")
         wrong += int((engine.pools[rank] != engine.expected(rank, blocks)).sum())
     engine.scheduler.settle(message["ticket"])
     engine.close()
     return wrong
+
+
+def receive(pipe):
+    if not pipe.poll(PATIENCE):
+        raise RuntimeError(f"prefill has not answered within {PATIENCE:.0f} s")
+    return pipe.recv()
 
 
 def main():
@@ -149,6 +153,8 @@ def main():
     # So that the pipe ends with the other process.
     theirs.close()
     wrong = decode(ours)
+    for request, why in receive(ours):
+        print(f"prefill: the blocks of {request} are free again, {why}")
     other.join(PATIENCE)
     print(f"{wrong} wrong words")
     return 0 if wrong == 0 and other.exitcode == 0 else 1

@@ -11,12 +11,11 @@ def test_two_processes_hand_a_request_over():
     command = [sys.executable, EXAMPLES / "python" / "handover.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    # Two processes print, in any order.
-    assert sorted(done.stdout.splitlines()) == [
-        "0 wrong words",
+    assert done.stdout.splitlines() == [
         "decode rank 0: 96 bytes in 6 copies",
         "decode rank 1: 96 bytes in 6 copies",
         "prefill: the blocks of request-1 are free again, confirmed",
+        "0 wrong words",
     ]
 
 
