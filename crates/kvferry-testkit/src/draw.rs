@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::engine::{
-    Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, balanced_parts, equal_turns,
-    one_turn,
-};
+use crate::engine::Engine;
 use crate::model::{Model, Sight, State, Tensor};
 use crate::random::Dice;
+use crate::recipe::{
+    Arm, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, balanced_parts, equal_turns, one_turn,
+};
 
 /// Which side of a transfer an engine is for: what it keeps beyond a window depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::engine::{Engine, GroupRecipe, Holding, Rank};
+use crate::engine::{Engine, Holding, Rank};
+use crate::recipe::GroupRecipe;
 use crate::request::{OwnedRequest, held, places};
 
 /// A copy: absolute addresses on both sides.

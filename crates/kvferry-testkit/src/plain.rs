@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::engine::{Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
+use crate::engine::Engine;
 use crate::model::{Model, Sight};
+use crate::recipe::{Arm, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
 
 /// How the groups of a hand-written engine lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,7 +197,7 @@ impl Recipe {
 
 /// Memory orders by their usual names.
 pub mod orders {
-    use crate::engine::Step;
+    use crate::recipe::Step;
 
     fn axis(name: &str) -> Step {
         Step::Axis(name.to_owned())

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use kvferry_layout::Law;
 
-use crate::engine::{Engine, GroupRecipe, Holding};
+use crate::engine::{Engine, Holding};
 use crate::model::Sight;
 use crate::random::Dice;
+use crate::recipe::GroupRecipe;
 
 /// A block table of one group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

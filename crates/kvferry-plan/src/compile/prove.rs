@@ -103,7 +103,7 @@ pub(crate) fn prove_merging(
     merged: &Merged<'_>,
 ) -> Result<(), Incompatible> {
     let Cover { parts, windows } = merged.cover;
-    let rhythms = numbers(merged.rhythms);
+    let mut rhythms = Numbers::new(merged.rhythms);
     let mut ledger = Ledger::default();
     for part in parts {
         let source = sources[part.source];
@@ -121,7 +121,7 @@ pub(crate) fn prove_merging(
         };
         let class = Class {
             source: part.source,
-            rhythm: number(&rhythms, &rhythm, &to.state)?,
+            rhythm: rhythms.of(&rhythm, &to.state)?,
             regions: (from.view.region, to.view.region),
             steps: BothSteps { source: source_steps, destination: destination_steps },
         };
@@ -147,10 +147,10 @@ pub(crate) fn prove_merging(
 }
 
 fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompatible> {
-    let leftovers = numbers(merged.leftovers);
+    let mut leftovers = Numbers::new(merged.leftovers);
     let mut ledger = Ledger::default();
     for (index, group) in destination.groups().iter().enumerate() {
-        let own = |stride| move |count| Loop { count, source: stride, destination: stride };
+        let own = |count, stride| Loop { count, source: stride, destination: stride };
         for (piece_index, piece) in group.pieces.iter().enumerate() {
             let window = merged.cover.windows[index][piece_index];
             let (held, steps) = Holding::new(destination, (index, piece_index), window);
@@ -158,27 +158,31 @@ fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompa
             let leftover = Leftover::Entries(kind.law, held);
             let class = Class {
                 source: 0,
-                rhythm: number(&leftovers, &leftover, &piece.state)?,
+                rhythm: leftovers.of(&leftover, &piece.state)?,
                 regions: (piece.view.region, piece.view.region),
                 steps: BothSteps { source: steps, destination: steps },
             };
             let at = start(destination, piece.view.region, piece.view.offset);
+            let mut loops = [Loop::default(); MAX_AXES];
             let spans = piece.bounds.0.iter().zip(&piece.view.axes);
-            let loops: Vec<Loop> = spans.map(|(span, &stride)| own(stride)(span.len())).collect();
-            ledger.expect(class, &piece.state, (at, at), kind.format.bytes.into(), &loops);
+            for (repeat, (span, &stride)) in loops.iter_mut().zip(spans) {
+                *repeat = own(span.len(), stride);
+            }
+            let loops = &loops[..piece.bounds.0.len()];
+            ledger.expect(class, &piece.state, (at, at), kind.format.bytes.into(), loops);
         }
         for scratch in &group.scratch {
             let steps = Steps { block: scratch.block, ..Steps::default() };
             let leftover = Leftover::Blocks { group: index };
             let class = Class {
                 source: 0,
-                rhythm: number(&leftovers, &leftover, "scratch")?,
+                rhythm: leftovers.of(&leftover, "scratch")?,
                 regions: (scratch.region, scratch.region),
                 steps: BothSteps { source: steps, destination: steps },
             };
             let at = start(destination, scratch.region, scratch.offset);
             let loops: Vec<Loop> =
-                scratch.dims.iter().map(|&(count, stride)| own(stride)(count)).collect();
+                scratch.dims.iter().map(|&(count, stride)| own(count, stride)).collect();
             ledger.expect(class, "scratch", (at, at), scratch.run, &loops);
         }
     }
@@ -191,17 +195,25 @@ fn start(manifest: &Manifest, region: u32, offset: u64) -> u64 {
 }
 
 /// The numbers of a plan's rhythms or leftovers.
-fn numbers<T: Eq + Hash>(list: &[T]) -> HashMap<&T, usize> {
-    list.iter().zip(0..).collect()
+struct Numbers<'a, T> {
+    list: &'a [T],
+    numbers: HashMap<&'a T, usize>,
+    /// The one that was asked for last.
+    last: usize,
 }
 
-fn number<T: Eq + Hash>(
-    numbers: &HashMap<&T, usize>,
-    wanted: &T,
-    state: &str,
-) -> Result<usize, Incompatible> {
-    let known = numbers.get(wanted).copied();
-    known.ok_or_else(|| unproven(state, "its entries are not walked"))
+impl<'a, T: Eq + Hash> Numbers<'a, T> {
+    fn new(list: &'a [T]) -> Self {
+        Self { list, numbers: list.iter().zip(0..).collect(), last: 0 }
+    }
+
+    fn of(&mut self, wanted: &T, state: &str) -> Result<usize, Incompatible> {
+        if self.list.get(self.last) != Some(wanted) {
+            let known = self.numbers.get(wanted).copied();
+            self.last = known.ok_or_else(|| unproven(state, "its entries are not walked"))?;
+        }
+        Ok(self.last)
+    }
 }
 
 fn unproven(state: &str, problem: &str) -> Incompatible {
