@@ -173,11 +173,10 @@ fn check_piece(
     if phase.modulus == 0 || phase.held.is_empty() || phase.held.end > phase.modulus {
         return Err(ManifestError::Phase { spot: spot(), phase: phase.to_string() });
     }
-    if let Some(needed) = piece.need {
-        if needed.is_empty() || !group.window.keeps(&needed) {
-            let kept = group.window;
-            return Err(ManifestError::Need { spot: spot(), needed, kept });
-        }
+    if let Some(needed) = piece.need
+        && (needed.is_empty() || !group.window.keeps(&needed))
+    {
+        return Err(ManifestError::Need { spot: spot(), needed, kept: group.window });
     }
     let entries =
         group.entries_per_block(kind, &phase).ok_or_else(|| ManifestError::EntriesPerBlock {

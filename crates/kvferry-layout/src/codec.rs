@@ -12,9 +12,9 @@ pub const MAX_BINARY_BYTES: usize = 4 << 20;
 pub const MAX_JSON_BYTES: usize = 64 << 20;
 
 const MAGIC: &[u8; 4] = b"KVFM";
-/// The compact form names no fields: every change of them is another version.
+/// The compact form does not name its fields: every change of them changes its version.
 const BINARY_VERSION: u16 = 2;
-/// The readable form does: one more field that may be left out is no other version.
+/// The readable form does: a new field that may be left out does not.
 const JSON_VERSION: u16 = 1;
 
 #[derive(Serialize)]

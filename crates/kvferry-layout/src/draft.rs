@@ -43,7 +43,7 @@ pub struct Group {
     /// Tokens between the starts of two neighbouring entries of the block table; `None` where one
     /// block holds all that there is of a sequence (recurrent states).
     pub tokens_per_block: Option<u64>,
-    /// Which tokens stay live.
+    /// Which tokens its blocks keep.
     pub window: Window,
     /// What the group's blocks hold.
     pub pieces: Vec<Piece>,

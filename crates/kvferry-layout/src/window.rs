@@ -1,4 +1,4 @@
-//! Which tokens a group still needs after `n` of them.
+//! Which tokens of a sequence stay live.
 
 use std::fmt;
 
@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::arithmetic::gcd;
 
-/// The live part of a group's sequence. After `n` tokens the first live one is `n + 1 - tokens` (the
+/// The tokens of a sequence that stay live: of a group, those that its blocks keep; of a piece, those that
+/// the model still looks back at. After `n` tokens the first live one is `n + 1 - tokens` (the
 /// next token sees itself and the `tokens - 1` before it), rounded down to a multiple of `chunk`, less
 /// `extra`, and never below zero. One formula covers full attention, sliding windows and chunked local
 /// attention.
@@ -17,7 +18,7 @@ pub struct Window {
     pub tokens: Option<u64>,
     /// Length of a chunk; 1 where the window slides.
     pub chunk: u64,
-    /// Tokens kept beyond that.
+    /// Tokens that stay live beyond that.
     pub extra: u64,
 }
 

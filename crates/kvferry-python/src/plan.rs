@@ -53,6 +53,12 @@ impl Plan {
         self.0.source_count()
     }
 
+    /// Group and index of the destination pieces that get less than their group keeps.
+    #[getter]
+    fn windowed(&self) -> Vec<(usize, usize)> {
+        self.0.windowed().to_vec()
+    }
+
     /// Whether anything is read from a source rank.
     fn reads(&self, source: usize) -> bool {
         self.0.reads(source)

@@ -73,51 +73,7 @@ impl Plan {
         }
         let cover = cover(destination, sources, &mut Budget::new())?;
         prove_cover(destination, sources, &cover, &mut Budget::new())?;
-        let Cover { parts, windows } = &cover;
-
-        let mut rhythms = Numbered::default();
-        let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
-        for part in parts {
-            let source = sources[part.source];
-            let from = &source.groups()[part.from.0].pieces[part.from.1];
-            let to = &destination.groups()[part.to.0].pieces[part.to.1];
-            let kept = source.groups()[part.from.0].window;
-            let (source_holding, source_steps) = Holding::new(source, part.from, kept);
-            let window = windows[part.to.0][part.to.1];
-            let (destination_holding, destination_steps) =
-                Holding::new(destination, part.to, window);
-            let kind = destination.kind(to);
-            let rhythm = rhythms.number(Rhythm {
-                law: kind.law,
-                phase: part.phase,
-                source: source_holding,
-                destination: destination_holding,
-            });
-            let start = |manifest: &Manifest, piece: &Piece| {
-                let view = &piece.view;
-                let inner = part.bounds.0.iter().zip(&piece.bounds.0).zip(&view.axes);
-                let inner = inner.map(|((part, held), stride)| (part.start - held.start) * stride);
-                manifest.regions()[view.region as usize].base + view.offset + inner.sum::<u64>()
-            };
-            let strides = from.view.axes.iter().zip(&to.view.axes);
-            let loops = part.bounds.0.iter().zip(strides).map(|(span, strides)| Loop {
-                count: span.len(),
-                source: *strides.0,
-                destination: *strides.1,
-            });
-            let steps = BothSteps { source: source_steps, destination: destination_steps };
-            let nest = Nest::new(
-                (start(source, from), start(destination, to)),
-                steps,
-                u64::from(kind.format.bytes),
-                loops.collect(),
-            );
-            let regions = (from.view.region, to.view.region);
-            let blocks = (source_steps.block, destination_steps.block);
-            let key = Key { group: part.to.0, rhythm, regions, blocks };
-            nests[part.source].push((key, nest));
-        }
-        let rhythms = rhythms.list;
+        let (rhythms, nests) = nests(destination, sources, &cover);
         let mut reads = Numbered::default();
         for rhythm in &rhythms {
             let Holding { group, blocks, null_block, .. } = rhythm.source;
@@ -134,7 +90,7 @@ impl Plan {
         let clusters_by_source: Vec<_> =
             nests.into_iter().map(|nests| clusters(nests, &repeated, &evenly)).collect();
 
-        let (leftovers, rest) = leftovers(destination, windows);
+        let (leftovers, rest) = leftovers(destination, &cover.windows);
         let repeated = |key: &Key| match &leftovers[key.rhythm] {
             Leftover::Entries(law, held) => several_blocks(*law, held),
             Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
@@ -145,8 +101,8 @@ impl Plan {
         };
         let rest = clusters(rest, &repeated, &evenly);
 
-        let groups =
-            (0..destination.groups().len()).map(|group| facts(destination, group, &windows[group]));
+        let groups = (0..destination.groups().len())
+            .map(|group| facts(destination, group, &cover.windows[group]));
         let merged = Merged {
             cover: &cover,
             rhythms: &rhythms,
@@ -159,7 +115,7 @@ impl Plan {
             groups: groups.collect(),
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
             reads: reads.list,
-            windowed: windowed(destination, windows),
+            windowed: windowed(destination, &cover.windows),
             rhythms,
             sources: clusters_by_source,
             rest,
@@ -189,6 +145,56 @@ impl Plan {
     pub fn reads(&self, source: usize) -> bool {
         self.sources.get(source).is_some_and(|clusters| !clusters.is_empty())
     }
+}
+
+/// The parts as nests, for every source rank, and the rhythms that they name.
+fn nests(
+    destination: &Manifest,
+    sources: &[&Manifest],
+    cover: &Cover,
+) -> (Vec<Rhythm>, Vec<Vec<(Key, Nest)>>) {
+    let mut rhythms = Numbered::default();
+    let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
+    for part in &cover.parts {
+        let source = sources[part.source];
+        let from = &source.groups()[part.from.0].pieces[part.from.1];
+        let to = &destination.groups()[part.to.0].pieces[part.to.1];
+        let kept = source.groups()[part.from.0].window;
+        let (source_holding, source_steps) = Holding::new(source, part.from, kept);
+        let window = cover.windows[part.to.0][part.to.1];
+        let (destination_holding, destination_steps) = Holding::new(destination, part.to, window);
+        let kind = destination.kind(to);
+        let rhythm = rhythms.number(Rhythm {
+            law: kind.law,
+            phase: part.phase,
+            source: source_holding,
+            destination: destination_holding,
+        });
+        let start = |manifest: &Manifest, piece: &Piece| {
+            let view = &piece.view;
+            let inner = part.bounds.0.iter().zip(&piece.bounds.0).zip(&view.axes);
+            let inner = inner.map(|((part, held), stride)| (part.start - held.start) * stride);
+            manifest.regions()[view.region as usize].base + view.offset + inner.sum::<u64>()
+        };
+        let strides = from.view.axes.iter().zip(&to.view.axes);
+        let loops = part.bounds.0.iter().zip(strides).map(|(span, strides)| Loop {
+            count: span.len(),
+            source: *strides.0,
+            destination: *strides.1,
+        });
+        let steps = BothSteps { source: source_steps, destination: destination_steps };
+        let nest = Nest::new(
+            (start(source, from), start(destination, to)),
+            steps,
+            u64::from(kind.format.bytes),
+            loops.collect(),
+        );
+        let regions = (from.view.region, to.view.region);
+        let blocks = (source_steps.block, destination_steps.block);
+        let key = Key { group: part.to.0, rhythm, regions, blocks };
+        nests[part.source].push((key, nest));
+    }
+    (rhythms.list, nests)
 }
 
 /// The pieces of which less is copied than their group keeps.

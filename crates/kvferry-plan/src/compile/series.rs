@@ -61,7 +61,7 @@ impl AddAssign for Value {
 
 impl SubAssign for Value {
     fn sub_assign(&mut self, other: Self) {
-        *self = *self + Self(if other.0 == 0 { 0 } else { PRIME - other.0 });
+        *self += Self(if other.0 == 0 { 0 } else { PRIME - other.0 });
     }
 }
 
@@ -92,9 +92,7 @@ impl Powers {
             if exponent == 0 {
                 break;
             }
-            if exponent % 16 > 0 {
-                power = power * digits[(exponent % 16) as usize];
-            }
+            power = power * digits[(exponent % 16) as usize];
             exponent /= 16;
         }
         power
