@@ -104,6 +104,12 @@ class Plan:
     def sources(self) -> int:
         """How many source ranks the plan was compiled from."""
 
+    @property
+    def windowed(self) -> list[tuple[int, int]]:
+        """Group and index of the destination pieces that get less than their group keeps, because the
+        source keeps no more: only what the model looks back at after the whole request. Blocks with
+        such pieces must not serve as the cached prefix of another, shorter request."""
+
     def reads(self, source: int) -> bool:
         """Whether anything is read from a source rank."""
 

@@ -25,7 +25,7 @@ def _restore(cls: type[Error], message: str, fields: dict[str, Any]) -> Error:
 
 
 class ManifestError(Error):
-    """Facts that make no sense, or bytes that are no manifest. The message names the place."""
+    """Facts that make no sense, or bytes that are not a manifest. The message names the place."""
 
 
 class RequestError(Error):
@@ -39,8 +39,8 @@ class AgentError(Error):
 class Incompatible(Error):
     """Two sides that cannot serve each other: what differs, both values, and what to do.
 
-    `kind` is `identity`, `format`, `axes`, `law`, `window`, `phase`, `missing`, `uncovered` or
-    `unproven`.
+    `kind` is `identity`, `format`, `axes`, `law`, `window`, `phase`, `missing`, `uncovered`,
+    `too_complex` or `unproven`.
     """
 
     #: The state that it is about (`layers.3/k`); None where it is about the engines as a whole.

@@ -1,10 +1,13 @@
-//! Which tokens a group still needs after `n` of them.
+//! Which tokens of a sequence stay live.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The live part of a group's sequence. After `n` tokens the first live one is `n + 1 - tokens` (the
+use crate::arithmetic::gcd;
+
+/// The tokens of a sequence that stay live: of a group, those that its blocks keep; of a piece, those that
+/// the model still looks back at. After `n` tokens the first live one is `n + 1 - tokens` (the
 /// next token sees itself and the `tokens - 1` before it), rounded down to a multiple of `chunk`, less
 /// `extra`, and never below zero. One formula covers full attention, sliding windows and chunked local
 /// attention.
@@ -15,7 +18,7 @@ pub struct Window {
     pub tokens: Option<u64>,
     /// Length of a chunk; 1 where the window slides.
     pub chunk: u64,
-    /// Tokens kept beyond that.
+    /// Tokens that stay live beyond that.
     pub extra: u64,
 }
 
@@ -31,6 +34,11 @@ impl Window {
     /// The tokens since the last multiple of `chunk`.
     pub const fn chunked(chunk: u64) -> Self {
         Self { tokens: Some(1), chunk, extra: 0 }
+    }
+
+    /// Whether nothing ever stays live: no length, or no chunk.
+    pub fn is_empty(&self) -> bool {
+        self.chunk == 0 || self.tokens == Some(0)
     }
 
     /// The first live token after `n` tokens.
@@ -52,9 +60,9 @@ impl Window {
         // (wanted + needed.extra) - (kept + self.extra) + v - u. Over all n, v - u takes every value
         // that is congruent to kept - wanted modulo the gcd of the chunks and at most
         // needed.chunk - 1: the largest of them decides.
-        let (own, other) = (i128::from(self.chunk.max(1)), i128::from(needed.chunk.max(1)));
+        let other = i128::from(needed.chunk.max(1));
         let (kept, wanted) = (i128::from(kept), i128::from(wanted));
-        let step = gcd(own, other);
+        let step = i128::from(gcd(self.chunk.max(1), needed.chunk.max(1)));
         let largest = (other - 1) - (other - 1 - (kept - wanted)).rem_euclid(step);
         wanted + i128::from(needed.extra) - kept - i128::from(self.extra) + largest <= 0
     }
@@ -74,10 +82,6 @@ impl fmt::Display for Window {
         }
         Ok(())
     }
-}
-
-fn gcd(a: i128, b: i128) -> i128 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

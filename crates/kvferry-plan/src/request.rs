@@ -5,8 +5,6 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::compile::{DestinationGroup, Plan};
-
 /// A block table of one group: `blocks[i]` holds the entries at table position `first + i`. The
 /// group's null block marks dead entries. A group whose block holds a whole sequence has a table of
 /// one entry: the running slot.
@@ -77,6 +75,8 @@ impl fmt::Display for Side {
 #[non_exhaustive]
 pub enum RequestError {
     /// Not one table for every group.
+    ///
+    /// What to do: hand in one block table for every group of that side, in the order of its manifest.
     #[error("the {side} has {expected} groups, but the request has {found} block tables for it")]
     TableCount {
         /// Whose tables.
@@ -87,6 +87,8 @@ pub enum RequestError {
         found: usize,
     },
     /// Not one cached length for every group.
+    ///
+    /// What to do: hand in one cached length for every group of the destination.
     #[error("the destination has {expected} groups, but the request has {found} cached lengths")]
     CachedCount {
         /// Groups.
@@ -95,6 +97,8 @@ pub enum RequestError {
         found: usize,
     },
     /// More is said to be held than there is.
+    ///
+    /// What to do: count only tokens of this request as cached.
     #[error(
         "group {group} of the destination cannot hold {cached} tokens of a request of {tokens}"
     )]
@@ -107,6 +111,9 @@ pub enum RequestError {
         tokens: u64,
     },
     /// A block id that does not exist.
+    ///
+    /// What to do: check that the table belongs to this engine and group, and that the manifest's number of
+    /// blocks is the engine's.
     #[error(
         "{side} group {group}: the table names block {id} at position {position}, but there are only {blocks} blocks"
     )]
@@ -123,6 +130,9 @@ pub enum RequestError {
         blocks: u32,
     },
     /// A needed position is not in the table.
+    ///
+    /// What to do: hand in the blocks of every token that is needed; a clipped table must say at which position
+    /// it starts.
     #[error(
         "{side} group {group}: position {position} is needed, but the table has {entries} entries from position {first} on"
     )]
@@ -139,6 +149,9 @@ pub enum RequestError {
         entries: usize,
     },
     /// A needed position is marked dead.
+    ///
+    /// What to do: keep the blocks of all tokens that the destination needs until it has confirmed them; on the
+    /// destination, allocate a block for this position.
     #[error("{side} group {group}: position {position} is needed, but the table marks it dead")]
     DeadBlock {
         /// Whose table.
@@ -149,6 +162,9 @@ pub enum RequestError {
         position: u64,
     },
     /// A group whose block holds a whole sequence has one slot, not several.
+    ///
+    /// What to do: for a group of recurrent states hand in a table of one entry: the slot that the request
+    /// runs in.
     #[error(
         "{side} group {group}: a block holds a whole sequence, so the table must be its one running slot, not {entries} entries from position {first} on"
     )]
@@ -163,6 +179,8 @@ pub enum RequestError {
         entries: usize,
     },
     /// Two entries of the destination would be written to the same bytes.
+    ///
+    /// What to do: allocate every block once: groups that share memory share their block ids, too.
     #[error(
         "destination block {id} is used twice: in group {first_group} and in group {second_group}"
     )]
@@ -176,97 +194,18 @@ pub enum RequestError {
     },
 }
 
-impl Plan {
-    /// Checks all that can be checked before the tables are walked.
-    pub(crate) fn check(&self, request: &Request<'_>) -> Result<(), RequestError> {
-        for (side, expected, found) in [
-            (Side::Source, self.source_groups, request.source.len()),
-            (Side::Destination, self.groups.len(), request.destination.len()),
-        ] {
-            if expected != found {
-                return Err(RequestError::TableCount { side, expected, found });
-            }
+impl RequestError {
+    /// Which error it is, in one word that stays the same from release to release.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::TableCount { .. } => "table_count",
+            Self::CachedCount { .. } => "cached_count",
+            Self::CachedBeyondEnd { .. } => "cached_beyond_end",
+            Self::NoSuchBlock { .. } => "no_such_block",
+            Self::TableTooShort { .. } => "table_too_short",
+            Self::DeadBlock { .. } => "dead_block",
+            Self::NotOneSlot { .. } => "not_one_slot",
+            Self::BlockTwice { .. } => "block_twice",
         }
-        if request.cached.len() != self.groups.len() {
-            return Err(RequestError::CachedCount {
-                expected: self.groups.len(),
-                found: request.cached.len(),
-            });
-        }
-        let tokens = request.tokens;
-        if let Some(group) = (0..self.groups.len()).find(|&g| request.cached[g] > tokens) {
-            let cached = request.cached[group];
-            return Err(RequestError::CachedBeyondEnd { group, cached, tokens });
-        }
-        if tokens == 0 {
-            return Ok(());
-        }
-        for (index, group) in self.groups.iter().enumerate() {
-            let table = &request.destination[index];
-            if !group.holdings.is_empty() {
-                let facts = (index, group.blocks, group.null_block);
-                let one_slot = group.one_slot && request.cached[index] < tokens;
-                check_table(Side::Destination, facts, one_slot, table)?;
-            }
-        }
-        for read in &self.reads {
-            let one_slot = read.one_slot && request.cached[read.destination_group] < tokens;
-            let facts = (read.group, read.blocks, read.null_block);
-            check_table(Side::Source, facts, one_slot, &request.source[read.group])?;
-        }
-        check_used_once(&self.groups, request.destination)
     }
-}
-
-fn check_table(
-    side: Side,
-    (group, blocks, null_block): (usize, u32, Option<u32>),
-    one_slot: bool,
-    table: &Table<'_>,
-) -> Result<(), RequestError> {
-    let (first, entries) = (table.first, table.blocks.len());
-    if one_slot && (first, entries) != (0, 1) {
-        return Err(RequestError::NotOneSlot { side, group, first, entries });
-    }
-    let wrong = |id: &u32| *id >= blocks && null_block != Some(*id);
-    // The maximum first: a scan without branches.
-    if table.blocks.iter().max().is_some_and(wrong)
-        && let Some(index) = table.blocks.iter().position(wrong)
-    {
-        return Err(RequestError::NoSuchBlock {
-            side,
-            group,
-            position: first.saturating_add(index as u64),
-            id: table.blocks[index],
-            blocks,
-        });
-    }
-    Ok(())
-}
-
-/// No block of a pool may appear twice in the destination's tables.
-fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<(), RequestError> {
-    let mut used: Vec<u32> = vec![];
-    for pool in 0..groups.len() {
-        let members = || (0..groups.len()).filter(move |&g| groups[g].pool == pool);
-        let members = || members().filter(|&g| !groups[g].holdings.is_empty());
-        used.clear();
-        for group in members() {
-            let null_block = groups[group].null_block;
-            used.extend(tables[group].blocks.iter().filter(|id| null_block != Some(**id)));
-        }
-        if used.is_sorted_by(|a, b| a < b) {
-            continue;
-        }
-        used.sort_unstable();
-        let Some(twice) = used.windows(2).find(|pair| pair[0] == pair[1]) else { continue };
-        let mut users = members().flat_map(|group| {
-            let ids = tables[group].blocks.iter().filter(|id| **id == twice[0]);
-            ids.map(move |_| group)
-        });
-        let first_group = users.next().unwrap_or(pool);
-        let second_group = users.next().unwrap_or(first_group);
-        return Err(RequestError::BlockTwice { id: twice[0], first_group, second_group });
-    }
-    Ok(())
 }

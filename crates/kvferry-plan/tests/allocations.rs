@@ -3,13 +3,13 @@
 use kvferry_layout::Manifest;
 use kvferry_plan::{ByteCopy, Plan, Request, Table};
 use kvferry_testkit::drive::Drawn;
-use kvferry_testkit::engine::Recipe;
 use kvferry_testkit::heap::{Counting, measure};
 use kvferry_testkit::large::hundred_layers;
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::plain::Memory::Separate;
 use kvferry_testkit::plain::orders::{head_major, token_major};
 use kvferry_testkit::random::Dice;
+use kvferry_testkit::recipe::Recipe;
 use kvferry_testkit::request::{Shape, draw};
 
 #[global_allocator]

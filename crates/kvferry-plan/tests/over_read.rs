@@ -3,10 +3,10 @@
 
 use kvferry_plan::{Plan, Price, Request, Table};
 use kvferry_testkit::drive::compile;
-use kvferry_testkit::engine::{Recipe, Step};
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::plain::Memory;
 use kvferry_testkit::plain::orders::{head_major, token_major};
+use kvferry_testkit::recipe::{Recipe, Step};
 
 const HEADS: u64 = 8;
 /// Bytes of a token's keys and values in one head.

@@ -9,13 +9,14 @@ use kvferry_layout::{
 use kvferry_plan::{Incompatible, Plan};
 use kvferry_testkit::draw::{Side, engine};
 use kvferry_testkit::drive::compile;
-use kvferry_testkit::engine::{Engine, Recipe};
+use kvferry_testkit::engine::Engine;
 use kvferry_testkit::judge::compatible;
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::mutate::Difference;
 use kvferry_testkit::plain::Memory::Separate;
 use kvferry_testkit::plain::orders::token_major;
 use kvferry_testkit::random::Dice;
+use kvferry_testkit::recipe::Recipe;
 
 /// One thing differs between two random engines: every rank that it concerns is refused, and every
 /// other rank is not.
@@ -254,6 +255,7 @@ fn pairs_that_would_take_for_ever_are_refused() {
             kind: 0,
             bounds: StateBox(vec![(n, n + 1).into()]),
             phase,
+            need: None,
             view: View {
                 region: n as u32,
                 offset: 0,

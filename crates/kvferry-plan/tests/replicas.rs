@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 
 use kvferry_testkit::draw::{Side, engine};
 use kvferry_testkit::drive::{ask, compile};
-use kvferry_testkit::engine::{Engine, Recipe};
+use kvferry_testkit::engine::Engine;
 use kvferry_testkit::judge::compatible;
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::plain::Memory::Separate;
 use kvferry_testkit::plain::orders::token_major;
 use kvferry_testkit::random::Dice;
+use kvferry_testkit::recipe::Recipe;
 
 fn simple(name: &str, layers: &[Layer], lanes: u64) -> Engine {
     Recipe::plain(name, &Model::new(layers.to_vec()), lanes).lay_out(Separate, &token_major())

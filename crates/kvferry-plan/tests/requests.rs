@@ -3,12 +3,13 @@
 use kvferry_plan::{Plan, RequestError, Side};
 use kvferry_testkit::draw::{self, engine};
 use kvferry_testkit::drive::{Drawn, ask, compile};
-use kvferry_testkit::engine::{Engine, Recipe};
+use kvferry_testkit::engine::Engine;
 use kvferry_testkit::judge::{Said, Sources, compatible};
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::plain::Memory;
 use kvferry_testkit::plain::orders::token_major;
 use kvferry_testkit::random::Dice;
+use kvferry_testkit::recipe::Recipe;
 use kvferry_testkit::request::{OwnedRequest, OwnedTable, Shape};
 
 /// Blocks of 4 tokens on the source and of 8 on the destination, a state group beside attention. Block

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, BlockTable, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases,
-    SchedulerOptions, Ticket, Trust, WorkerOptions, carry,
+    self as agent, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases, SchedulerOptions,
+    Ticket, Trust, WorkerOptions, carry,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
@@ -22,7 +22,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors;
 use crate::manifest::Manifest;
-use crate::plan::{Asked, Tables, array, words};
+use crate::plan::{Asked, array, words};
 use crate::seconds;
 
 /// The scheduler half of an agent.
@@ -263,14 +263,13 @@ impl Worker {
         let py = ticket.py();
         let half = self.half.get(py)?;
         let asked = Asked::read(tables)?;
-        let destination = block_tables(asked.destination);
         let load = Load {
             request,
             ticket: read_ticket(ticket)?,
             tokens: asked.tokens,
-            cached: asked.cached.unwrap_or_else(|| vec![0; destination.len()]),
-            source: block_tables(asked.source),
-            destination,
+            cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
+            source: asked.source,
+            destination: asked.destination,
             patience: seconds("patience", patience)?,
             rest,
         };
@@ -402,11 +401,6 @@ fn registered<T: Transport + fmt::Debug>(
         unsafe { transport.register(*region) }?;
     }
     Ok(carry(Arc::new(transport)))
-}
-
-fn block_tables(tables: Tables) -> Vec<BlockTable> {
-    let tables = tables.first.into_iter().zip(tables.blocks);
-    tables.map(|(first, blocks)| BlockTable { first, blocks }).collect()
 }
 
 fn trust(key: Option<&str>, key_file: Option<&str>, insecure: bool) -> Result<Trust, Error> {

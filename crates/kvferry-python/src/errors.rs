@@ -10,65 +10,59 @@ use pyo3::types::PyDict;
 
 /// `kvferry.ManifestError`, from the error's name and text.
 pub(crate) fn manifest(py: Python<'_>, error: &ManifestError) -> PyErr {
-    raise(py, "ManifestError", &error.to_string(), |fields| fields.set_item("kind", variant(error)))
+    raise(py, "ManifestError", &error.to_string(), |fields| fields.set_item("kind", error.kind()))
 }
 
 /// `kvferry.RequestError`, from the error's name and text.
 pub(crate) fn request(py: Python<'_>, error: &RequestError) -> PyErr {
-    raise(py, "RequestError", &error.to_string(), |fields| fields.set_item("kind", variant(error)))
+    raise(py, "RequestError", &error.to_string(), |fields| fields.set_item("kind", error.kind()))
 }
 
 /// `kvferry.AgentError`, from the error's name and text.
 pub(crate) fn agent(py: Python<'_>, error: &kvferry_agent::Error) -> PyErr {
-    raise(py, "AgentError", &error.to_string(), |fields| fields.set_item("kind", variant(error)))
+    let kind = agent_kind(error);
+    raise(py, "AgentError", &error.to_string(), |fields| fields.set_item("kind", kind))
 }
 
 /// `kvferry.Incompatible`, with what differs as fields.
 pub(crate) fn incompatible(py: Python<'_>, error: &Incompatible) -> PyErr {
-    let mut state = None;
-    let mut fact = None;
-    let mut rank = None;
+    let (mut fact, mut rank) = (None, None);
     let (mut source, mut destination) = (None, None);
     match error {
         Incompatible::Identity { fact: name, source_rank, source_value, destination_value } => {
-            fact = Some(name.clone());
-            rank = Some(source_rank.clone());
+            (fact, rank) = (Some(name), Some(source_rank));
             (source, destination) = (source_value.clone(), destination_value.clone());
         }
-        Incompatible::Format { state: name, source_rank, source_format, destination_format } => {
-            (state, rank) = (Some(name.clone()), Some(source_rank.clone()));
+        Incompatible::Format { source_rank, source_format, destination_format, .. } => {
+            rank = Some(source_rank);
             source = Some(source_format.to_string());
             destination = Some(destination_format.to_string());
         }
-        Incompatible::Axes { state: name, source_rank, source_axes, destination_axes } => {
-            (state, rank) = (Some(name.clone()), Some(source_rank.clone()));
+        Incompatible::Axes { source_rank, source_axes, destination_axes, .. } => {
+            rank = Some(source_rank);
             (source, destination) = (Some(axes(source_axes)), Some(axes(destination_axes)));
         }
-        Incompatible::Law { state: name, source_rank, source_law, destination_law } => {
-            (state, rank) = (Some(name.clone()), Some(source_rank.clone()));
+        Incompatible::Law { source_rank, source_law, destination_law, .. } => {
+            rank = Some(source_rank);
             source = Some(source_law.to_string());
             destination = Some(destination_law.to_string());
         }
-        Incompatible::Window { state: name, source_rank, kept, needed } => {
-            (state, rank) = (Some(name.clone()), Some(source_rank.clone()));
+        Incompatible::Window { source_rank, kept, needed, .. } => {
+            rank = Some(source_rank);
             (source, destination) = (Some(kept.to_string()), Some(needed.to_string()));
         }
-        Incompatible::Phase { state: name, destination_phase, .. } => {
-            state = Some(name.clone());
+        Incompatible::Phase { destination_phase, .. } => {
             destination = Some(destination_phase.to_string());
         }
-        Incompatible::Uncovered { state: name, part, phase } => {
-            state = Some(name.clone());
+        Incompatible::Uncovered { part, phase, .. } => {
             destination = Some(format!("{part} of entries {phase}"));
         }
-        Incompatible::Missing { state: name, .. } | Incompatible::Unproven { state: name, .. } => {
-            state = Some(name.clone());
-        }
+        // These have no values to compare.
         _ => {}
     }
     raise(py, "Incompatible", &error.to_string(), |fields| {
-        fields.set_item("kind", variant(error))?;
-        fields.set_item("state", state)?;
+        fields.set_item("kind", error.kind())?;
+        fields.set_item("state", error.state())?;
         fields.set_item("fact", fact)?;
         fields.set_item("source_rank", rank)?;
         fields.set_item("source_value", source)?;
@@ -91,17 +85,21 @@ fn raise(
     make().unwrap_or_else(|failure| failure)
 }
 
-/// A variant's name in the way of Python: `RegionsOverlap` is `regions_overlap`.
-fn variant(error: &impl std::fmt::Debug) -> String {
-    let text = format!("{error:?}");
-    let mut name = String::new();
-    for letter in text.chars().take_while(char::is_ascii_alphanumeric) {
-        if letter.is_ascii_uppercase() && !name.is_empty() {
-            name.push('_');
-        }
-        name.push(letter.to_ascii_lowercase());
+fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
+    use kvferry_agent::Error;
+    match error {
+        Error::Options(_) => "options",
+        Error::Key(_) => "key",
+        Error::NeedsKey(_) => "needs_key",
+        Error::Io { .. } => "io",
+        Error::Transport(_) => "transport",
+        Error::Duplicate(_) => "duplicate",
+        Error::AlreadyGranted(_) => "already_granted",
+        Error::Stopped => "stopped",
+        Error::Peer(_) => "peer",
+        Error::Cards(_) => "cards",
+        _ => "other",
     }
-    name
 }
 
 fn axes(axes: &[Axis]) -> String {

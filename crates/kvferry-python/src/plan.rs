@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvferry_layout::ByteCopy;
 use kvferry_plan as plan;
-use kvferry_plan::{Request, Table, Transfer};
+use kvferry_plan::{BlockTable, Request, Table, Transfer};
 use pyo3::conversion::FromPyObjectOwned;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyDict};
 
@@ -53,6 +53,12 @@ impl Plan {
         self.0.source_count()
     }
 
+    /// Group and index of the destination pieces that get less than their group keeps.
+    #[getter]
+    fn windowed(&self) -> Vec<(usize, usize)> {
+        self.0.windowed().to_vec()
+    }
+
     /// Whether anything is read from a source rank.
     fn reads(&self, source: usize) -> bool {
         self.0.reads(source)
@@ -70,17 +76,12 @@ impl Plan {
         py: Python<'py>,
         request: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let lists = self.answer(py, request, |transfer| {
-            let list =
-                |source| {
-                    let copies = transfer.copies(source);
-                    words(copies.map(|ByteCopy { source, destination, bytes }| {
-                        [source, destination, bytes]
-                    }))
-                };
-            (0..self.0.source_count()).map(list).collect::<Vec<_>>()
-        })?;
-        lists.iter().map(|list| array(py, list, 3)).collect()
+        let transfer = self.check(py, request)?;
+        let array = |source| {
+            let count = py.detach(|| transfer.summary(source).copies);
+            filled(py, count as usize, |rows| transfer.copies(source).fill(rows))
+        };
+        (0..self.0.source_count()).map(array).collect()
     }
 
     /// What is left of the request's own destination blocks: an array of (address, length).
@@ -94,9 +95,8 @@ impl Plan {
         py: Python<'py>,
         request: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let list = self.answer(py, request, |transfer| {
-            words(transfer.rest().map(|area| [area.address, area.bytes]))
-        })?;
+        let transfer = self.check(py, request)?;
+        let list = py.detach(|| words(transfer.rest().map(|area| [area.address, area.bytes])));
         array(py, &list, 2)
     }
 
@@ -111,9 +111,9 @@ impl Plan {
         py: Python<'_>,
         request: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Vec<Summary>> {
-        let sums = self.answer(py, request, |transfer| {
-            (0..self.0.source_count()).map(|source| transfer.summary(source)).collect::<Vec<_>>()
-        })?;
+        let transfer = self.check(py, request)?;
+        let sums: Vec<_> = py
+            .detach(|| (0..self.0.source_count()).map(|source| transfer.summary(source)).collect());
         let sum = |sum: plan::Summary| Summary {
             bytes: sum.bytes,
             copies: sum.copies,
@@ -131,24 +131,18 @@ impl Plan {
 }
 
 impl Plan {
-    /// Checks a request and answers it, without Python's lock.
-    fn answer<T: Send>(
-        &self,
-        py: Python<'_>,
-        request: Option<Bound<'_, PyDict>>,
-        answer: impl FnOnce(&Transfer<'_>) -> T + Send,
-    ) -> PyResult<T> {
+    /// Checks a request, without Python's lock.
+    fn check(&self, py: Python<'_>, request: Option<Bound<'_, PyDict>>) -> PyResult<Transfer<'_>> {
         let asked = Asked::read(request)?;
         let made = py.detach(|| {
-            let (source, destination) = (asked.source.tables(), asked.destination.tables());
-            let none = vec![0; destination.len()];
+            let none = vec![0; asked.destination.len()];
             let request = Request {
                 tokens: asked.tokens,
                 cached: asked.cached.as_ref().unwrap_or(&none),
-                source: &source,
-                destination: &destination,
+                source: &borrowed(&asked.source),
+                destination: &borrowed(&asked.destination),
             };
-            self.0.transfer(&request).map(|transfer| answer(&transfer))
+            self.0.transfer(&request)
         });
         made.map_err(|error| errors::request(py, &error))
     }
@@ -161,14 +155,8 @@ const KEYWORDS: &str =
 pub(crate) struct Asked {
     pub(crate) tokens: u64,
     pub(crate) cached: Option<Vec<u64>>,
-    pub(crate) source: Tables,
-    pub(crate) destination: Tables,
-}
-
-/// The block tables of one side.
-pub(crate) struct Tables {
-    pub(crate) blocks: Vec<Vec<u32>>,
-    pub(crate) first: Vec<u64>,
+    pub(crate) source: Vec<BlockTable>,
+    pub(crate) destination: Vec<BlockTable>,
 }
 
 impl Asked {
@@ -196,12 +184,12 @@ impl Asked {
         Ok(Self {
             tokens: tokens.ok_or_else(|| missing("tokens"))?,
             cached,
-            source: Tables::new(
+            source: tables(
                 source.ok_or_else(|| missing("source_blocks"))?,
                 source_first,
                 "source",
             )?,
-            destination: Tables::new(
+            destination: tables(
                 destination.ok_or_else(|| missing("destination_blocks"))?,
                 destination_first,
                 "destination",
@@ -210,23 +198,22 @@ impl Asked {
     }
 }
 
-impl Tables {
-    fn new(blocks: Vec<Vec<u32>>, first: Option<Vec<u64>>, side: &str) -> PyResult<Self> {
-        let first = first.unwrap_or_else(|| vec![0; blocks.len()]);
-        if first.len() != blocks.len() {
-            return Err(PyValueError::new_err(format!(
-                "{side}_first has {} entries, but {side}_blocks has {} tables",
-                first.len(),
-                blocks.len()
-            )));
-        }
-        Ok(Self { blocks, first })
+/// The block tables of one side: ids, and positions of the first where lists were clipped.
+fn tables(blocks: Vec<Vec<u32>>, first: Option<Vec<u64>>, side: &str) -> PyResult<Vec<BlockTable>> {
+    let first = first.unwrap_or_else(|| vec![0; blocks.len()]);
+    if first.len() != blocks.len() {
+        return Err(PyValueError::new_err(format!(
+            "{side}_first has {} entries, but {side}_blocks has {} tables",
+            first.len(),
+            blocks.len()
+        )));
     }
+    let tables = first.into_iter().zip(blocks);
+    Ok(tables.map(|(first, blocks)| BlockTable { first, blocks }).collect())
+}
 
-    fn tables(&self) -> Vec<Table<'_>> {
-        let tables = self.first.iter().zip(&self.blocks);
-        tables.map(|(&first, blocks)| Table { first, blocks }).collect()
-    }
+fn borrowed(tables: &[BlockTable]) -> Vec<Table<'_>> {
+    tables.iter().map(BlockTable::borrow).collect()
 }
 
 /// Numbers from a list or an array.
@@ -256,8 +243,10 @@ fn named(py: Python<'_>, key: &str, error: &PyErr) -> PyErr {
 /// The bytes of an array of 64-bit words.
 pub(crate) fn words<const N: usize>(rows: impl Iterator<Item = [u64; N]>) -> Vec<u8> {
     let mut bytes = vec![];
-    for word in rows.flatten() {
-        bytes.extend_from_slice(&word.to_ne_bytes());
+    for row in rows {
+        for word in row {
+            bytes.extend_from_slice(&word.to_ne_bytes());
+        }
     }
     bytes
 }
@@ -272,4 +261,35 @@ pub(crate) fn array<'py>(
     let buffer = PyByteArray::new(py, bytes);
     let words = py.import("numpy")?.call_method1("frombuffer", (buffer, "uint64"))?;
     words.call_method1("reshape", (bytes.len() / 8 / columns, columns))
+}
+
+/// A NumPy array of so many rows (source address, destination address, length), written in place and
+/// without Python's lock.
+fn filled<'py>(
+    py: Python<'py>,
+    rows: usize,
+    fill: impl FnOnce(&mut [ByteCopy]) -> usize + Send,
+) -> PyResult<Bound<'py, PyAny>> {
+    let array = py.import("numpy")?.call_method1("zeros", ((rows, 3), "uint64"))?;
+    let (address, writable): (usize, bool) = {
+        let data = array.getattr("__array_interface__")?.get_item("data")?;
+        (data.get_item(0)?.extract()?, !data.get_item(1)?.extract::<bool>()?)
+    };
+    let bytes: usize = array.getattr("nbytes")?.extract()?;
+    if bytes != rows * size_of::<ByteCopy>()
+        || !writable
+        || !address.is_multiple_of(align_of::<ByteCopy>())
+    {
+        return Err(PyRuntimeError::new_err("NumPy made an array of another size"));
+    }
+    if rows > 0 {
+        // SAFETY: the array is new and nobody else knows of it; it owns `bytes` initialised bytes at
+        // `address`, in one piece and aligned, which `array` keeps alive. `ByteCopy` is three 64-bit
+        // words in C's order, and every pattern of bits is one.
+        let slots = unsafe { std::slice::from_raw_parts_mut(address as *mut ByteCopy, rows) };
+        if py.detach(|| fill(slots)) != rows {
+            return Err(PyRuntimeError::new_err("a plan yields fewer copies than it counts"));
+        }
+    }
+    Ok(array)
 }

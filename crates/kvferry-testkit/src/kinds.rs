@@ -2,7 +2,7 @@
 
 use kvferry_layout::{Format, Law};
 
-use crate::model::{Layer, Sight, State, Tensor};
+use crate::model::{Layer, Model, Sight, State, Tensor};
 use crate::random::Dice;
 
 /// Two bytes a number.
@@ -100,8 +100,26 @@ impl Layer {
     }
 }
 
+impl Model {
+    /// A random model of one to four layers of any kinds, and perhaps a draft.
+    pub fn draw(dice: &mut Dice) -> Self {
+        let mut layers = vec![];
+        // Some models are uniform, some repeat two kinds, some have a new kind in every layer.
+        let count = dice.within(1, 4);
+        let palette: Vec<u64> = (0..dice.within(1, 3)).map(|_| dice.any()).collect();
+        for index in 0..count {
+            let mut same = Dice::new(dice.pick(&palette));
+            layers.push(draw_layer(&format!("layers.{index}"), &mut same));
+        }
+        if dice.chance(25) {
+            layers.push(draw_layer("draft.0", dice));
+        }
+        Self::new(layers)
+    }
+}
+
 /// A random layer of any kind.
-pub(crate) fn draw_layer(name: &str, dice: &mut Dice) -> Layer {
+fn draw_layer(name: &str, dice: &mut Dice) -> Layer {
     let sight = match dice.within(0, 5) {
         0 | 1 => Sight::Sliding(dice.within(1, 20)),
         2 => Sight::Chunked(dice.within(1, 12)),

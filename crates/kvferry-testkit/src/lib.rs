@@ -1,11 +1,12 @@
 //! The judge of kvferry's core.
 //!
-//! A [`model`] is drawn at random, two [`engine`]s that run it are drawn independently of each other,
-//! and a [`request`] between them. The [`judge`] knows the address of every element because it walked
+//! A [`model`] is drawn at random, and two [`recipe`]s for [`engine`]s that run it, independently of each
+//! other, and a [`request`] between them. The [`judge`] knows the address of every element because it walked
 //! the memory of every rank, and compares what a plan does with what it should do, byte for byte.
 
 #![deny(unsafe_code)]
 
+mod build;
 pub mod draw;
 pub mod drive;
 pub mod engine;
@@ -19,4 +20,5 @@ pub mod model;
 pub mod mutate;
 pub mod plain;
 pub mod random;
+pub mod recipe;
 pub mod request;

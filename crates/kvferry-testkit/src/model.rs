@@ -4,9 +4,6 @@ use std::collections::BTreeMap;
 
 use kvferry_layout::{Axis, Format, Kind, Law, Window};
 
-use crate::kinds::draw_layer;
-use crate::random::Dice;
-
 /// A model: what both sides of a transfer agree on.
 #[derive(Clone, Debug)]
 pub struct Model {
@@ -146,21 +143,5 @@ impl Model {
     pub fn states(&self) -> impl Iterator<Item = (&Tensor, &State)> {
         self.tensors()
             .flat_map(|(_, tensor)| tensor.states.iter().map(move |state| (tensor, state)))
-    }
-
-    /// A random model of one to four layers of any kinds, and perhaps a draft.
-    pub fn draw(dice: &mut Dice) -> Self {
-        let mut layers = vec![];
-        // Some models are uniform, some repeat two kinds, some have a new kind in every layer.
-        let count = dice.within(1, 4);
-        let palette: Vec<u64> = (0..dice.within(1, 3)).map(|_| dice.any()).collect();
-        for index in 0..count {
-            let mut same = Dice::new(dice.pick(&palette));
-            layers.push(draw_layer(&format!("layers.{index}"), &mut same));
-        }
-        if dice.chance(25) {
-            layers.push(draw_layer("draft.0", dice));
-        }
-        Self::new(layers)
     }
 }

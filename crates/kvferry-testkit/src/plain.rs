@@ -1,9 +1,10 @@
 //! Engines as they are usually built, to start from when a case is written by hand.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use crate::engine::{Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
+use crate::engine::Engine;
 use crate::model::{Model, Sight};
+use crate::recipe::{Arm, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
 
 /// How the groups of a hand-written engine lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +35,7 @@ impl Recipe {
             tokens_per_block: (!recurrent).then_some(16),
             sight,
             extra: 0,
+            needs: BTreeSet::new(),
             blocks: 8,
             null_block: None,
             pool: index,
@@ -126,6 +128,15 @@ impl Recipe {
         self
     }
 
+    /// The layers say how far back they look.
+    pub fn needing(mut self, layers: &[usize]) -> Self {
+        for group in &mut self.groups {
+            let stated = group.tensors.iter().filter(|at| layers.contains(&at.0));
+            group.needs = stated.copied().collect();
+        }
+        self
+    }
+
     /// Lays the engine out, every tensor in the given order.
     pub fn lay_out(mut self, memory: Memory, order: &[Step]) -> Engine {
         self.slabs.clear();
@@ -186,7 +197,7 @@ impl Recipe {
 
 /// Memory orders by their usual names.
 pub mod orders {
-    use crate::engine::Step;
+    use crate::recipe::Step;
 
     fn axis(name: &str) -> Step {
         Step::Axis(name.to_owned())

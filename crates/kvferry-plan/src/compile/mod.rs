@@ -1,0 +1,246 @@
+//! From manifests to a plan.
+
+mod cluster;
+mod cover;
+mod fitted;
+mod leftover;
+mod numbered;
+mod prove;
+mod series;
+
+use kvferry_layout::{Law, Manifest, Piece, Window};
+
+pub(crate) use cluster::Cluster;
+pub use cover::Part;
+pub(crate) use fitted::Fitted;
+pub(crate) use leftover::Leftover;
+
+use crate::incompatible::Incompatible;
+use crate::nest::{BothSteps, Loop, Nest};
+use crate::walk::{Holding, Rhythm};
+use cluster::{Key, clusters};
+use cover::{Budget, Cover, cover};
+use leftover::leftovers;
+use numbered::Numbered;
+use prove::{Merged, prove_cover, prove_merging};
+
+/// What one destination rank does to take over a request from another engine, compiled once per pair
+/// of engines. Its size grows with the number of layers, never with the number of blocks.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub(crate) parts: Vec<Part>,
+    pub(crate) rhythms: Vec<Rhythm>,
+    /// For every source rank.
+    pub(crate) sources: Vec<Vec<Cluster>>,
+    /// What the parts leave of the destination's pieces: their `rhythm` is an index into `leftovers`.
+    pub(crate) rest: Vec<Cluster>,
+    pub(crate) leftovers: Vec<Leftover>,
+    pub(crate) groups: Vec<DestinationGroup>,
+    /// Groups of the source engine.
+    pub(crate) source_groups: usize,
+    /// The source tables that are read, for which destination group, and whether for one slot.
+    pub(crate) reads: Vec<SourceTable>,
+    windowed: Vec<(usize, usize)>,
+}
+
+/// What a source's table is checked against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SourceTable {
+    pub(crate) group: usize,
+    pub(crate) blocks: u32,
+    pub(crate) null_block: Option<u32>,
+    pub(crate) one_slot: bool,
+    pub(crate) destination_group: usize,
+}
+
+/// What a request is checked against.
+#[derive(Clone, Debug)]
+pub(crate) struct DestinationGroup {
+    pub(crate) blocks: u32,
+    pub(crate) null_block: Option<u32>,
+    pub(crate) one_slot: bool,
+    pub(crate) pool: usize,
+    /// The distinct ways in which its pieces are held; empty where the rank has none.
+    pub(crate) holdings: Vec<(Law, Holding)>,
+}
+
+impl Plan {
+    /// Compiles the plan of `destination`. `sources` are the ranks of the engine that is read, in any
+    /// number and order: those that hold nothing of use are not read.
+    pub fn compile(destination: &Manifest, sources: &[&Manifest]) -> Result<Self, Incompatible> {
+        for source in sources {
+            check_identity(destination, source)?;
+        }
+        let cover = cover(destination, sources, &mut Budget::new())?;
+        prove_cover(destination, sources, &cover, &mut Budget::new())?;
+        let (rhythms, nests) = nests(destination, sources, &cover);
+        let mut reads = Numbered::default();
+        for rhythm in &rhythms {
+            let Holding { group, blocks, null_block, .. } = rhythm.source;
+            let one_slot = rhythm.law.entries == 0;
+            let destination_group = rhythm.destination.group;
+            reads.number(SourceTable { group, blocks, null_block, one_slot, destination_group });
+        }
+        let repeated =
+            |key: &Key| several_blocks(rhythms[key.rhythm].law, &rhythms[key.rhythm].destination);
+        let evenly = |key: &Key| {
+            let rhythm = &rhythms[key.rhythm];
+            rhythm.source.even.min(rhythm.destination.even)
+        };
+        let clusters_by_source: Vec<_> =
+            nests.into_iter().map(|nests| clusters(nests, &repeated, &evenly)).collect();
+
+        let (leftovers, rest) = leftovers(destination, &cover.windows);
+        let repeated = |key: &Key| match &leftovers[key.rhythm] {
+            Leftover::Entries(law, held) => several_blocks(*law, held),
+            Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
+        };
+        let evenly = |key: &Key| match &leftovers[key.rhythm] {
+            Leftover::Entries(_, held) => held.even,
+            Leftover::Blocks { .. } => 1,
+        };
+        let rest = clusters(rest, &repeated, &evenly);
+
+        let groups = (0..destination.groups().len())
+            .map(|group| facts(destination, group, &cover.windows[group]));
+        let merged = Merged {
+            cover: &cover,
+            rhythms: &rhythms,
+            sources: &clusters_by_source,
+            leftovers: &leftovers,
+            rest: &rest,
+        };
+        prove_merging(destination, sources, &merged)?;
+        Ok(Self {
+            groups: groups.collect(),
+            source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
+            reads: reads.list,
+            windowed: windowed(destination, &cover.windows),
+            rhythms,
+            sources: clusters_by_source,
+            rest,
+            leftovers,
+            parts: cover.parts,
+        })
+    }
+
+    /// Which part of which destination piece comes from where.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Number of source ranks that the plan was compiled for.
+    pub fn source_count(&self) -> usize {
+        self.sources.len()
+    }
+
+    /// Group and index of the destination pieces that get less than their group keeps, because the
+    /// source keeps no more: only what the model looks back at after the whole request. A block that
+    /// holds such a piece must not serve as the cached prefix of another, shorter request.
+    pub fn windowed(&self) -> &[(usize, usize)] {
+        &self.windowed
+    }
+
+    /// Whether anything is read from a source rank.
+    pub fn reads(&self, source: usize) -> bool {
+        self.sources.get(source).is_some_and(|clusters| !clusters.is_empty())
+    }
+}
+
+/// The parts as nests, for every source rank, and the rhythms that they name.
+fn nests(
+    destination: &Manifest,
+    sources: &[&Manifest],
+    cover: &Cover,
+) -> (Vec<Rhythm>, Vec<Vec<(Key, Nest)>>) {
+    let mut rhythms = Numbered::default();
+    let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
+    for part in &cover.parts {
+        let source = sources[part.source];
+        let from = &source.groups()[part.from.0].pieces[part.from.1];
+        let to = &destination.groups()[part.to.0].pieces[part.to.1];
+        let kept = source.groups()[part.from.0].window;
+        let (source_holding, source_steps) = Holding::new(source, part.from, kept);
+        let window = cover.windows[part.to.0][part.to.1];
+        let (destination_holding, destination_steps) = Holding::new(destination, part.to, window);
+        let kind = destination.kind(to);
+        let rhythm = rhythms.number(Rhythm {
+            law: kind.law,
+            phase: part.phase,
+            source: source_holding,
+            destination: destination_holding,
+        });
+        let start = |manifest: &Manifest, piece: &Piece| {
+            let view = &piece.view;
+            let inner = part.bounds.0.iter().zip(&piece.bounds.0).zip(&view.axes);
+            let inner = inner.map(|((part, held), stride)| (part.start - held.start) * stride);
+            manifest.regions()[view.region as usize].base + view.offset + inner.sum::<u64>()
+        };
+        let strides = from.view.axes.iter().zip(&to.view.axes);
+        let loops = part.bounds.0.iter().zip(strides).map(|(span, strides)| Loop {
+            count: span.len(),
+            source: *strides.0,
+            destination: *strides.1,
+        });
+        let steps = BothSteps { source: source_steps, destination: destination_steps };
+        let nest = Nest::new(
+            (start(source, from), start(destination, to)),
+            steps,
+            u64::from(kind.format.bytes),
+            loops.collect(),
+        );
+        let regions = (from.view.region, to.view.region);
+        let blocks = (source_steps.block, destination_steps.block);
+        let key = Key { group: part.to.0, rhythm, regions, blocks };
+        nests[part.source].push((key, nest));
+    }
+    (rhythms.list, nests)
+}
+
+/// The pieces of which less is copied than their group keeps.
+fn windowed(destination: &Manifest, windows: &[Vec<Window>]) -> Vec<(usize, usize)> {
+    let groups = destination.groups().iter().zip(windows).enumerate();
+    let pieces = groups.flat_map(|(group, (facts, windows))| {
+        let less = windows.iter().enumerate().filter(|(_, window)| **window != facts.window);
+        let less =
+            less.filter(|(piece, _)| destination.kind(&facts.pieces[*piece]).law.entries > 0);
+        less.map(move |(piece, _)| (group, piece))
+    });
+    pieces.collect()
+}
+
+fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incompatible> {
+    let (ours, theirs) = (destination.identity(), source.identity());
+    let differing =
+        ours.keys().chain(theirs.keys()).find(|&fact| ours.get(fact) != theirs.get(fact));
+    match differing {
+        None => Ok(()),
+        Some(fact) => Err(Incompatible::Identity {
+            fact: fact.clone(),
+            source_rank: cover::rank_name(source),
+            source_value: theirs.get(fact).cloned(),
+            destination_value: ours.get(fact).cloned(),
+        }),
+    }
+}
+
+/// Whether a request's entries can lie in more than one block.
+fn several_blocks(law: Law, held: &Holding) -> bool {
+    law.entries > 0 && u64::from(held.blocks) * held.split > 1
+}
+
+fn facts(destination: &Manifest, index: usize, windows: &[Window]) -> DestinationGroup {
+    let group = &destination.groups()[index];
+    let mut holdings = Numbered::default();
+    for (number, piece) in group.pieces.iter().enumerate() {
+        let (held, _) = Holding::new(destination, (index, number), windows[number]);
+        holdings.number((destination.kind(piece).law, held));
+    }
+    DestinationGroup {
+        blocks: group.blocks,
+        null_block: group.null_block,
+        one_slot: group.tokens_per_block.is_none(),
+        pool: destination.pool(index),
+        holdings: holdings.list,
+    }
+}
