@@ -35,7 +35,7 @@ mod scheduler;
 mod wire;
 mod worker;
 
-pub use carrier::{Carrier, Source, carry};
+pub use carrier::{Carrier, Source, carry, carry_with};
 pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
 pub use metrics::{Described, Timings, catalogue};
