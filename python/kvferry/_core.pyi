@@ -1,3 +1,4 @@
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -14,11 +15,13 @@ __all__ = [
     "compile",
     "log_level",
     "log_lines",
+    "metrics",
     "version",
 ]
 
 _Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 _Words = npt.NDArray[np.uint64]
+_Path = str | os.PathLike[str]
 
 def version() -> str:
     """The version of the compiled part."""
@@ -30,6 +33,11 @@ def log_level(level: str) -> None:
 def log_lines(timeout: float = 0.0) -> list[tuple[int, str]]:
     """What has been said since the last call, each line with its level as `logging` numbers them.
     Waits for the first of them."""
+
+def metrics() -> dict[str, dict[str, str]]:
+    """What is counted and measured: names and what they mean, in order, by section. `counters` are
+    those of `Scheduler.counts`, `timings` those of `Ending.seconds`, `outcomes` those of
+    `Ending.outcome` (of loads that ended), `failures` those of `Ending.kind`."""
 
 @final
 class Manifest:
@@ -171,13 +179,18 @@ class Scheduler:
         bind: str = "127.0.0.1:0",
         advertise: str | None = None,
         key: str | None = None,
-        key_file: str | None = None,
+        key_file: _Path | None = None,
+        tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
         lease: float = 30.0,
         longest: float = 1800.0,
     ) -> Scheduler:
-        """Starts to listen. Without a key (given, in a file, or in KVFERRY_KEY) only loopback
-        addresses are served, unless `insecure`. Times are in seconds. Raises `AgentError`."""
+        """Starts to listen. Without a key (given, in a file, or in KVFERRY_KEY) or `tls` only loopback
+        addresses are served, unless `insecure`. Times are in seconds. Raises `AgentError`.
+
+        `tls` are the paths of three PEM files, instead of a key: this side's certificate (with those
+        between it and the authority), its private key, and the authorities that peers' certificates
+        must come from. A peer's certificate must also name the host that it is reached by."""
 
     @property
     def address(self) -> str:
@@ -221,7 +234,8 @@ class Scheduler:
         `leases_expired`, `refusals`, `holds_lost` and so on."""
 
     def close(self) -> None:
-        """Ends its thread and connections. Every other method raises `AgentError` from then on."""
+        """Ends its thread and connections. A thread that waits in `released` returns at once. Every
+        other method raises `AgentError` from then on."""
 
 @final
 class Ending:
@@ -274,7 +288,8 @@ class Worker:
         bind: str = "127.0.0.1:0",
         advertise: str | None = None,
         key: str | None = None,
-        key_file: str | None = None,
+        key_file: _Path | None = None,
+        tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
         handshake: float = 10.0,
         concurrent: int = 64,
@@ -283,6 +298,7 @@ class Worker:
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.
+        Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:
@@ -321,5 +337,6 @@ class Worker:
         """Counters and histograms as Prometheus text."""
 
     def close(self) -> None:
-        """Cancels what is under way, ends its threads and releases the memory. Every other method
-        raises `AgentError` from then on."""
+        """Cancels what is under way, ends its threads and releases the memory, which is the last to
+        go. A thread that waits in `endings` returns at once. Every other method raises `AgentError`
+        from then on."""

@@ -1,6 +1,11 @@
 """Requests handed over between two engines, through both halves of their agents, on real memory."""
 
+import errno
+import gc
 import json
+import socket
+import subprocess
+import threading
 import time
 import uuid
 
@@ -10,6 +15,7 @@ import pytest
 from test_core import HEADS, WIDTH, draft
 
 LONG = 60.0
+TRUST = ("key", "key_file", "tls", "insecure")
 BLOCKS = 10
 
 
@@ -25,7 +31,7 @@ class Engine:
         for rank, pool in enumerate(self.pools):
             heads = (rank * share, (rank + 1) * share)
             facts = draft(name, heads, tokens, pool.ctypes.data, rank=rank, label=f"tp{rank}")
-            trust = {key: options[key] for key in ("key", "key_file", "insecure") if key in options}
+            trust = {key: options[key] for key in TRUST if key in options}
             worker = kvferry.Worker(
                 kvferry.Manifest(facts), ranks=ranks, memory=pool, transport=transport, **trust
             )
@@ -180,9 +186,21 @@ def test_bad_input(engines, tmp_path):
     with pytest.raises(kvferry.AgentError, match="has a lease already") as caught:
         prefill.scheduler.grant("request")
     assert caught.value.kind == "already_granted"
-    with pytest.raises(ValueError, match="this is no ticket: "):
-        decode.scheduler.hold({"engine": "prefill"}, patience=1.0)
-    with pytest.raises(ValueError, match="patience: -1 is no number of seconds"):
+    for change, problem in [
+        (dict(address=None), "'address' is None, which should be text"),
+        (dict(nonce="xyz"), "'nonce' is 'xyz', which should be 16 hexadecimal digits"),
+        (dict(incarnation=7), "'incarnation' is 7, which should be 16 hexadecimal digits"),
+        (dict(term_ms=-1), "'term_ms' is -1, which should be a number of milliseconds"),
+    ]:
+        with pytest.raises(ValueError, match=f"^this is not a ticket: {problem}$"):
+            decode.scheduler.hold(ticket | change, patience=1.0)
+    for name in ticket:
+        without = {key: value for key, value in ticket.items() if key != name}
+        with pytest.raises(ValueError, match=f"^this is not a ticket: '{name}' is missing$"):
+            decode.scheduler.hold(without, patience=1.0)
+    # What a router has added is nothing to us.
+    decode.scheduler.settle(ticket | {"router": {"more": [object()]}})
+    with pytest.raises(ValueError, match="patience: -1 is not a number of seconds"):
         decode.scheduler.hold(ticket, patience=-1)
     with pytest.raises(TypeError, match="no keyword 'blocks'"):
         decode.workers[0].load("r", ticket, tokens=1, blocks=[])
@@ -192,18 +210,145 @@ def test_bad_input(engines, tmp_path):
     with pytest.raises(kvferry.AgentError, match="no key to keep strangers out") as caught:
         kvferry.Scheduler("d", bind="0.0.0.0:0", advertise="localhost")
     assert caught.value.kind == "needs_key"
-    with pytest.raises(kvferry.AgentError, match="one of key, key_file and insecure"):
+    with pytest.raises(kvferry.AgentError, match="only one of key, key_file, tls and insecure"):
         kvferry.Scheduler("d", key=uuid.uuid4().hex, insecure=True)
     with pytest.raises(kvferry.AgentError, match="too short"):
         kvferry.Scheduler("d", key="short")
     with pytest.raises(kvferry.AgentError, match="cannot read the key file"):
         kvferry.Scheduler("d", key_file=str(tmp_path / "none"))
-    with pytest.raises(ValueError, match='bind: "here" is no address'):
+    with pytest.raises(ValueError, match='^"here" is not an address to listen on: '):
         kvferry.Scheduler("d", bind="here")
     with pytest.raises(kvferry.AgentError, match="belongs to engine 'decode', this is 'prefill'"):
         prefill.scheduler.publish([decode.workers[0].card()])
     with pytest.raises(kvferry.AgentError):
         prefill.scheduler.publish([b"garbage"])
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """Makes certificates for 127.0.0.1 of an authority of their own: certificate, key, authority."""
+
+    def openssl(*args):
+        subprocess.run(["openssl", *map(str, args)], check=True, capture_output=True, timeout=60)
+
+    def make(name):
+        files = {what: tmp_path / f"{name}-{what}.pem" for what in ("own", "key", "root", "root-key")}
+        new = ["req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        openssl(*new, "-subj", f"/CN={name}", "-keyout", files["root-key"], "-out", files["root"])
+        openssl(
+            *new,
+            *("-subj", "/CN=engine", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-addext", "basicConstraints=critical,CA:FALSE"),
+            *("-CA", files["root"], "-CAkey", files["root-key"]),
+            *("-keyout", files["key"], "-out", files["own"]),
+        )
+        return files["own"], files["key"], files["root"]
+
+    return make
+
+
+def test_certificates_instead_of_a_key(engines, certificates):
+    ours, theirs = certificates("ours"), certificates("theirs")
+    facts = dict(tokens=4, source_blocks=[[7]], destination_blocks=[[3]])
+    prefill, decode = engines("prefill", 1, 4, tls=ours), engines("decode", 2, 8, tls=ours)
+    fill(prefill, [7], 4)
+    endings = load(decode, "request", prefill.scheduler.grant("request"), **facts)
+    assert [(e.outcome, e.reason) for e in endings] == [("done", "")] * 2
+    assert decode.pools[1][(3 * 8 + 3) * 2 + 1] == value(3, 3)
+    assert prefill.scheduler.released(LONG) == [("request", "confirmed")]
+    # A certificate of another authority is not let in, nor is a key or nothing at all.
+    for name, trust in [("other", dict(tls=theirs)), ("key", dict(key=uuid.uuid4().hex)), ("none", {})]:
+        stranger = engines(name, 1, 4, **trust)
+        ticket = prefill.scheduler.grant(name)
+        stranger.workers[0].load(name, ticket, patience=1.0, **facts)
+        (ending,) = stranger.workers[0].endings(LONG)
+        assert ending.outcome == "failed", name
+        assert (stranger.pools[0] == 0).all()
+
+
+def test_certificates_that_cannot_be_used(certificates, tmp_path):
+    own, key, root = certificates("ours")
+    _, other, _ = certificates("theirs")
+    for tls, problem in [
+        ((tmp_path / "none.pem", key, root), f"cannot use {tmp_path}/none.pem: .*No such file"),
+        ((own, tmp_path / "none.pem", root), f"cannot use {tmp_path}/none.pem: .*No such file"),
+        ((own, key, key), f"cannot use {key}: it holds no certificate"),
+        ((own, own, root), f"cannot use {own}: "),
+        ((own, other, root), f"the private key in {other} does not belong to the certificate in {own}"),
+    ]:
+        with pytest.raises(kvferry.AgentError, match=problem) as caught:
+            kvferry.Scheduler("d", tls=tls)
+        assert caught.value.kind == "key"
+    with pytest.raises(kvferry.AgentError, match="only one of key, key_file, tls and insecure") as caught:
+        kvferry.Scheduler("d", key=uuid.uuid4().hex, tls=(own, key, root))
+    assert caught.value.kind == "options"
+    with pytest.raises((TypeError, ValueError)):
+        kvferry.Scheduler("d", tls=(own, key))
+
+
+class Memory:
+    """Says, when it is freed, whether anybody can still reach it by its transport."""
+
+    def __init__(self, port, freed):
+        self.port, self.freed = port, freed
+
+    def __del__(self):
+        with socket.socket() as client:
+            self.freed.append(client.connect_ex(("127.0.0.1", self.port)))
+
+
+def test_memory_outlives_a_thread_that_waits_while_its_worker_is_closed():
+    pool = np.zeros(BLOCKS * 4 * HEADS, dtype=np.uint64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    freed, waited = [], []
+    manifest = kvferry.Manifest(draft("d", (0, 4), 4, pool.ctypes.data))
+    worker = kvferry.Worker(
+        manifest, ranks=1, memory=Memory(port, freed), transport="tcp", bind=f"127.0.0.1:{port}"
+    )
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) == 0
+    thread = threading.Thread(target=lambda: waited.append(worker.endings(LONG)))
+    began = time.monotonic()
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    worker.close()
+    thread.join(LONG)
+    gc.collect()
+    assert freed == [errno.ECONNREFUSED], "freed once, after the transport was gone"
+    assert waited == [[]] and time.monotonic() - began < LONG / 2, "it does not wait in vain"
+    with pytest.raises(kvferry.AgentError, match="stopped"):
+        worker.endings(LONG)
+
+
+def test_a_thread_that_waits_for_leases_does_not_outwait_its_scheduler():
+    scheduler = kvferry.Scheduler("p")
+    waited = []
+    thread = threading.Thread(target=lambda: waited.append(scheduler.released(LONG)))
+    began = time.monotonic()
+    thread.start()
+    time.sleep(0.1)
+    scheduler.close()
+    thread.join(LONG)
+    assert waited == [[]] and time.monotonic() - began < LONG / 2
+
+
+def test_what_is_counted_is_described_once(engines):
+    prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
+    told = kvferry._core.metrics()
+    assert list(told) == ["counters", "timings", "outcomes", "failures"]
+    assert set(told["counters"]) == set(prefill.scheduler.counts())
+    facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
+    (ending,) = load(decode, "r", prefill.scheduler.grant("r"), **facts)
+    assert set(told["timings"]) == set(ending.seconds)
+    assert list(told["timings"]) == ["queue", "handshake", "plan", "post", "wire", "confirm"]
+    assert ending.outcome in told["outcomes"]
+    facts = dict(tokens=4, source_blocks=[[99]], destination_blocks=[[1]])
+    (ending,) = load(decode, "s", prefill.scheduler.grant("s"), **facts)
+    assert ending.outcome in told["outcomes"] and ending.kind in told["failures"]
+    assert all(help.endswith(".") for names in told.values() for help in names.values())
 
 
 def test_what_is_closed_stays_closed(engines):

@@ -1,6 +1,8 @@
 """What the compiled part says reaches Python's `logging`."""
 
 import logging
+import subprocess
+import sys
 import time
 
 import kvferry
@@ -54,8 +56,40 @@ def test_debug_says_where_the_time_went_and_off_says_nothing(engines, lines):  #
     assert not [line for line in lines()[before:] if "request-10" in line[1]]
 
 
+FORK = """
+import logging, os, sys, time
+import kvferry
+
+said = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+logger = logging.getLogger("forked")
+logger.setLevel(logging.DEBUG)
+logger.addHandler(Handler())
+kvferry.log_to(logger, "info")
+# The thread that listens waits now, and is not there in the child.
+time.sleep(0.5)
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+kvferry.log_to(logger, "info")
+time.sleep(0.5)
+scheduler = kvferry.Scheduler("in the child")
+until = time.monotonic() + 20
+while not said and time.monotonic() < until:
+    time.sleep(0.01)
+os._exit(0 if said else 3)
+"""
+
+
+def test_a_forked_process_hears_its_own_lines_at_once():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
+
+
 def test_a_level_that_does_not_exist_is_named():
-    with pytest.raises(ValueError, match="'loud' is no level to log at: the levels are off, error"):
+    with pytest.raises(ValueError, match="'loud' is not a level to log at: the levels are off, error"):
         kvferry.log_to(logging.getLogger("x"), "loud")
 
 

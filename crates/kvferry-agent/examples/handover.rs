@@ -128,6 +128,7 @@ impl Engine {
                         kind: 0,
                         bounds: StateBox::new([heads.clone()]),
                         phase: Phase::ALL,
+                        need: None,
                         view: View {
                             region: 0,
                             offset: 0,

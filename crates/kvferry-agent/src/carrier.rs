@@ -30,58 +30,91 @@ pub trait Source: fmt::Debug + Send + Sync {
 
 /// Makes a [`Carrier`] of a transport.
 pub fn carry<T: Transport + fmt::Debug>(transport: Arc<T>) -> Arc<dyn Carrier> {
-    Arc::new(Carried(transport))
+    Arc::new(Carried(Arc::new(Keeping { transport, _memory: () })))
 }
 
-#[derive(Debug)]
-struct Carried<T>(Arc<T>);
+/// Makes a [`Carrier`] of a transport that keeps its registered memory alive. Whoever uses the
+/// transport, an agent, a connection or a read under way, shares it: `memory` is dropped after the last
+/// of them, when the transport is gone and nothing can touch the memory any more.
+pub fn carry_with<T, M>(transport: T, memory: M) -> Arc<dyn Carrier>
+where
+    T: Transport + fmt::Debug,
+    M: Send + Sync + 'static,
+{
+    let transport = Arc::new(transport);
+    Arc::new(Carried(Arc::new(Keeping { transport, _memory: memory })))
+}
 
-struct Connected<T: Transport> {
+/// A transport and what keeps its memory alive. Fields are dropped in order: the memory last.
+struct Keeping<T, M> {
     transport: Arc<T>,
+    _memory: M,
+}
+
+struct Carried<T, M>(Arc<Keeping<T, M>>);
+
+impl<T: fmt::Debug, M> fmt::Debug for Carried<T, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.transport.fmt(f)
+    }
+}
+
+struct Connected<T: Transport, M> {
+    keeping: Arc<Keeping<T, M>>,
     peer: T::Peer,
     ended: AtomicBool,
 }
 
-impl<T: Transport> fmt::Debug for Connected<T> {
+impl<T: Transport, M> fmt::Debug for Connected<T, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.peer.fmt(f)
     }
 }
 
-impl<T: Transport + fmt::Debug> Carrier for Carried<T> {
+impl<T, M> Carrier for Carried<T, M>
+where
+    T: Transport + fmt::Debug,
+    M: Send + Sync + 'static,
+{
     fn name(&self) -> &'static str {
-        self.0.name()
+        self.0.transport.name()
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
-        self.0.describe()
+        self.0.transport.describe()
     }
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
-        let peer = self.0.connect(description, deadline)?;
-        Ok(Box::new(Connected { transport: self.0.clone(), peer, ended: AtomicBool::new(false) }))
+        let peer = self.0.transport.connect(description, deadline)?;
+        Ok(Box::new(Connected { keeping: self.0.clone(), peer, ended: AtomicBool::new(false) }))
     }
 }
 
-impl<T: Transport> Source for Connected<T> {
+impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
     fn price(&self) -> Price {
-        self.transport.price(&self.peer)
+        self.keeping.transport.price(&self.peer)
     }
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.transport.read(&self.peer, copies, None, deadline)?;
+        let operation = self.keeping.transport.read(&self.peer, copies, None, deadline)?;
         Ok(Box::new(operation))
     }
 
     fn disconnect(&self) {
+        self.end();
+    }
+}
+
+impl<T: Transport, M> Connected<T, M> {
+    fn end(&self) {
         if !self.ended.swap(true, Ordering::AcqRel) {
-            self.transport.disconnect(&self.peer);
+            self.keeping.transport.disconnect(&self.peer);
         }
     }
 }
 
-impl<T: Transport> Drop for Connected<T> {
+impl<T: Transport, M> Drop for Connected<T, M> {
     fn drop(&mut self) {
-        self.disconnect();
+        self.end();
     }
 }

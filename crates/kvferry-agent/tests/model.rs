@@ -17,7 +17,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
-use kvferry_agent::life::{Action, Event, Life, Phase};
+use kvferry_agent::life::{Action, Event, Life, Stage};
 use kvferry_agent::{Failure, Loss};
 
 const RANKS: usize = 2;
@@ -327,7 +327,7 @@ impl World {
                     self.sent.insert(Message::Abandon { grant });
                 }
                 Action::Report => {
-                    let done = rank.load.as_ref().is_some_and(|l| l.life.phase() == &Phase::Done);
+                    let done = rank.load.as_ref().is_some_and(|l| l.life.stage() == &Stage::Done);
                     if done && rank.words != [grant; 2] {
                         let words = rank.words;
                         return Err(format!("D{r} uses {words:?} for grant {grant}"));

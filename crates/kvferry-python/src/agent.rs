@@ -3,23 +3,25 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases, SchedulerOptions,
-    Ticket, Trust, WorkerOptions, carry,
+    self as agent, Card, Carrier, Error, Key, Load, Notice, Outcome, SchedulerOptions, Timings,
+    Tls, TlsFiles, Trust, WorkerOptions, carry_with,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
+use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
+use crate::convert::{json, read_ticket, ticket};
 use crate::errors;
 use crate::manifest::Manifest;
 use crate::plan::{Asked, array, words};
@@ -32,10 +34,10 @@ pub(crate) struct Scheduler(Half<agent::Scheduler>);
 /// The worker half of an agent.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct Worker {
+    /// Its carrier owns what keeps the registered memory alive, and gives it up last: whoever shares
+    /// this half, a thread that waits for instance, may touch the memory.
     half: Half<agent::Worker>,
-    /// Keeps the registered memory alive for as long as peers may touch it.
-    memory: Mutex<Option<Py<PyAny>>>,
-    /// What of it this process can write.
+    /// What of the memory this process can write.
     host: Vec<layout::Region>,
 }
 
@@ -56,32 +58,65 @@ pub(crate) struct Ending {
     bytes: u64,
     #[pyo3(get)]
     copies: u64,
-    phases: Phases,
+    timings: Timings,
     rest: Vec<u8>,
 }
 
-/// Half an agent, until it is closed.
+/// What is counted and measured, by section and name, with what it means.
+#[pyfunction]
+pub(crate) fn metrics(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let sections = PyDict::new(py);
+    for (section, described) in agent::catalogue() {
+        let names = PyDict::new(py);
+        for (name, meaning) in described {
+            names.set_item(name, meaning)?;
+        }
+        sections.set_item(section, names)?;
+    }
+    Ok(sections)
+}
+
+/// Half an agent, until it is closed. A thread inside one of its methods shares it meanwhile.
 struct Half<T>(Mutex<Option<Arc<T>>>);
 
-impl<T> Half<T> {
+trait Waits {
+    fn end_waits(&self);
+}
+
+impl Waits for agent::Scheduler {
+    fn end_waits(&self) {
+        self.end_waits();
+    }
+}
+
+impl Waits for agent::Worker {
+    fn end_waits(&self) {
+        self.end_waits();
+    }
+}
+
+impl<T: Waits> Half<T> {
     fn new(half: T) -> Self {
         Self(Mutex::new(Some(Arc::new(half))))
     }
 
     fn get(&self, py: Python<'_>) -> PyResult<Arc<T>> {
-        lock(&self.0).clone().ok_or_else(|| errors::agent(py, &Error::Stopped))
+        self.0.lock().clone().ok_or_else(|| errors::agent(py, &Error::Stopped))
     }
 
+    /// Gives up this share. Whoever waits at another one returns at once, and the last share ends it.
     fn close(&self) {
-        let half = lock(&self.0).take();
-        drop(half);
+        let half = self.0.lock().take();
+        if let Some(half) = half {
+            half.end_waits();
+        }
     }
 }
 
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (engine, *, bind="127.0.0.1:0", advertise=None, key=None, key_file=None, insecure=false, lease=30.0, longest=1800.0))]
+    #[pyo3(signature = (engine, *, bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, lease=30.0, longest=1800.0))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -89,15 +124,16 @@ impl Scheduler {
         bind: &str,
         advertise: Option<String>,
         key: Option<&str>,
-        key_file: Option<&str>,
+        key_file: Option<PathBuf>,
+        tls: Option<(PathBuf, PathBuf, PathBuf)>,
         insecure: bool,
         lease: f64,
         longest: f64,
     ) -> PyResult<Self> {
         let options = SchedulerOptions {
-            bind: address("bind", bind)?,
+            bind: address("listen on", bind)?,
             advertise,
-            trust: trust(key, key_file, insecure).map_err(|error| errors::agent(py, &error))?,
+            trust: trust(key, key_file, tls, insecure).map_err(|e| errors::agent(py, &e))?,
             term: seconds("lease", lease)?,
             longest: seconds("longest", longest)?,
             ..SchedulerOptions::new(engine)
@@ -120,10 +156,10 @@ impl Scheduler {
         made.map_err(|error| errors::agent(py, &error))
     }
 
-    fn grant<'py>(&self, py: Python<'py>, request: &str) -> PyResult<Bound<'py, PyAny>> {
+    fn grant<'py>(&self, py: Python<'py>, request: &str) -> PyResult<Bound<'py, PyDict>> {
         let half = self.0.get(py)?;
-        let ticket = py.detach(|| half.grant(request)).map_err(|e| errors::agent(py, &e))?;
-        to_python(py, &ticket)
+        let granted = py.detach(|| half.grant(request)).map_err(|e| errors::agent(py, &e))?;
+        ticket(py, &granted)
     }
 
     fn revoke(&self, py: Python<'_>, request: &str) -> PyResult<bool> {
@@ -135,7 +171,8 @@ impl Scheduler {
     fn released(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(String, String)>> {
         let half = self.0.get(py)?;
         let until = Instant::now() + seconds("timeout", timeout)?;
-        let released = py.detach(|| half.wait_released(until));
+        // Given up without the interpreter: if it was closed meanwhile, this share is the last.
+        let released = py.detach(move || half.wait_released(until));
         Ok(released.into_iter().map(|one| (one.request, one.why.to_string())).collect())
     }
 
@@ -165,16 +202,15 @@ impl Scheduler {
         Ok(())
     }
 
-    fn lost<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, String)>> {
+    fn lost<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyDict>, String)>> {
         let half = self.0.get(py)?;
         let lost = py.detach(|| half.lost());
-        let lost = lost.iter().map(|one| Ok((to_python(py, &one.ticket)?, one.why.to_string())));
-        lost.collect()
+        lost.iter().map(|one| Ok((ticket(py, &one.ticket)?, one.why.to_string()))).collect()
     }
 
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let half = self.0.get(py)?;
-        to_python(py, &py.detach(|| half.status()))
+        json(py, &py.detach(|| half.status()))
     }
 
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
@@ -195,7 +231,7 @@ impl Scheduler {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, insecure=false, handshake=10.0, concurrent=64))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -205,7 +241,8 @@ impl Worker {
         bind: &str,
         advertise: Option<&str>,
         key: Option<&str>,
-        key_file: Option<&str>,
+        key_file: Option<PathBuf>,
+        tls: Option<(PathBuf, PathBuf, PathBuf)>,
         insecure: bool,
         handshake: f64,
         concurrent: usize,
@@ -213,23 +250,25 @@ impl Worker {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
         let options = WorkerOptions {
-            trust: trust(key, key_file, insecure).map_err(failed)?,
+            trust: trust(key, key_file, tls, insecure).map_err(failed)?,
             handshake: seconds("handshake", handshake)?,
             concurrent,
             ..WorkerOptions::new(ranks)
         };
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
         let advertise = advertise.map(|address| address.ip());
-        let tcp = TcpOptions { bind: address("bind", bind)?, advertise, ..TcpOptions::default() };
+        let tcp =
+            TcpOptions { bind: address("listen on", bind)?, advertise, ..TcpOptions::default() };
         let manifest = Arc::clone(&manifest.get().0);
         let made = py.detach(|| {
             let regions = manifest.regions();
             let carrier = match transport {
-                "local" => registered(Local::new(LocalOptions::default())?, regions)?,
-                "tcp" => registered(Tcp::new(tcp)?, regions)?,
-                "nixl" => registered(Nixl::new(&NixlOptions::default())?, regions)?,
+                "local" => registered(Local::new(LocalOptions::default())?, regions, memory)?,
+                "tcp" => registered(Tcp::new(tcp)?, regions, memory)?,
+                "nixl" => registered(Nixl::new(&NixlOptions::default())?, regions, memory)?,
                 other => {
-                    let message = format!("no transport '{other}': it is local, tcp or nixl");
+                    let message =
+                        format!("there is no transport '{other}': it is local, tcp or nixl");
                     return Err(Error::Options(message));
                 }
             };
@@ -237,7 +276,7 @@ impl Worker {
         });
         let half = Half::new(made.map_err(failed)?);
         let host = manifest.regions().iter().filter(|region| region.place == Place::Host);
-        Ok(Self { half, memory: Mutex::new(Some(memory)), host: host.copied().collect() })
+        Ok(Self { half, host: host.copied().collect() })
     }
 
     fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -286,7 +325,8 @@ impl Worker {
     fn endings(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<Ending>> {
         let half = self.half.get(py)?;
         let until = Instant::now() + seconds("timeout", timeout)?;
-        let notices = py.detach(|| half.wait(until));
+        // Given up without the interpreter: if it was closed meanwhile, this share is the last.
+        let notices = py.detach(move || half.wait(until));
         Ok(notices.into_iter().map(Ending::new).collect())
     }
 
@@ -302,17 +342,18 @@ impl Worker {
             return Err(PyValueError::new_err(message));
         }
         let areas: Vec<_> = ending.areas().collect();
-        let zeroed = py.detach(|| {
-            // Held throughout: nobody frees the memory meanwhile.
-            let memory = lock(&self.memory);
-            for &[at, bytes] in areas.iter().filter(|_| memory.is_some()) {
-                // SAFETY: inside registered memory of this process, which is kept alive and which nobody
-                // has a Rust reference to. The engine has not yet been told that the blocks are its own.
+        // Shared throughout: nobody frees the memory meanwhile.
+        let half = self.half.get(py)?;
+        py.detach(move || {
+            for &[at, bytes] in &areas {
+                // SAFETY: inside registered memory of this process, which `half` keeps alive and which
+                // nobody has a Rust reference to. The engine has not yet been told that the blocks are
+                // its own.
                 unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) };
             }
-            memory.is_some()
+            drop(half);
         });
-        if zeroed { Ok(()) } else { Err(errors::agent(py, &Error::Stopped)) }
+        Ok(())
     }
 
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
@@ -321,10 +362,7 @@ impl Worker {
     }
 
     fn close(&self, py: Python<'_>) {
-        // The agent first: it is what touches the memory.
         py.detach(|| self.half.close());
-        let memory = lock(&self.memory).take();
-        drop(memory);
     }
 }
 
@@ -332,8 +370,8 @@ impl Worker {
 impl Ending {
     #[getter]
     fn seconds(&self) -> BTreeMap<&'static str, f64> {
-        let times = self.phases.times();
-        Phases::NAMES.iter().zip(times).map(|(name, time)| (*name, time.as_secs_f64())).collect()
+        let times = self.timings.times();
+        Timings::NAMES.iter().zip(times).map(|(name, time)| (*name, time.as_secs_f64())).collect()
     }
 
     #[getter]
@@ -365,7 +403,7 @@ impl Ending {
                     quarantined: false,
                     bytes: 0,
                     copies: 0,
-                    phases: Phases::default(),
+                    timings: Timings::default(),
                     rest: vec![],
                 };
             }
@@ -384,55 +422,54 @@ impl Ending {
             quarantined: ending.quarantined,
             bytes: ending.bytes,
             copies: ending.copies,
-            phases: ending.phases,
+            timings: ending.timings,
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
         }
     }
 }
 
-/// A transport with a manifest's regions registered.
+/// A transport with a manifest's regions registered, and what keeps those alive.
 fn registered<T: Transport + fmt::Debug>(
     transport: T,
     regions: &[layout::Region],
+    memory: Py<PyAny>,
 ) -> Result<Arc<dyn Carrier>, Error> {
+    // Parameters are dropped from the last to the first, locals before them: whatever happens, the
+    // transport goes before the memory.
+    let transport = transport;
     for region in regions {
-        // SAFETY: `Worker` holds what keeps the memory alive, and drops the transport before it. Rust
-        // has no reference to it; Python's views of it assume nothing about its content.
+        // SAFETY: `memory` keeps the regions alive until the transport has been dropped, here or by the
+        // carrier. Rust has no reference to them; Python's views assume nothing about their content.
         unsafe { transport.register(*region) }?;
     }
-    Ok(carry(Arc::new(transport)))
+    Ok(carry_with(transport, memory))
 }
 
-fn trust(key: Option<&str>, key_file: Option<&str>, insecure: bool) -> Result<Trust, Error> {
-    match (key, key_file, insecure) {
-        (Some(key), None, false) => Ok(Trust::Key(Key::new(key.as_bytes())?)),
-        (None, Some(file), false) => Ok(Trust::Key(Key::from_file(Path::new(file))?)),
-        (None, None, false) => Trust::from_environment(),
-        (None, None, true) => Ok(Trust::Insecure),
-        _ => Err(Error::Options("give one of key, key_file and insecure".to_owned())),
+fn trust(
+    key: Option<&str>,
+    key_file: Option<PathBuf>,
+    tls: Option<(PathBuf, PathBuf, PathBuf)>,
+    insecure: bool,
+) -> Result<Trust, Error> {
+    match (key, key_file, tls, insecure) {
+        (Some(key), None, None, false) => Ok(Trust::Key(Key::new(key.as_bytes())?)),
+        (None, Some(file), None, false) => Ok(Trust::Key(Key::from_file(Path::new(&file))?)),
+        (None, None, Some((certificate, private_key, authority)), false) => {
+            let files = TlsFiles { certificate, private_key, authority };
+            Ok(Trust::Tls(Tls::from_files(&files)?))
+        }
+        (None, None, None, false) => Trust::from_environment(),
+        (None, None, None, true) => Ok(Trust::Insecure),
+        _ => Err(Error::Options("give only one of key, key_file, tls and insecure".to_owned())),
     }
 }
 
-/// An address, or the first of those that a name stands for.
-fn address(name: &str, host: impl ToSocketAddrs + fmt::Debug) -> PyResult<SocketAddr> {
-    let wrong =
-        |why: String| PyValueError::new_err(format!("{name}: {host:?} is no address: {why}"));
+/// An address, or the first of those that a name stands for. `purpose` is what it is wanted for: how
+/// the option is called depends on who asks.
+fn address(purpose: &str, host: impl ToSocketAddrs + fmt::Debug) -> PyResult<SocketAddr> {
+    let wrong = |why: String| {
+        PyValueError::new_err(format!("{host:?} is not an address to {purpose}: {why}"))
+    };
     let mut found = host.to_socket_addrs().map_err(|error| wrong(error.to_string()))?;
-    found.next().ok_or_else(|| wrong("the name stands for none".to_owned()))
-}
-
-/// Through text: a ticket is a dictionary of the shape of its JSON, as a router passes it on.
-fn read_ticket(ticket: &Bound<'_, PyDict>) -> PyResult<Ticket> {
-    let text: String = ticket.py().import("json")?.call_method1("dumps", (ticket,))?.extract()?;
-    serde_json::from_str(&text)
-        .map_err(|error| PyValueError::new_err(format!("this is no ticket: {error}")))
-}
-
-fn to_python<'py>(py: Python<'py>, value: &impl serde::Serialize) -> PyResult<Bound<'py, PyAny>> {
-    let text = serde_json::to_string(value).expect("plain data in memory always serialises");
-    py.import("json")?.call_method1("loads", (text,))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    found.next().ok_or_else(|| wrong("the name does not stand for any".to_owned()))
 }

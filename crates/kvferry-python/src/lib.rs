@@ -2,6 +2,7 @@
 //! (`python/kvferry/_core.pyi`) document it for its users.
 
 mod agent;
+mod convert;
 mod errors;
 mod log;
 mod manifest;
@@ -16,7 +17,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::agent::{Ending, Scheduler, Worker};
+    use super::agent::{Ending, Scheduler, Worker, metrics};
     #[pymodule_export]
     use super::log::{log_level, log_lines};
     #[pymodule_export]
@@ -34,7 +35,7 @@ fn version() -> &'static str {
 }
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is no number of seconds"));
+    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is not a number of seconds"));
     // A century is for ever, and far from where clocks overflow.
     Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
 }

@@ -3,6 +3,11 @@
 //! Lines wait in a bounded queue until a Python thread fetches them. So no thread of ours ever waits for
 //! the interpreter, which may be busy, or ending; that is why the crates that call into it from whatever
 //! thread logs are not used.
+//!
+//! Engines fork, and what a thread of the parent waits for goes on in the child without that thread. The
+//! standard library's `Condvar` keeps no list of who waits and does not mind. `parking_lot` and
+//! `crossbeam-channel` keep one, and the first line in a child would wake the thread that is not there:
+//! that is why neither is used here.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -46,7 +51,7 @@ pub(crate) fn log_level(level: &str) -> PyResult<()> {
     static INSTALL: Once = Once::new();
     let names = || LEVELS.map(|(name, ..)| name).join(", ");
     let Some(wanted) = LEVELS.iter().position(|(name, ..)| *name == level) else {
-        let message = format!("'{level}' is no level to log at: the levels are {}", names());
+        let message = format!("'{level}' is not a level to log at: the levels are {}", names());
         return Err(PyValueError::new_err(message));
     };
     WANTED.store(u8::try_from(wanted).expect("there are few levels"), Ordering::Relaxed);

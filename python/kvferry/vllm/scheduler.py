@@ -300,13 +300,17 @@ def _wanted(params: dict[str, Any]) -> Wanted:
     if not isinstance(ours, dict):
         raise ValueError("they do not come from kvferry")
     ticket, tokens, first = ours.get("ticket"), ours.get("tokens"), ours.get("first")
-    if not (
-        isinstance(ticket, dict)
-        and isinstance(tokens, int)
-        and isinstance(first, list)
-        and isinstance(blocks, list | tuple)
+    for name, value, kind in (
+        (f"{KEY}.ticket", ticket, dict),
+        (f"{KEY}.tokens", tokens, int),
+        (f"{KEY}.first", first, list),
+        ("remote_block_ids", blocks, list | tuple),
     ):
-        raise ValueError("they are incomplete")
+        if value is None:
+            raise ValueError(f"'{name}' is missing")
+        if not isinstance(value, kind):
+            raise ValueError(f"'{name}' is {value!r:.60}, of the wrong type")
+    assert ticket is not None and tokens is not None
     return Wanted(ticket, tokens, blocks, first)
 
 

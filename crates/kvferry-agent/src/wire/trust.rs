@@ -151,6 +151,15 @@ impl Tls {
         let key = PrivateKeyDer::from_pem_file(&files.private_key)
             .map_err(|e| bad(&files.private_key, &e))?;
 
+        // What both sides make of the certificate.
+        let unusable = |error: rustls::Error| match error {
+            rustls::Error::InconsistentKeys(_) => Error::Key(format!(
+                "the private key in {} does not belong to the certificate in {}",
+                files.private_key.display(),
+                files.certificate.display()
+            )),
+            error => bad(&files.certificate, &error),
+        };
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let versions = &[&rustls::version::TLS13];
         let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
@@ -162,13 +171,13 @@ impl Tls {
                 let builder = builder.with_client_cert_verifier(verifier);
                 builder.with_single_cert(chain.clone(), key.clone_key())
             })
-            .map_err(|e| bad(&files.certificate, &e))?;
+            .map_err(unusable)?;
         let client = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
             .and_then(|builder| {
                 builder.with_root_certificates(roots).with_client_auth_cert(chain, key)
             })
-            .map_err(|e| bad(&files.certificate, &e))?;
+            .map_err(unusable)?;
         Ok(Self { client: Arc::new(client), server: Arc::new(server) })
     }
 

@@ -1,0 +1,298 @@
+//! An engine of a few ranks, and what it does with a request.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_agent::{
+    Carrier, Ending, Load, Notice, Outcome, Released, Scheduler, SchedulerOptions, Ticket, Worker,
+    WorkerOptions, carry,
+};
+use kvferry_layout::{
+    Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
+    Window,
+};
+use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::tcp::{Tcp, TcpOptions};
+use kvferry_transport::{Price, Transport};
+
+use super::held::Held;
+use super::memory::{Memory, UNTOUCHED};
+use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, table, value};
+
+/// One rank of an engine.
+pub struct Rank {
+    pub worker: Worker,
+    pub memory: Arc<Memory>,
+    pub heads: std::ops::Range<u64>,
+    pub held: Option<Arc<Held>>,
+}
+
+/// An engine.
+pub struct Engine {
+    pub scheduler: Scheduler,
+    pub ranks: Vec<Rank>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum By {
+    Tcp,
+    Local,
+    /// Reads that do what the test says.
+    Held,
+}
+
+/// How a test engine is made.
+pub struct Recipe {
+    pub name: &'static str,
+    pub tp: u64,
+    pub by: By,
+    pub model: &'static str,
+    pub scheduler: SchedulerOptions,
+    pub worker: WorkerOptions,
+    /// The manifest claims this much more memory than there is.
+    pub lie: u64,
+    /// Within a block all tokens of a head lie together, not all heads of a token.
+    pub by_head: bool,
+    /// What reads from each rank cost, where they are [`By::Held`].
+    pub prices: fn(u64) -> Price,
+}
+
+impl Recipe {
+    pub fn new(name: &'static str, tp: u64) -> Self {
+        Self {
+            name,
+            tp,
+            by: By::Tcp,
+            model: "tiny",
+            scheduler: SchedulerOptions::new(name),
+            worker: WorkerOptions::new(tp as u32),
+            lie: 0,
+            by_head: false,
+            prices: |_| Price { launch: 0.0, copy: 512.0, byte: 0.125 },
+        }
+    }
+
+    pub fn by(mut self, by: By) -> Self {
+        self.by = by;
+        self
+    }
+
+    pub fn term(mut self, term: Duration) -> Self {
+        self.scheduler.term = term;
+        self
+    }
+
+    pub fn trust(mut self, trust: kvferry_agent::Trust) -> Self {
+        self.scheduler.trust = trust.clone();
+        self.worker.trust = trust;
+        self
+    }
+
+    pub fn start(self) -> Engine {
+        let scheduler = Scheduler::start(self.scheduler).unwrap();
+        let heads = HEADS / self.tp;
+        let ranks = (0..self.tp).map(|rank| {
+            let block = TOKENS_PER_BLOCK * heads * DIM;
+            let memory = Memory::new((block * u64::from(BLOCKS)) as usize);
+            let mut draft = draft(self.name, self.model, rank, heads, &memory);
+            let region = Region::host(memory.base(), memory.bytes as u64);
+            let mut held = None;
+            let carrier = match self.by {
+                By::Tcp => {
+                    let transport = Tcp::new(TcpOptions::default()).unwrap();
+                    // SAFETY: test memory is never freed, and accessed without references.
+                    unsafe { transport.register(region) }.unwrap();
+                    carry(Arc::new(transport))
+                }
+                By::Local => {
+                    let transport = Local::new(LocalOptions::default()).unwrap();
+                    // SAFETY: as above.
+                    unsafe { transport.register(region) }.unwrap();
+                    carry(Arc::new(transport))
+                }
+                By::Held => {
+                    held = Some(Arc::new(Held::new((self.prices)(rank))));
+                    held.clone().unwrap() as Arc<dyn Carrier>
+                }
+            };
+            if self.by_head {
+                let view = &mut draft.groups[0].pieces[0].view;
+                (view.entry, view.axes) = (DIM, vec![TOKENS_PER_BLOCK * DIM, 1]);
+            }
+            draft.regions[0].bytes += self.lie;
+            draft.groups[0].blocks += (self.lie / block) as u32;
+            let manifest = Manifest::new(draft).unwrap();
+            let worker = Worker::start(self.worker.clone(), manifest, carrier).unwrap();
+            Rank { worker, memory, heads: rank * heads..(rank + 1) * heads, held }
+        });
+        let ranks: Vec<Rank> = ranks.collect();
+        let engine = Engine { scheduler, ranks };
+        engine.publish();
+        engine
+    }
+}
+
+fn draft(engine: &str, model: &str, rank: u64, heads: u64, memory: &Memory) -> Draft {
+    Draft {
+        identity: [("model".to_owned(), model.to_owned())].into(),
+        engine: engine.to_owned(),
+        rank: rank as u32,
+        label: format!("tp{rank}"),
+        regions: vec![Region {
+            base: memory.base(),
+            bytes: memory.bytes as u64,
+            place: Place::Host,
+        }],
+        kinds: vec![Kind {
+            format: Format::new("u8", 1),
+            axes: vec![Axis::new("head", HEADS), Axis::new("dim", DIM)],
+            law: Law::PER_TOKEN,
+        }],
+        groups: vec![Group {
+            name: "attention".to_owned(),
+            blocks: BLOCKS,
+            null_block: None,
+            tokens_per_block: Some(TOKENS_PER_BLOCK),
+            window: Window::FULL,
+            pieces: vec![Piece {
+                state: "layers.0/kv".to_owned(),
+                kind: 0,
+                bounds: StateBox::new([rank * heads..(rank + 1) * heads, 0..DIM]),
+                phase: Phase::ALL,
+                need: None,
+                view: View {
+                    region: 0,
+                    offset: 0,
+                    block: TOKENS_PER_BLOCK * heads * DIM,
+                    kernel: None,
+                    entry: heads * DIM,
+                    axes: vec![DIM, 1],
+                },
+            }],
+            scratch: vec![],
+        }],
+    }
+}
+
+impl Rank {
+    fn offset(&self, blocks: &[u32], token: u64, head: u64, dim: u64) -> usize {
+        let heads = self.heads.end - self.heads.start;
+        let block = u64::from(blocks[(token / TOKENS_PER_BLOCK) as usize]);
+        let place = (block * TOKENS_PER_BLOCK + token % TOKENS_PER_BLOCK) * heads;
+        ((place + head - self.heads.start) * DIM + dim) as usize
+    }
+
+    fn places(&self, tokens: u64) -> impl Iterator<Item = (u64, u64, u64)> + use<> {
+        let heads = self.heads.clone();
+        (0..tokens).flat_map(move |token| {
+            heads.clone().flat_map(move |head| (0..DIM).map(move |dim| (token, head, dim)))
+        })
+    }
+
+    /// Bytes of a request that are not what they should be.
+    pub fn wrong(&self, request: u64, blocks: &[u32], tokens: u64) -> usize {
+        let wrong = |(token, head, dim): &(u64, u64, u64)| {
+            self.memory.read(self.offset(blocks, *token, *head, *dim))
+                != value(request, *token, *head, *dim)
+        };
+        self.places(tokens).filter(wrong).count()
+    }
+
+    /// Bytes that were ever written.
+    pub fn touched(&self) -> usize {
+        (0..self.memory.bytes).filter(|offset| self.memory.read(*offset) != UNTOUCHED).count()
+    }
+
+    pub fn wait_end(&self, request: &str) -> Ending {
+        let until = Instant::now() + LONG;
+        while Instant::now() < until {
+            for notice in self.worker.wait(until) {
+                match notice {
+                    Notice::Ended(ending) if ending.request == request => return ending,
+                    // Of a request before.
+                    Notice::Settled { .. } => {}
+                    other => panic!("unexpected: {other:?}"),
+                }
+            }
+        }
+        panic!("request '{request}' never ended");
+    }
+}
+
+impl Engine {
+    pub fn publish(&self) {
+        let cards = self.ranks.iter().map(|rank| rank.worker.card().unwrap()).collect();
+        self.scheduler.publish(cards).unwrap();
+    }
+
+    /// What prefill leaves in the blocks of a request.
+    pub fn prefill(&self, request: u64, blocks: &[u32], tokens: u64) {
+        for rank in &self.ranks {
+            for (token, head, dim) in rank.places(tokens) {
+                let offset = rank.offset(blocks, token, head, dim);
+                rank.memory.write(offset, value(request, token, head, dim));
+            }
+        }
+    }
+
+    pub fn start_load(
+        &self,
+        name: &str,
+        ticket: &Ticket,
+        source: &[u32],
+        destination: &[u32],
+        tokens: u64,
+        patience: Duration,
+    ) {
+        for rank in &self.ranks {
+            rank.worker
+                .load(Load {
+                    request: name.to_owned(),
+                    ticket: ticket.clone(),
+                    tokens,
+                    cached: vec![0],
+                    source: table(source),
+                    destination: table(destination),
+                    patience,
+                    rest: false,
+                })
+                .unwrap();
+        }
+    }
+
+    /// Hands a request over to `d` by the address that it is given. Where all goes well, every byte is
+    /// right, and no other byte has changed that was [`UNTOUCHED`] before.
+    pub fn hand_over(&self, d: &Self, name: &str, tokens: u64, address: &str) -> Vec<Outcome> {
+        let (source, destination) = (blocks_for(tokens, 3), blocks_for(tokens, 9));
+        self.prefill(7, &source, tokens);
+        let mut ticket = self.scheduler.grant(name).unwrap();
+        ticket.address = address.to_owned();
+        d.start_load(name, &ticket, &source, &destination, tokens, LONG);
+        let outcomes = d.wait_ends(name);
+        for (outcome, rank) in outcomes.iter().zip(&d.ranks) {
+            if *outcome == Outcome::Done {
+                assert_eq!(rank.wrong(7, &destination, tokens), 0);
+                let written = tokens * (rank.heads.end - rank.heads.start) * DIM;
+                assert_eq!(rank.touched() as u64, written, "nothing else changed");
+            }
+        }
+        outcomes
+    }
+
+    /// A counter among the scheduler's metrics.
+    pub fn counter(&self, name: &str) -> u64 {
+        let counts = self.scheduler.counts();
+        counts.into_iter().find(|(counter, _)| counter == name).unwrap().1
+    }
+
+    /// How a request ended on each rank.
+    pub fn wait_ends(&self, name: &str) -> Vec<Outcome> {
+        self.ranks.iter().map(|rank| rank.wait_end(name).outcome).collect()
+    }
+
+    pub fn wait_released(&self) -> Released {
+        let released = self.scheduler.wait_released(Instant::now() + LONG);
+        assert_eq!(released.len(), 1, "{released:?}");
+        released[0].clone()
+    }
+}

@@ -1,0 +1,142 @@
+//! Reads that do what a test says.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvferry_agent::{Carrier, Source};
+use kvferry_transport::{ByteCopy, Error, Operation, Price, Report, Status};
+
+use super::eventually;
+
+/// A transport in one process whose reads do what a test says.
+#[derive(Debug)]
+pub struct Held {
+    /// Reads in the order in which they were asked for.
+    reads: Arc<Mutex<VecDeque<Arc<HeldRead>>>>,
+    /// What reads from this rank cost.
+    price: Price,
+}
+
+/// A read under a test's control.
+#[derive(Debug)]
+pub struct HeldRead {
+    pub copies: Vec<ByteCopy>,
+    pub cancelled: AtomicBool,
+    status: Mutex<Status>,
+}
+
+impl Held {
+    pub fn new(price: Price) -> Self {
+        Self { reads: Arc::default(), price }
+    }
+
+    pub fn next(&self) -> Arc<HeldRead> {
+        let taken = Mutex::new(None);
+        eventually("a read", || {
+            let mut taken = taken.lock().unwrap();
+            *taken = self.reads.lock().unwrap().pop_front();
+            taken.is_some()
+        });
+        taken.into_inner().unwrap().unwrap()
+    }
+}
+
+impl HeldRead {
+    /// Part of the bytes land: `from` to `to` of the copies.
+    pub fn land(&self, from: usize, to: usize) {
+        for copy in &self.copies[from..to] {
+            // SAFETY: plans name only addresses of test memory, which is never freed and accessed
+            // without references.
+            unsafe {
+                std::ptr::copy(
+                    copy.source as *const u8,
+                    copy.destination as *mut u8,
+                    copy.bytes as usize,
+                );
+            }
+        }
+    }
+
+    pub fn finish(&self) {
+        *self.status.lock().unwrap() = Status::Done(Report::default());
+    }
+
+    pub fn settle(&self, error: Error) {
+        *self.status.lock().unwrap() = Status::Failed(error);
+    }
+}
+
+impl Carrier for Held {
+    fn name(&self) -> &'static str {
+        "held"
+    }
+
+    fn describe(&self) -> Result<Vec<u8>, Error> {
+        let Price { launch, copy, byte } = self.price;
+        Ok([launch, copy, byte].map(f64::to_le_bytes).concat())
+    }
+
+    fn connect(&self, description: &[u8], _: Instant) -> Result<Box<dyn Source>, Error> {
+        let price = |i: usize| f64::from_le_bytes(description[8 * i..][..8].try_into().unwrap());
+        let price = Price { launch: price(0), copy: price(1), byte: price(2) };
+        Ok(Box::new(HeldSource { reads: self.reads.clone(), price }))
+    }
+}
+
+#[derive(Debug)]
+struct HeldSource {
+    reads: Arc<Mutex<VecDeque<Arc<HeldRead>>>>,
+    price: Price,
+}
+
+impl Source for HeldSource {
+    fn price(&self) -> Price {
+        self.price
+    }
+
+    fn read(&self, copies: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
+        let read = Arc::new(HeldRead {
+            copies: copies.to_vec(),
+            cancelled: AtomicBool::new(false),
+            status: Mutex::new(Status::InProgress),
+        });
+        self.reads.lock().unwrap().push_back(read.clone());
+        Ok(Box::new(HeldOperation(read)))
+    }
+
+    fn disconnect(&self) {}
+}
+
+struct HeldOperation(Arc<HeldRead>);
+
+impl fmt::Debug for HeldOperation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HeldOperation")
+    }
+}
+
+impl Operation for HeldOperation {
+    fn poll(&self) -> Status {
+        self.0.status.lock().unwrap().clone()
+    }
+
+    fn wait(&self, until: Instant) -> Status {
+        while !self.poll().is_safe() && Instant::now() < until {
+            thread::sleep(Duration::from_micros(100));
+        }
+        self.poll()
+    }
+
+    /// As NIXL does it: asked to stop, it may still land.
+    fn cancel(&self) {
+        self.0.cancelled.store(true, Ordering::SeqCst);
+        let mut status = self.0.status.lock().unwrap();
+        if !status.is_safe() {
+            *status = Status::Quarantined(Error::Cancelled);
+        }
+    }
+}
