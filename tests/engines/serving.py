@@ -122,12 +122,18 @@ def _serve(pipe, model, role, options):
         patches.install()
         for change in options.pop("prepare", ()):
             change()
-        connector = KVTransferConfig(
+        connector = dict(
             kv_connector="FerryConnector",
             kv_role=role,
             kv_connector_extra_config=options.pop("extra", {}),
-            kv_load_failure_policy=options.pop("failure", "fail"),
         )
+        if options.pop("multi", False):
+            connector = dict(
+                kv_connector="MultiConnector",
+                kv_role=role,
+                kv_connector_extra_config={"connectors": [connector]},
+            )
+        policy = options.pop("failure", "fail")
         usual = dict(
             dtype="float32",
             skip_tokenizer_init=True,
@@ -137,7 +143,7 @@ def _serve(pipe, model, role, options):
             disable_log_stats=True,
             enable_prefix_caching=options.pop("prefix", False),
             num_gpu_blocks_override=options.pop("blocks", 64),
-            kv_transfer_config=connector,
+            kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=policy),
         )
         engine = LLM(model=str(model), **usual | options)
     except BaseException:
