@@ -28,8 +28,10 @@ case "${1:-}" in
   pytest engines --durations 15 -m "$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")"
   ;;
 *)
-  file=${1#tests/}
+  path=${1#tests/}
+  folder=${path%%/*}
+  path=${path#"$folder"}
   shift
-  pytest "${file%%/*}" "${file#*/}" "$@"
+  pytest "$folder" ".${path:-/}" "$@"
   ;;
 esac

@@ -66,5 +66,5 @@ step tools/test-python.sh "$@" || failed=1
 wait "${lanes[1]}" || failed=1
 printf '\n== Meanwhile, the Rust tests\n'
 cat "$work/rust"
-printf '\n== %s in %d s\n' "$([ $failed = 0 ] && echo "all tests passed" || echo "FAILED, see above")" $((SECONDS - began))
+printf '\n== %s in %d s\n' "$([ $failed = 0 ] && echo "all tests passed" || echo "FAILED (see above)")" $((SECONDS - began))
 exit $failed

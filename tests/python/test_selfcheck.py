@@ -22,7 +22,7 @@ def test_it_finds_this_environment_ready():
     for what in ("vllm", "plug-in", "connector", "local", "tcp", "nixl"):
         assert fits[what] == "yes", said
     wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
-    assert wrong.returncode == 2 and "--mib is at least 1" in wrong.stderr
+    assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 
 
 @pytest.mark.parametrize("found, says", [("0.31.2", "0.31.2 is installed"), (None, "not installed")])

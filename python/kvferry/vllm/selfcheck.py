@@ -47,10 +47,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.vllm.selfcheck", description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="how much to move with each transport")
     parser.add_argument("--json", action="store_true", help="answer as JSON, for programs")
-    parser.add_argument("--verbose", action="store_true", help="also what the transports have to say")
+    parser.add_argument("--verbose", action="store_true", help="also show what the transports log")
     asked = parser.parse_args()
     if asked.mib < 1:
-        parser.error("--mib is at least 1")
+        parser.error(f"--mib is {asked.mib}, but must be 1 or more")
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     log = logging.getLogger("kvferry")
     log.setLevel(logging.DEBUG)
@@ -90,7 +90,7 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
         yield plugin()
         yield connector()
     gpus = graphics()
-    yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none is seen")
+    yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none found")
     for transport in TRANSPORTS:
         # Caches on a GPU can only go through nixl; without a GPU it is a choice.
         needed = transport == "tcp" or (transport == "nixl" and bool(gpus))
@@ -118,7 +118,7 @@ def plugin() -> Finding:
         says = f"is not loaded: VLLM_PLUGINS is '{allowed}', which leaves it out"
         advice = f"add '{PLUGIN}' to VLLM_PLUGINS"
     else:
-        says = "is not loaded: VLLM_LOGGING_LEVEL=ERROR or lower may say why"
+        says = "is not loaded, although it is installed"
         advice = "look for 'Failed to load plugin' in vLLM's log"
     path = json.dumps(WITHOUT_PLUGIN).strip("{}")
     return Finding(
