@@ -16,7 +16,7 @@ class Groups:
             kv_cache_config.kv_cache_groups[group].kv_cache_spec
             for group in kv_cache_config.transfer_group_ids
         ]
-        self.recurrent = [is_recurrent(spec) for spec in self.specs]
+        self.recurrent = [is_state_group(spec) for spec in self.specs]
         #: How many of a prompt's last tokens are D's to compute: a recurrent state must not have seen
         #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
         #: it for the one after them), a cache that is replayed must be laid out for them, and what
@@ -29,7 +29,7 @@ class Groups:
         everything = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
         return (
             any(self.recurrent)
-            or any(is_windowed(spec) for spec in self.specs)
+            or any(keeps_window(spec) for spec in self.specs)
             or any(is_replayed(spec) for spec in everything)
         )
 
@@ -44,7 +44,7 @@ class Groups:
         blocks = list(ids)
         if not self.recurrent[group]:
             return blocks
-        at = (tokens - 1) // state_interval(self.specs[group])
+        at = (tokens - 1) // first_spec(self.specs[group]).block_size
         return blocks[at : at + 1]
 
     def cached(self, blocks: Sequence[Sequence[Any]], computed: int) -> list[int]:
@@ -63,30 +63,28 @@ class Groups:
         return min(computed, next((tokens for tokens in held if tokens), 0))
 
 
-# What vLLM's specs say, by the names of its classes.
-
-#: Caches that keep no more than what the next token can see.
-WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
-
-
-def is_recurrent(spec: Any) -> bool:
-    return type(_of_one_layer(spec)).__name__ == "MambaSpec"
-
-
-def is_windowed(spec: Any) -> bool:
-    return type(_of_one_layer(spec)).__name__ in WINDOWED
-
-
 def is_replayed(spec: Any) -> bool:
     """Whether the last tokens of a prefix are computed again although it is held."""
     return bool(spec.prefix_replay_tokens > 0)
 
 
-def state_interval(spec: Any) -> int:
-    """How many tokens each column of a recurrent state's table stands for."""
-    return int(_of_one_layer(spec).block_size)
+# What vLLM's classes are called.
+
+#: Caches that keep no more than what the next token can see.
+WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
 
 
-def _of_one_layer(spec: Any) -> Any:
+def is_state_group(spec: Any) -> bool:
+    """Whether a group keeps states of a fixed size, one slot for a sequence."""
+    return type(first_spec(spec)).__name__ == "MambaSpec"
+
+
+def keeps_window(spec: Any) -> bool:
+    """Whether a group keeps no more than what the next token can see."""
+    return type(first_spec(spec)).__name__ in WINDOWED
+
+
+def first_spec(spec: Any) -> Any:
+    """The spec of a group, or of one of its layers where each has its own."""
     by_layer = getattr(spec, "kv_cache_specs", None)
     return spec if by_layer is None else next(iter(by_layer.values()))
