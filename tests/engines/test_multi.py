@@ -1,29 +1,43 @@
 """FerryConnector inside vLLM's MultiConnector, with statistics on: vLLM finds it by its name alone."""
 
-import prometheus_client
-from exact import check
+import random
+import time
 
-LENGTHS = (33, 100)
+import prometheus_client
+from exact import hand_over, nothing_left, prompts
+
+#: What must have been counted for each request, by engine.
+PREFILL = (("leases_granted_total", {}), ("leases_confirmed_total", {}))
+DECODE = (("loads_total", {"outcome": "done"}), ("load_seconds_count", {}))
 
 
 def test_a_pair_hands_over_and_is_counted(serve):
     options = {"multi": True, "disable_log_stats": False, "block_size": 32}
     prefill = serve("qwen3", "kv_producer", **options)
     decode = serve("qwen3", "kv_consumer", **options)
-    check(prefill, decode, LENGTHS)
-    # With the control.
-    count = len(LENGTHS) + 1
-    assert prefill.call(counted, "leases_granted_total") == count
-    assert prefill.call(counted, "leases_confirmed_total") == count
-    assert decode.call(counted, "loads_total", outcome="done") == count
-    assert decode.call(counted, "load_seconds_count") == count
+    asked = prompts(random.Random(16), [33, 100])
+    for prompt in asked:
+        moved = hand_over(prefill, decode, prompt)
+        assert moved == decode.generate(prompt)[0]
+    for engine, names in ((prefill, PREFILL), (decode, DECODE)):
+        assert engine.call(counted, names, len(asked)) == [len(asked)] * len(names)
+    nothing_left(prefill, decode)
 
 
-def counted(engine, name, **labels):
-    """What Prometheus would see of one metric."""
-    # What has happened since the last step is counted with the next one.
-    engine.generate({"prompt_token_ids": [1]}, use_tqdm=False)
-    engine.llm_engine.do_log_stats()
+# In the engine's process.
+
+
+def counted(engine, names, wanted, seconds=30):
+    """What Prometheus sees, as soon as it is what is wanted; it hears of it with the steps of requests."""
+    deadline = time.monotonic() + seconds
+    while True:
+        engine.generate({"prompt_token_ids": [1]}, use_tqdm=False)
+        seen = [value(name, labels) for name, labels in names]
+        if all(one >= wanted for one in seen) or time.monotonic() > deadline:
+            return seen
+
+
+def value(name, labels):
     return sum(
         sample.value
         for metric in prometheus_client.REGISTRY.collect()
