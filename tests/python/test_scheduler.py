@@ -1,6 +1,7 @@
-"""Which half of the scheduler's side a call reaches, by the engine's role."""
+"""The scheduler's side without an engine: a request from one half to the other."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def start(caplog):
         )
         config = SimpleNamespace(
             kv_transfer_config=KVTransferConfig(kv_connector="FerryConnector", kv_role=role),
-            parallel_config=SimpleNamespace(data_parallel_index=0),
+            parallel_config=SimpleNamespace(
+                data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
+            ),
             num_prefill_lookahead_tokens=0,
         )
         made.append(SchedulerSide(config, cache, Options.read(options)))
@@ -38,38 +42,48 @@ def start(caplog):
 
 
 def request(**params):
-    return SimpleNamespace(request_id="request-1", kv_transfer_params=params)
+    """Of 40 tokens, all computed."""
+    return SimpleNamespace(
+        request_id="request-1",
+        kv_transfer_params=params,
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+        num_prompt_tokens=40,
+        num_computed_tokens=40,
+        num_in_flight_tokens=0,
+    )
 
 
-def test_a_role_has_its_halves(start):
-    halves = {
-        role: (side.prefill is not None, side.decode is not None)
-        for role in ("kv_producer", "kv_consumer", "kv_both")
-        for side in [start(role)]
-    }
-    assert halves == {
-        "kv_producer": (True, False), "kv_consumer": (False, True), "kv_both": (True, True),
-    }  # fmt: skip
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_parameters_decide_whatever_the_role(start, role):
+    prefill, decode = start(role), start(role)
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    assert prefill.orders(["request-1"]).hands_over
+    kept, params = prefill.finished(asked, ([3, 5],))
+    assert kept and params["remote_block_ids"] == [[3, 5]] and params["kvferry"]["tokens"] == 40
+    assert not prefill.orders(["request-1"]).hands_over
+    # What it hands over is what another takes over.
+    wanted = request(**params)
+    decode.on_new_request(wanted)
+    assert decode.matched(wanted, 32) == (8, True)
+    decode.finished(wanted, ([],))
+    assert decode.matched(wanted, 32) == (0, False)
+    # Given up by the one, and so free again on the other.
+    deadline = time.monotonic() + 30
+    while not (released := prefill.orders([]).released):
+        assert time.monotonic() < deadline
+    assert released == ["request-1"] and not prefill.prefill.kept
 
 
-@pytest.mark.parametrize(
-    "role, asked, instead",
-    [
-        ("kv_producer", "do_remote_prefill", "it computes the prompt itself"),
-        ("kv_consumer", "do_remote_decode", "it keeps no blocks for others"),
-    ],
-)
-def test_what_a_role_does_not_do_is_said_and_costs_nothing(start, caplog, role, asked, instead):
-    side = start(role)
-    new = request(**{asked: True})
-    side.on_new_request(new)
-    (said,) = {one.getMessage() for one in caplog.records if one.levelname == "WARNING"}
-    assert f"request-1 asks for '{asked}'" in said and f"kv_role is '{role}': {instead}" in said
-    assert side.matched(new, 0) == (0, False)
-    side.allocated(new, None, 0)
-    assert not side.orders(["request-1"]).hands_over
-    side.ended("request-1", failed=False)
-    assert side.finished(new, ([1, 2],)) == (False, None)
+def test_an_engine_keeps_nothing_that_nobody_asked_for(start):
+    side = start("kv_both")
+    for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+        asked = request(do_remote_decode=True)
+        asked.status = status
+        side.on_new_request(asked)
+        assert side.finished(asked, ([3, 5],)) == (False, None)
+        assert not side.prefill.prefilling
+    assert side.finished(request(), ([3, 5],)) == (False, None)
 
 
 def test_parameters_of_another_connector_are_named(start, caplog):

@@ -45,11 +45,10 @@ def side(engine):
 def whats_left(engine):
     scheduler = side(engine)
     status = scheduler.agent.status()
-    prefill, decode = scheduler.prefill, scheduler.decode
     return {
-        "prefilling": prefill.prefilling if prefill else (),
-        "kept": prefill.kept if prefill else (),
-        "wanted": list(decode.wanted) if decode else (),
+        "prefilling": scheduler.prefill.prefilling,
+        "kept": scheduler.prefill.kept,
+        "wanted": list(scheduler.decode.wanted),
         "leases": status["leases"],
         "holds": status["holds"],
         "loads": counter(engine, "kvferry_loads_in_flight"),
