@@ -19,24 +19,21 @@ import os
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-    # NixlConnector serves states in this order only.
-    VLLM_SSM_CONV_STATE_LAYOUT="DS",
-    OMP_NUM_THREADS="1",
-)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engines"))
+
+import environment  # noqa: E402
+
+environment.forked(os.environ)
+# Of the rival alone.
+os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+# The rival serves states in this order only.
+os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
 
 import transformers  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -69,14 +66,6 @@ MODELS = {
         conv_kernel=4,
         architectures=["NemotronHForCausalLM"],
     ),
-}
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
 }
 
 
@@ -138,7 +127,6 @@ def _engine(contender, role, model, longest):
     else:
         how = dict(
             kv_connector="FerryConnector",
-            kv_connector_module_path="kvferry.vllm",
             kv_connector_extra_config={"transport": contender},
         )
     hybrid = "nemotron" in Path(model).name
@@ -207,7 +195,7 @@ class Pair:
 
     def first_token(self, prompt):
         self._signal(signal.SIGCONT)
-        _, params = self.prefill.ask(prompt, dict(REMOTE_DECODE))
+        _, params = self.prefill.ask(prompt, dict(environment.REMOTE_DECODE))
         assert params, f"{self.contender}: P hands nothing over"
         seconds, _ = self.decode.ask(prompt, params)
         for engine in (self.prefill, self.decode):

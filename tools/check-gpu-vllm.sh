@@ -4,7 +4,7 @@
 #
 #   pip install 'vllm==0.32.*' nixl .
 #   tools/check-gpu-vllm.sh              tiny random models: attention, windows, Mamba, delta nets
-#   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` is no check: it says how long handovers take
+#   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
 #
 # PYTHON        the python of the environment with vLLM in it; without it, `python3`
 # KVFERRY_NIXL  the NIXL library, where it is not in that environment

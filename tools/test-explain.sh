@@ -12,4 +12,5 @@ if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; the
     DEBIAN_FRONTEND=noninteractive apt-get install -q -y chromium chromium-driver
   } >&2
 fi
-exec cargo test --package kvferry-cli --test explain -- --include-ignored "$@"
+# With the whole workspace's features, as in the other tests: nothing is built twice.
+exec cargo test --workspace --locked --test explain -- --include-ignored "$@"

@@ -3,8 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(tools/vllm-env.sh)
-cargo build --quiet --package kvferry-models --example manifests
-target=$(cargo metadata --format-version 1 --no-deps |
-  "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
-export KVFERRY_MANIFESTS="$target/debug/examples/manifests"
+KVFERRY_MANIFESTS=$(tools/manifests.sh)
+export KVFERRY_MANIFESTS
 exec "$python" -m pytest -q -p no:cacheprovider -p no:logging --show-capture=no -W ignore::DeprecationWarning tests/vllm "$@"

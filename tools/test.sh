@@ -4,21 +4,67 @@
 #
 #   tools/test.sh          what every change must pass
 #   tools/test.sh --all    also the many pairs of real engines that every change need not wait for
+#
+# First what is fast, then what is built, then two lanes side by side: the Rust tests, and the Python ones,
+# whose engines spend much of their time starting and waiting. Cargo is always given the whole workspace,
+# and `.cargo/config.toml` fixes what pyo3 is built for: so that nothing is built twice with other features.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+began=$SECONDS
+work=$(mktemp -d)
+lanes=()
+
+finish() {
+  local lane
+  for lane in "${lanes[@]}"; do
+    kill -- "-$lane" 2>/dev/null || true
+  done
+  rm -rf "$work"
+}
+trap finish EXIT
+trap 'exit 130' INT TERM
 
 step() {
   local began=$SECONDS
   printf '\n== %s\n' "$*"
-  "$@"
+  # `set -e` does not reach into a command that somebody asks the outcome of.
+  "$@" || return
   printf '== %s: %d s\n' "$*" $((SECONDS - began))
 }
 
+# In the background, in a process group of its own, so that it can be ended with all that it started.
+lane() {
+  local log=$work/$1
+  shift
+  set -m
+  ("$@") >"$log" 2>&1 &
+  set +m
+  lanes+=($!)
+}
+
+rust_tests() {
+  step cargo test --workspace --locked
+  step tools/test-explain.sh
+}
+
 step cargo fmt --all --check
+step python3 tools/check-dependencies.py
+# On first use this downloads gigabytes, which keeps no core busy.
+lane environment tools/vllm-env.sh
 step cargo clippy --workspace --all-targets --locked -- -D warnings
 step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
-step python3 tools/check-dependencies.py
-step cargo test --workspace --locked
-step tools/test-explain.sh
-step tools/test-vllm-rules.sh
-step tools/test-python.sh "$@"
+step cargo test --workspace --locked --no-run
+if ! wait "${lanes[0]}"; then
+  cat "$work/environment"
+  exit 1
+fi
+
+lane rust rust_tests
+failed=0
+step tools/test-vllm-rules.sh || failed=1
+step tools/test-python.sh "$@" || failed=1
+wait "${lanes[1]}" || failed=1
+printf '\n== Meanwhile, the Rust tests\n'
+cat "$work/rust"
+printf '\n== %s in %d s\n' "$([ $failed = 0 ] && echo "all tests passed" || echo "FAILED (see above)")" $((SECONDS - began))
+exit $failed

@@ -309,7 +309,7 @@ class Worker:
         request: str,
         ticket: dict[str, Any],
         *,
-        patience: float = 60.0,
+        deadline: float = 60.0,
         rest: bool = True,
         tokens: int,
         source_blocks: Sequence[_Numbers],
@@ -318,7 +318,8 @@ class Worker:
         source_first: _Numbers | None = None,
         destination_first: _Numbers | None = None,
     ) -> None:
-        """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`.
+        """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`, at the
+        latest `deadline` seconds from now.
 
         With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
         whole.

@@ -46,7 +46,7 @@ def hand_over(transport: str, device: str, mib: int, level: str = "error") -> st
             worker.load(
                 "selfcheck",
                 ticket,
-                patience=PATIENCE,
+                deadline=PATIENCE,
                 tokens=tokens,
                 source_blocks=[source],
                 destination_blocks=[table],

@@ -3,7 +3,8 @@
 import math
 import random
 
-from serving import REMOTE_DECODE, sampled
+from environment import REMOTE_DECODE
+from serving import sampled
 
 #: Prompts within one block, at its edges and over several.
 LENGTHS = (1, 2, 31, 33, 100, 200)

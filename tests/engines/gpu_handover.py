@@ -15,9 +15,11 @@ import time
 
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
+import torch  # noqa: E402
+from environment import REMOTE_DECODE  # noqa: E402
 from exact import prompts  # noqa: E402
 from patches import split_prompts  # noqa: E402
-from serving import REMOTE_DECODE, Server  # noqa: E402
+from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402
 
 from kvferry.vllm.worker import WorkerSide  # noqa: E402
@@ -106,6 +108,8 @@ def check(model, prefill, decode):
     assert hand_over(prefill, decode, prompt, other) == alone, "D did not use P's state"
     assert (prefill.idle(), decode.idle()) == (0, 0), "blocks are left behind"
     loads = decode.call(seen)
+    failed = [load for load in loads if load["outcome"] != "done"]
+    assert not failed, f"loads that were not done: {failed}"
     assert len(loads) > 2 * len(LENGTHS) - 2, f"{len(loads)} loads for {2 * len(LENGTHS) + 1} prompts"
     print(
         f"{model}: every token right, {len(loads)} loads on {loads[-1]['device']}, the last of "
@@ -161,16 +165,8 @@ def watch():
     def results_seen(self):
         before = len(self.ended)
         made = results(self)
-        for load in self.ended[before:]:
-            device = str(self.storages[0].device)
-            LOADS.append(
-                {
-                    "bytes": load.bytes,
-                    "copies": load.copies,
-                    "seconds": dict(load.seconds),
-                    "device": device,
-                }
-            )
+        device = str(self.storages[0].device)
+        LOADS.extend({**load, "device": device} for load in self.ended[before:])
         return made
 
     WorkerSide.register, WorkerSide.results = register_seen, results_seen
@@ -179,6 +175,9 @@ def watch():
 def poison(engine):
     for storage in SIDES[0].storages:
         storage.fill_(0xFF)
+    if torch.accelerator.is_available():
+        # What is loaded is not ordered with the stream: it must not be overwritten when it is there.
+        torch.accelerator.synchronize()
 
 
 def seen(engine):

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import environment
 from openai import OpenAI
 
 README = Path(__file__).parents[2] / "README.md"
@@ -28,15 +29,6 @@ PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 #: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy
 #: one; a server that ends is noticed at once.
 START, ANSWER, STOP = 600, 60, 60
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def readme_commands():
@@ -81,7 +73,7 @@ class Pair:
         self.processes = {}
         # A user's servers know nothing of how the engines of other tests are run.
         users = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-        self.environment = users | ENVIRONMENT
+        self.environment = users | environment.SERVER
         self.environment["PATH"] = f"{self._commands()}:{os.environ['PATH']}"
 
     def _commands(self):

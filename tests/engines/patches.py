@@ -5,6 +5,7 @@ import os
 
 import torch
 from vllm import _custom_ops
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, KVCacheLayout
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -17,6 +18,8 @@ def install():
     # Workers that are spawned import vLLM again, which takes long, and know nothing of what is done
     # here. On a CPU vLLM insists on it whatever the environment says.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # As does a process in which vLLM looks at a model for the first time, lest it initialise CUDA.
+    registry._run_in_subprocess = lambda look: look()
     GPUModelRunner.sync_and_gather_intermediate_tensors = _with_buffer(
         GPUModelRunner.sync_and_gather_intermediate_tensors
     )

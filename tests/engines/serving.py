@@ -7,17 +7,9 @@ import signal
 import time
 import traceback
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_WORKER_MULTIPROC_METHOD="fork",
-    OMP_NUM_THREADS="1",
-)
+import environment
+
+environment.forked(os.environ)
 
 import patches  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -25,15 +17,6 @@ from vllm.config import KVTransferConfig  # noqa: E402
 
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
 PATIENCE = 240
-
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class Server:
@@ -69,7 +52,7 @@ class Server:
 
     def prefill(self, prompts, **sampling):
         """What the engine hands to the router for each prompt."""
-        params = [dict(REMOTE_DECODE) for _ in prompts]
+        params = [dict(environment.REMOTE_DECODE) for _ in prompts]
         return [params for _, params in self.generate_all(prompts, 1, params, **sampling)]
 
     def call(self, function, *args):
@@ -139,13 +122,18 @@ def _serve(pipe, model, role, options):
         patches.install()
         for change in options.pop("prepare", ()):
             change()
-        connector = KVTransferConfig(
+        connector = dict(
             kv_connector="FerryConnector",
-            kv_connector_module_path="kvferry.vllm",
             kv_role=role,
             kv_connector_extra_config=options.pop("extra", {}),
-            kv_load_failure_policy=options.pop("failure", "fail"),
         )
+        if options.pop("multi", False):
+            connector = dict(
+                kv_connector="MultiConnector",
+                kv_role=role,
+                kv_connector_extra_config={"connectors": [connector]},
+            )
+        policy = options.pop("failure", "fail")
         usual = dict(
             dtype="float32",
             skip_tokenizer_init=True,
@@ -155,7 +143,7 @@ def _serve(pipe, model, role, options):
             disable_log_stats=True,
             enable_prefix_caching=options.pop("prefix", False),
             num_gpu_blocks_override=options.pop("blocks", 64),
-            kv_transfer_config=connector,
+            kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=policy),
         )
         engine = LLM(model=str(model), **usual | options)
     except BaseException:

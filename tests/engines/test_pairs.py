@@ -1,4 +1,9 @@
-"""Pairs of engines that look nothing alike, in every family of models.
+"""Prefill on one real vLLM engine, decode on another: the same tokens as one engine alone, for pairs that
+look alike and pairs that look nothing alike, in every family of models.
+
+Tiny random models, in float32 where there are kernels for it, so that equal means equal. Every pair has a
+control: D's prompt is changed everywhere but in its last token, and P's answer must come out all the same,
+which only P's state can do.
 
 An engine takes long to start and little time to answer: those of a family are started once, and
 each may be P for one pair and D for another.
@@ -17,7 +22,9 @@ BLOCKS_OUTERMOST = {
     "prepare": [patches.blocks_outermost, patches.environment(VLLM_KV_CACHE_LAYOUT="BLHNC")]
 }
 ONE_LAYER_LAST = patches.environment(VLLM_PP_LAYER_PARTITION="5,1")
+LOCAL = {"extra": {"transport": "local"}}
 NIXL = {"extra": {"transport": "nixl"}}
+NARROW = {"block_size": 32, "hf_overrides": {"sliding_window": 8}}
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 LATENT = {**NATIVE, "attention_backend": "CPU_MLA", "prepare": [patches.latent_blocks]}
@@ -44,6 +51,8 @@ FAMILIES = {
         "nemotron_h",
         {
             "one": {},
+            "another": {},
+            "two ranks": RANKS,
             "two stages": STAGES,
             "larger blocks on two ranks": {"block_size": 256, **RANKS},
             "channels first": {"prepare": [CHANNELS_FIRST]},
@@ -51,6 +60,8 @@ FAMILIES = {
             "two stages of two ranks": {**RANKS, **STAGES},
         },
         [
+            ("another", "one"),
+            ("one", "two ranks"),
             ("two stages", "one"),
             ("one", "two stages"),
             ("two stages", "larger blocks on two ranks"),
@@ -65,8 +76,41 @@ FAMILIES = {
     ),
     "qwen3": (
         "qwen3",
-        {"one": {"block_size": 32}, "blocks outermost": {"block_size": 64, **BLOCKS_OUTERMOST}},
-        [("one", "blocks outermost"), ("blocks outermost", "one")],
+        {
+            "one": {"block_size": 32},
+            "another": {"block_size": 32},
+            "larger blocks": {"block_size": 96},
+            "blocks outermost": {"block_size": 64, **BLOCKS_OUTERMOST},
+            "two ranks": RANKS,
+        },
+        [
+            ("another", "one"),
+            ("one", "larger blocks"),
+            ("one", "blocks outermost"),
+            ("blocks outermost", "one"),
+            pytest.param("one", "two ranks", marks=MORE),
+        ],
+    ),
+    "qwen3, local": (
+        "qwen3",
+        {"larger blocks": {"block_size": 96, **LOCAL}, "smaller": {"block_size": 64, **LOCAL}},
+        [("larger blocks", "smaller")],
+    ),
+    # Prompts are longer than the window, of 48 tokens.
+    "gemma3": (
+        "gemma3",
+        {"one": {"block_size": 32}, "larger blocks": {"block_size": 64}, "two ranks": RANKS},
+        [("one", "larger blocks"), pytest.param("two ranks", "one", marks=MORE)],
+    ),
+    "gemma3, each token of a window counts": (
+        "gemma3",
+        {"one": NARROW, "another": NARROW},
+        [("another", "one")],
+    ),
+    "falcon-h1, one group": (
+        "falcon_h1",
+        {"one": {}, "larger blocks": {"block_size": 96}, "two ranks": RANKS},
+        [("one", "larger blocks"), ("one", "two ranks"), ("two ranks", "one")],
     ),
     "qwen3 over nixl": (
         "qwen3",
@@ -142,7 +186,7 @@ def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
     kind, engines, _ = FAMILIES[family]
     prefill, decode = fleet(kind, engines, p), fleet(kind, engines, d)
     if kind != "qwen3_5":
-        check(prefill, decode)
+        check(prefill, decode, seed=f"{family}: {p} to {d}")
         return
     # vLLM's CPU kernels cannot start with a single token of a gated delta net, and with guesses
     # they are wrong by themselves from the third token on.

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from environment import REMOTE_DECODE
 from http_pair import ANSWER, START, Pair, free_neighbours, save_tokenizer, until
-from serving import REMOTE_DECODE
 from tiny import save_model
 
 #: Few enough for the share that vLLM publishes to tell single blocks.

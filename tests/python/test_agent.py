@@ -12,67 +12,7 @@ import uuid
 import kvferry
 import numpy as np
 import pytest
-from test_core import HEADS, WIDTH, draft
-
-LONG = 60.0
-TRUST = ("key", "key_file", "tls", "insecure")
-BLOCKS = 10
-
-
-class Engine:
-    """Ranks that share the four heads of one layer."""
-
-    def __init__(self, name, ranks, tokens, transport="local", **options):
-        share = HEADS // ranks
-        self.name, self.tokens = name, tokens
-        self.pools = [np.zeros(BLOCKS * tokens * share, dtype=np.uint64) for _ in range(ranks)]
-        self.scheduler = kvferry.Scheduler(name, **options)
-        self.workers = []
-        for rank, pool in enumerate(self.pools):
-            heads = (rank * share, (rank + 1) * share)
-            facts = draft(name, heads, tokens, pool.ctypes.data, rank=rank, label=f"tp{rank}")
-            trust = {key: options[key] for key in TRUST if key in options}
-            worker = kvferry.Worker(
-                kvferry.Manifest(facts), ranks=ranks, memory=pool, transport=transport, **trust
-            )
-            self.workers.append(worker)
-        self.scheduler.publish([worker.card() for worker in self.workers])
-
-    def close(self):
-        for half in (*self.workers, self.scheduler):
-            half.close()
-
-
-@pytest.fixture
-def engines():
-    made = []
-
-    def make(*args, **options):
-        made.append(Engine(*args, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def value(token, head):
-    return 1000 + token * HEADS + head
-
-
-def fill(engine, table, tokens):
-    share = HEADS // len(engine.pools)
-    for rank, pool in enumerate(engine.pools):
-        for token in range(tokens):
-            slot = table[token // engine.tokens] * engine.tokens + token % engine.tokens
-            for head in range(share):
-                pool[slot * share + head] = value(token, rank * share + head)
-
-
-def load(engine, request, ticket, **facts):
-    for worker in engine.workers:
-        worker.load(request, ticket, patience=LONG, **facts)
-    return [ending for worker in engine.workers for ending in worker.endings(LONG)]
+from handmade import LONG, WIDTH, draft, fill, load, value
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
@@ -260,7 +200,7 @@ def test_certificates_instead_of_a_key(engines, certificates):
     for name, trust in [("other", dict(tls=theirs)), ("key", dict(key=uuid.uuid4().hex)), ("none", {})]:
         stranger = engines(name, 1, 4, **trust)
         ticket = prefill.scheduler.grant(name)
-        stranger.workers[0].load(name, ticket, patience=1.0, **facts)
+        stranger.workers[0].load(name, ticket, deadline=1.0, **facts)
         (ending,) = stranger.workers[0].endings(LONG)
         assert ending.outcome == "failed", name
         assert (stranger.pools[0] == 0).all()

@@ -7,54 +7,7 @@ import threading
 import kvferry
 import numpy as np
 import pytest
-
-HEADS, WIDTH = 4, 8
-
-
-def draft(engine, heads, tokens, base, blocks=10, **facts):
-    """A rank with some of one layer's heads, 8 bytes each."""
-    row = (heads[1] - heads[0]) * WIDTH
-    return {
-        "identity": {"model": "example"},
-        "engine": engine,
-        "rank": 0,
-        "label": "tp0",
-        "regions": [{"base": base, "bytes": blocks * tokens * row, "place": "host"}],
-        "kinds": [
-            {
-                "format": {"name": "opaque", "bytes": WIDTH},
-                "axes": [{"name": "head", "length": HEADS}],
-                "law": {"entries": 1, "tokens": 1, "open": 0},
-            }
-        ],
-        "groups": [
-            {
-                "name": "attention",
-                "blocks": blocks,
-                "null_block": 0,
-                "tokens_per_block": tokens,
-                "window": {"tokens": None, "chunk": 1, "extra": 0},
-                "pieces": [
-                    {
-                        "state": "layers.0/kv",
-                        "kind": 0,
-                        "bounds": [list(heads)],
-                        "phase": {"modulus": 1, "held": [0, 1]},
-                        "view": {
-                            "region": 0,
-                            "offset": 0,
-                            "block": tokens * row,
-                            "kernel": None,
-                            "entry": row,
-                            "axes": [WIDTH],
-                        },
-                    }
-                ],
-                "scratch": [],
-            }
-        ],
-        **facts,
-    }
+from handmade import HEADS, draft
 
 
 def rank(*args, **facts):

@@ -7,8 +7,8 @@ import time
 
 import kvferry
 import pytest
+from handmade import load
 from kvferry.vllm import logs
-from test_agent import engines, load  # noqa: F401
 
 
 def wait_for(lines, text):
@@ -29,7 +29,7 @@ def lines(caplog):
     logs.start("off")
 
 
-def test_a_load_that_fails_says_why_and_for_whom(engines, lines):  # noqa: F811
+def test_a_load_that_fails_says_why_and_for_whom(engines, lines):
     logs.start("info")
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     ticket = prefill.scheduler.grant("request-1")
@@ -43,7 +43,7 @@ def test_a_load_that_fails_says_why_and_for_whom(engines, lines):  # noqa: F811
     assert not [line for line in lines() if line[0] == "DEBUG"]
 
 
-def test_debug_says_where_the_time_went_and_off_says_nothing(engines, lines):  # noqa: F811
+def test_debug_says_where_the_time_went_and_off_says_nothing(engines, lines):
     logs.start("debug")
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     facts = dict(tokens=4, source_blocks=[[7]], destination_blocks=[[3]])

@@ -6,10 +6,10 @@ import pickle
 import re
 
 import pytest
+from handmade import load
 from kvferry.vllm import FerryConnector
 from kvferry.vllm.metrics import COUNTS, Stats, ended, refused
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from test_agent import engines, load  # noqa: F401
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
@@ -24,7 +24,7 @@ class Config:
 
 
 @pytest.fixture
-def seen(engines):  # noqa: F811
+def seen(engines):
     """The stats of a load that was done on two ranks, one that failed, and the leases behind them, as
     the server's process gets them."""
     prefill, decode = engines("prefill", 1, 4), engines("decode", 2, 8)
@@ -89,7 +89,7 @@ def test_the_log_line_says_what_a_glance_must_show(seen):
         assert part in line, line
 
 
-def test_nothing_is_said_when_nothing_happened(engines):  # noqa: F811
+def test_nothing_is_said_when_nothing_happened(engines):
     prefill = engines("prefill", 1, 4)
     counts = prefill.scheduler.counts()
     assert Stats.of_counts(counts, counts).is_empty() and Stats.of_loads([]).is_empty()

@@ -15,26 +15,79 @@ def test_options_have_defaults_and_are_taken():
     assert Options.read({}).transport is None
     made = Options.read({"transport": "local", "lease": 5, "port": 5600, "insecure": True})
     assert (made.transport, made.lease, made.port, made.insecure) == ("local", 5, 5600, True)
-    assert made.bind(5600) == "127.0.0.1:5600"
-    assert Options.read({"host": "::1"}).bind(1) == "[::1]:1"
+    assert made.address(5600) == {"bind": "127.0.0.1:5600", "advertise": None}
+    assert Options.read({"host": "::1"}).address(1)["bind"] == "[::1]:1"
+    assert (made.port_of(0), made.port_of(3), Options().port_of(3)) == (5600, 5603, 0)
+    assert made.trust() == {"key_file": None, "insecure": True}
+
+
+def test_tls_is_passed_on_when_it_is_asked_for(tls):
+    assert Options.read(tls).trust() == {"tls": tuple(tls.values())}
+    assert "tls" not in Options.read(dict.fromkeys(tls)).trust()
+
+
+@pytest.fixture
+def tls(tmp_path):
+    """Files that exist; what is in them is the agent's to judge."""
+    paths = {name: tmp_path / name for name in ("tls_certificate", "tls_key", "tls_authorities")}
+    for path in paths.values():
+        path.write_text("PEM")
+    return {name: str(path) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("missing", ["tls_certificate", "tls_key", "tls_authorities"])
+def test_tls_takes_all_three_files(tls, missing):
+    part = {name: path for name, path in tls.items() if name != missing}
+    first = next(iter(part))
+    wanted = f"'{first}' .* is '{part[first]}', but must be given together with '{missing}', which is"
+    with pytest.raises(ValueError, match=wanted):
+        Options.read(part)
+
+
+def test_there_is_one_way_to_trust(tls):
+    for name, value in {"key_file": tls["tls_key"], "insecure": True}.items():
+        wanted = f"'{name}' .* is {value!r}, but must be left out when TLS is used.*leave out either"
+        with pytest.raises(ValueError, match=wanted):
+            Options.read(tls | {name: value})
+
+
+@pytest.mark.parametrize("name", ["key_file", "tls_certificate", "tls_key", "tls_authorities"])
+def test_a_file_that_cannot_be_read_is_named(tls, name):
+    given = {"key_file": "/no/such"} if name == "key_file" else tls | {name: "/no/such"}
+    wanted = f"'{name}' .* is '/no/such', but must be a file that can be read .*No such file"
+    with pytest.raises(ValueError, match=wanted):
+        Options.read(given)
+
+
+def test_a_host_that_is_not_there_is_named():
+    options = Options.read({"host": "no such host"})
+    with pytest.raises(ValueError, match="'host' .* is 'no such host', but must be an address of this"):
+        options.address(0)
+
+
+def test_a_port_that_leaves_none_for_other_engines_is_named():
+    options = Options.read({"port": 65535})
+    wanted = "'port' .* is 65535, but must be 65533 or less: data-parallel engine 2 listens on port 65537"
+    with pytest.raises(ValueError, match=wanted):
+        options.port_of(2)
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
         ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
-        ({"colour": 1}, "the options are advertise, concurrent, deadline"),
-        ({"lease": "long"}, "'lease' .* is 'long', which should be float"),
-        ({"port": "5600"}, "'port' .* should be int"),
-        ({"port": True}, "'port' .* should be int"),
-        ({"insecure": 1}, "'insecure' .* should be bool"),
-        ({"key_file": 7}, "'key_file' .* should be str or nothing"),
-        ({"transport": "pigeon"}, "'pigeon', which should be one of local, tcp, nixl"),
-        ({"port": 70000}, "'port' .* should be from 0 to 65535"),
-        ({"lease": 0}, "'lease' .* should be 0.02 or more"),
-        ({"deadline": float("nan")}, "'deadline' .* should be 0.001 or more"),
-        ({"concurrent": 0}, "'concurrent' .* should be 1 or more"),
-        ({"logging": "loud"}, "'loud', which should be one of off, error"),
+        ({"colour": 1}, "The options are advertise, concurrent, deadline"),
+        ({"lease": "long"}, "'lease' .* is 'long', but must be a number"),
+        ({"port": "5600"}, "'port' .* must be a whole number"),
+        ({"port": True}, "'port' .* must be a whole number"),
+        ({"insecure": 1}, "'insecure' .* is 1, but must be true or false"),
+        ({"key_file": 7}, "'key_file' .* is 7, but must be text, or left out"),
+        ({"transport": "pigeon"}, "'pigeon', but must be one of local, tcp, nixl"),
+        ({"port": 70000}, "'port' .* is 70000, but must be from 0 to 65535"),
+        ({"lease": 0}, "'lease' .* must be 0.02 or more"),
+        ({"deadline": float("nan")}, "'deadline' .* must be 0.001 or more"),
+        ({"concurrent": 0}, "'concurrent' .* must be 1 or more"),
+        ({"logging": "loud"}, "'loud', but must be one of off, error"),
     ],
 )
 def test_wrong_options_are_named(given, message):

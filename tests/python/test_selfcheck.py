@@ -1,6 +1,8 @@
 """`python -m kvferry.vllm.selfcheck` says what works here, and notices what does not."""
 
+import ast
 import json
+import os
 import subprocess
 import sys
 
@@ -17,10 +19,10 @@ def test_it_finds_this_environment_ready():
     said = json.loads(answer.stdout.splitlines()[-1])
     assert said["works"]
     fits = {finding["what"]: finding["fits"] for finding in said["findings"]}
-    for what in ("vllm", "connector", "local", "tcp", "nixl"):
+    for what in ("vllm", "plug-in", "connector", "local", "tcp", "nixl"):
         assert fits[what] == "yes", said
     wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
-    assert wrong.returncode == 2 and "--mib is at least 1" in wrong.stderr
+    assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 
 
 @pytest.mark.parametrize("found, says", [("0.31.2", "0.31.2 is installed"), (None, "not installed")])
@@ -29,6 +31,19 @@ def test_another_vllm_is_named_with_what_to_do(monkeypatch, found, says):
     first = next(selfcheck.look(1))
     assert (first.what, first.fits) == ("vllm", "no")
     assert says in first.says and "pip install 'vllm==0.32.*'" in first.advice
+
+
+def test_a_plug_in_that_is_left_out_is_named():
+    """In a process of its own: vLLM looks for plug-ins once in each."""
+    look = "from kvferry.vllm import selfcheck; print([vars(selfcheck.plugin()), selfcheck.config()])"
+    environment = os.environ | {"VLLM_PLUGINS": "other", "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = [sys.executable, "-c", look]
+    answer = subprocess.run(run, capture_output=True, timeout=300, text=True, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    finding, config = ast.literal_eval(answer.stdout.splitlines()[-1])
+    assert finding["fits"] == "-" and "VLLM_PLUGINS is 'other', which leaves it out" in finding["says"]
+    assert "add 'kvferry' to VLLM_PLUGINS" in finding["advice"]
+    assert config["kv_connector_module_path"] == "kvferry.vllm"
 
 
 def test_a_hook_that_vllm_calls_otherwise_is_named():

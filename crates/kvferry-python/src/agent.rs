@@ -286,8 +286,8 @@ impl Worker {
     }
 
     #[pyo3(
-        signature = (request, ticket, *, patience=60.0, rest=true, **tables),
-        text_signature = "($self, request, ticket, *, patience=60.0, rest=True, tokens, \
+        signature = (request, ticket, *, deadline=60.0, rest=true, **tables),
+        text_signature = "($self, request, ticket, *, deadline=60.0, rest=True, tokens, \
                           source_blocks, destination_blocks, cached=None, source_first=None, \
                           destination_first=None)"
     )]
@@ -295,7 +295,7 @@ impl Worker {
         &self,
         request: String,
         ticket: &Bound<'_, PyDict>,
-        patience: f64,
+        deadline: f64,
         rest: bool,
         tables: Option<Bound<'_, PyDict>>,
     ) -> PyResult<()> {
@@ -309,7 +309,7 @@ impl Worker {
             cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
             source: asked.source,
             destination: asked.destination,
-            patience: seconds("patience", patience)?,
+            patience: seconds("deadline", deadline)?,
             rest,
         };
         py.detach(|| half.load(load)).map_err(|error| errors::agent(py, &error))

@@ -1,20 +1,26 @@
 """kvferry for vLLM: describe a running engine's cache, and hand requests over between engines."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from .describe import dump, manifest
-from .facts import Unsupported
 
 if TYPE_CHECKING:
     from .connector import FerryConnector
+    from .describe import dump, manifest
+    from .facts import Unsupported
 
 __all__ = ["FerryConnector", "Unsupported", "dump", "manifest"]
 
+#: Loaded when they are asked for: vLLM loads the plug-in in each of its processes, and most of them
+#: need nothing else of this package.
+_WHERE = {
+    "FerryConnector": "connector",
+    "Unsupported": "facts",
+    "dump": "describe",
+    "manifest": "describe",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Only an engine needs the connector, and it takes all of vLLM with it.
-    if name == "FerryConnector":
-        from .connector import FerryConnector
-
-        return FerryConnector
+    if name in _WHERE:
+        return getattr(import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

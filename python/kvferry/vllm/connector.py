@@ -23,8 +23,7 @@ from .worker import WorkerSide
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """`--kv-transfer-config '{"kv_connector":"FerryConnector",
-    "kv_connector_module_path":"kvferry.vllm","kv_role":"kv_producer"}'`"""
+    """`--kv-transfer-config '{"kv_connector":"FerryConnector","kv_role":"kv_producer"}'`"""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass
 class Card(KVConnectorHandshakeMetadata):
-    """What a rank makes known."""
+    """What a rank makes known to other engines, through its scheduler."""
 
     card: bytes
 
@@ -24,13 +24,13 @@ class Orders(KVConnectorMetadata):
 
     #: Arguments of `Worker.load`.
     loads: list[dict[str, Any]] = field(default_factory=list)
-    #: Loads that are not wanted any more.
+    #: Loads that are no longer wanted.
     aborts: list[str] = field(default_factory=list)
     #: Loads that cannot even begin.
     refused: list[str] = field(default_factory=list)
-    #: Requests whose blocks nobody reads any more.
+    #: Requests of P whose blocks nobody reads any more.
     released: list[str] = field(default_factory=list)
-    #: Whether this step may finish a prompt that another engine reads then.
+    #: Whether this step may finish a prompt that another engine then reads.
     hands_over: bool = False
-    #: The step computes nothing: there is time to wait for what is being loaded.
+    #: The step computes nothing, so there is time to wait for what is being loaded.
     idle: bool = False

@@ -25,12 +25,12 @@ OUTCOMES = ("done", "failed", "expired", "aborted")
 #: The agent's counters, and what they say.
 COUNTS = {
     "leases_granted": "Requests whose blocks this engine promised to keep.",
-    "leases_confirmed": "Requests whose blocks came back because all of the other side has read them.",
-    "leases_abandoned": "Requests whose blocks came back because the other side does not want them.",
+    "leases_confirmed": "Requests whose blocks came back because every rank of the other side has read them.",
+    "leases_abandoned": "Requests whose blocks came back because the other side no longer wants them.",
     "leases_expired": "Requests whose blocks came back because nobody asked for them in time.",
     "leases_revoked": "Requests whose blocks this engine took back.",
-    "connections": "Peers that proved themselves.",
-    "connections_turned_away": "Peers that did not prove themselves, or were too many.",
+    "connections": "Peers that proved who they are.",
+    "connections_turned_away": "Peers that did not prove who they are, or were too many.",
     "connections_misbehaved": "Peers that broke the protocol.",
     "refusals": "Peers whose memory does not fit this engine's.",
     "heartbeats": "Leases of other engines that were extended.",
@@ -72,7 +72,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The log line: what a glance must show. A load is one request on one rank."""
+        """The log line: what must be seen at a glance. A load is one request on one rank."""
         loads, counts = self.data["loads"], self.data["counts"]
         done = [load for load in loads if load["outcome"] == "done"]
         seconds = sorted(sum(load["seconds"].values()) for load in done)
@@ -131,30 +131,30 @@ class PromMetrics(KVConnectorPromMetrics):
         }
         self.loads = counter(
             name="vllm:kvferry_loads",
-            documentation="Requests that a rank of this engine loaded, by how it ended.",
+            documentation="Requests that a rank of this engine loaded, by how each load ended.",
             labelnames=[*labelnames, "outcome", "reason"],
         )
         self.phases = histogram(
             name="vllm:kvferry_load_phase_seconds",
-            documentation="Where the time of loads that were done went.",
+            documentation="Where the time of completed loads went.",
             buckets=_SECONDS,
             labelnames=[*labelnames, "phase"],
         )
         self.seconds = histogram(
             name="vllm:kvferry_load_seconds",
-            documentation="How long loads took that were done.",
+            documentation="How long completed loads took.",
             buckets=_SECONDS,
             labelnames=labelnames,
         )
         self.bytes = histogram(
             name="vllm:kvferry_load_bytes",
-            documentation="Bytes that loads moved.",
+            documentation="Bytes that each completed load moved.",
             buckets=_BYTES,
             labelnames=labelnames,
         )
         self.copies = histogram(
             name="vllm:kvferry_load_copies",
-            documentation="Copies that loads were made of.",
+            documentation="Copies that each completed load was made of.",
             buckets=_COPIES,
             labelnames=labelnames,
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-_WHERE = "of kv_connector_extra_config"
+#: All three, or none.
+TLS = ("tls_certificate", "tls_key", "tls_authorities")
 
 
 def _option(default: Any, **valid: Any) -> Any:
-    """`least` and `most` for numbers, `one_of` for words."""
+    """`least` and `most` for numbers, `one_of` for words, `file` for what must be readable."""
     return field(default=default, metadata=valid)
 
 
@@ -23,12 +25,17 @@ class Options:
     transport: str | None = _option(None, one_of=("local", "tcp", "nixl"))
     #: The address to listen on.
     host: str = _option("127.0.0.1")
-    #: The port to listen on; 0 is any free one. Data-parallel engines count on from it.
+    #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.
     port: int = _option(0, least=0, most=65535)
     #: The host to give to peers, where it is not the one to listen on.
     advertise: str | None = _option(None)
     #: The file that holds the key that both sides share.
-    key_file: str | None = _option(None)
+    key_file: str | None = _option(None, file=True)
+    #: TLS instead of a shared key: this engine's certificate chain, its private key, and the
+    #: authorities that peers' certificates must come from. PEM files; all three or none.
+    tls_certificate: str | None = _option(None, file=True)
+    tls_key: str | None = _option(None, file=True)
+    tls_authorities: str | None = _option(None, file=True)
     #: Serve whoever reaches the address.
     insecure: bool = _option(False)
     #: Seconds that P keeps a request's blocks without hearing from D.
@@ -37,7 +44,7 @@ class Options:
     handshake: float = _option(10.0, least=1e-3)
     #: Seconds that a request may take to load, from when D has blocks for it.
     deadline: float = _option(60.0, least=1e-3)
-    #: Seconds that D keeps a waiting request's blocks alive on P.
+    #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
     patience: float = _option(480.0, least=1e-3)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
@@ -46,41 +53,100 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
-        """Checks every option; an error names it and what is valid."""
+        """Checks every option. An error names it, what it is, and what it must be."""
         known = {option.name: option for option in fields(cls)}
         for name, value in given.items():
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean '{near[0]}'? " if near else ""
                 raise ValueError(
-                    f"kv_connector_extra_config has no option '{name}': {hint}the options are "
+                    f"kv_connector_extra_config has no option '{name}': {hint}The options are "
                     f"{', '.join(sorted(known))}"
                 )
             wrong = _wrong(value, known[name].default, known[name].metadata)
             if wrong:
-                raise ValueError(f"the option '{name}' {_WHERE} is {value!r}, which should be {wrong}")
-        return cls(**given)
+                raise _error(name, value, wrong)
+        made = cls(**given)
+        made._check_trust()
+        return made
+
+    def _check_trust(self) -> None:
+        """One way to trust a peer, and all of it."""
+        tls = {name: getattr(self, name) for name in TLS}
+        missing = [name for name, path in tls.items() if path is None]
+        if len(missing) == len(TLS):
+            return
+        if missing:
+            present = next(name for name in TLS if name not in missing)
+            raise _error(
+                present,
+                tls[present],
+                f"given together with '{missing[0]}', which is missing: TLS takes all of "
+                f"{', '.join(TLS)}, or none of them",
+            )
+        for name in ("key_file", "insecure"):
+            if value := getattr(self, name):
+                raise _error(
+                    name,
+                    value,
+                    f"left out when TLS is used (tls_certificate is {self.tls_certificate!r}): leave "
+                    f"out either '{name}' or {', '.join(TLS)}",
+                )
 
     def trust(self) -> dict[str, Any]:
+        """The arguments of either half of an agent that say whom it trusts."""
+        if self.tls_certificate is not None:
+            return {"tls": (self.tls_certificate, self.tls_key, self.tls_authorities)}
         return {"key_file": self.key_file, "insecure": self.insecure}
 
-    def bind(self, port: int) -> str:
+    def address(self, port: int) -> dict[str, Any]:
+        """The arguments of either half of an agent that say where it listens."""
+        try:
+            socket.getaddrinfo(self.host, None)
+        except (OSError, UnicodeError) as error:
+            # Said here, because the agent knows it by another name.
+            wanted = "an address of this machine, or a name that stands for one"
+            raise _error("host", self.host, f"{wanted} ({error})") from None
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{port}"
+        return {"bind": f"{host}:{port}", "advertise": self.advertise}
+
+    def port_of(self, engine: int) -> int:
+        """The port of one of several data-parallel engines."""
+        port = self.port + engine if self.port else 0
+        if port > 65535:
+            most = 65535 - engine
+            raise _error(
+                "port", self.port, f"{most} or less: data-parallel engine {engine} listens on port {port}"
+            )
+        return port
 
 
 def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
-    """What a value should be, if it is not."""
+    """What a value must be, if it is not."""
     if value is None and default is None:
         return None
     wanted = str if default is None else type(default)
-    # In JSON 5 is as good as 5.0; and True is no number, although Python takes it for one.
+    # In JSON 5 is as good as 5.0; and True is not a number, although Python takes it for one.
     fits = isinstance(value, (int, float) if wanted is float else wanted)
     if not fits or (isinstance(value, bool) and wanted is not bool):
-        return f"{wanted.__name__} or nothing" if default is None else wanted.__name__
+        return _KINDS[wanted] + (", or left out" if default is None else "")
     if "one_of" in valid and value not in valid["one_of"]:
         return f"one of {', '.join(valid['one_of'])}"
     least, most = valid.get("least", -math.inf), valid.get("most", math.inf)
     if "least" in valid and not (least <= value <= most and value < math.inf):
         return f"{least} or more" if most == math.inf else f"from {least} to {most}"
+    if valid.get("file"):
+        try:
+            open(value, "rb").close()
+        except (OSError, ValueError) as error:
+            return f"a file that can be read on this machine ({getattr(error, 'strerror', error)})"
     return None
+
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _error(name: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(
+        f"the option '{name}' of kv_connector_extra_config is {value!r}, but must be {wanted}"
+    )

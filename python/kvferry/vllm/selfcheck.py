@@ -22,15 +22,13 @@ from typing import Any
 
 from .. import __version__, log_to
 from .._loopback import hand_over
+from .plugin import GROUP, NAME, PLUGIN
 
 VLLM = "0.32"
 TRANSPORTS = ("local", "tcp", "nixl")
-#: What a user gives to both servers to begin with.
-CONFIG = {
-    "kv_connector": "FerryConnector",
-    "kv_connector_module_path": "kvferry.vllm",
-    "kv_role": "kv_both",
-}
+#: What a user gives to both servers to begin with, and what must be added without the plug-in.
+CONFIG = {"kv_connector": NAME, "kv_role": "kv_both"}
+WITHOUT_PLUGIN = {"kv_connector_module_path": "kvferry.vllm"}
 
 
 @dataclass
@@ -49,10 +47,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.vllm.selfcheck", description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="how much to move with each transport")
     parser.add_argument("--json", action="store_true", help="answer as JSON, for programs")
-    parser.add_argument("--verbose", action="store_true", help="also what the transports have to say")
+    parser.add_argument("--verbose", action="store_true", help="also show what the transports log")
     asked = parser.parse_args()
     if asked.mib < 1:
-        parser.error("--mib is at least 1")
+        parser.error(f"--mib is {asked.mib}, but must be 1 or more")
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     log = logging.getLogger("kvferry")
     log.setLevel(logging.DEBUG)
@@ -76,7 +74,7 @@ def main() -> int:
     elif wrong:
         print(f"\nnot ready: see {', '.join(wrong)}")
     else:
-        print("\nready: --kv-transfer-config '" + json.dumps(CONFIG) + "'")
+        print("\nready: --kv-transfer-config '" + json.dumps(config()) + "'")
     return 1 if wrong else 0
 
 
@@ -89,9 +87,10 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
         yield Finding("vllm", "no", f"{vllm} is installed", advice)
     else:
         yield Finding("vllm", "yes", vllm)
+        yield plugin()
         yield connector()
     gpus = graphics()
-    yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none is seen")
+    yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none found")
     for transport in TRANSPORTS:
         # Caches on a GPU can only go through nixl; without a GPU it is a choice.
         needed = transport == "tcp" or (transport == "nixl" and bool(gpus))
@@ -107,13 +106,49 @@ def version(package: str) -> str | None:
         return None
 
 
+def plugin() -> Finding:
+    """Whether vLLM knows the connector by its name, from its own search for plug-ins."""
+    if registered():
+        return Finding("plug-in", "yes", f"vLLM knows {NAME} by its name")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=GROUP)):
+        says = f"is not installed: there is no entry point '{PLUGIN}' of the group {GROUP}"
+        advice = "install kvferry with pip, rather than by a path"
+    elif allowed is not None and PLUGIN not in allowed.split(","):
+        says = f"is not loaded: VLLM_PLUGINS is '{allowed}', which leaves it out"
+        advice = f"add '{PLUGIN}' to VLLM_PLUGINS"
+    else:
+        says = "is not loaded, although it is installed"
+        advice = "look for 'Failed to load plugin' in vLLM's log"
+    path = json.dumps(WITHOUT_PLUGIN).strip("{}")
+    return Finding(
+        "plug-in", "-", says, f"{advice}; or give {path}, which does not work inside a MultiConnector"
+    )
+
+
+def registered() -> bool:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        KVConnectorFactory.get_connector_class_by_name(NAME)
+    except Exception:
+        return False
+    return True
+
+
+def config() -> dict[str, str]:
+    return CONFIG if registered() else CONFIG | WITHOUT_PLUGIN
+
+
 def connector() -> Finding:
     """The connector, loaded by vLLM's own factory, with every hook as vLLM calls it."""
     try:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**CONFIG))
+        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**config()))
     except Exception as error:
         return Finding("connector", "no", f"does not load: {error}")
     wrong = differences(found)

@@ -55,10 +55,9 @@ class WorkerSide:
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             memory=self.storages,
             transport=transport,
-            bind=self.options.bind(0),
-            advertise=self.options.advertise,
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
+            **self.options.address(0),
             **self.options.trust(),
         )
 

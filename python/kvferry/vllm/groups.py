@@ -1,0 +1,90 @@
+"""vLLM's cache groups as a hand-over sees them: which of a request's blocks count, and how much of a
+prompt is left for D to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Groups:
+    """The groups whose blocks are moved, by their index in block tables and manifests."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self.cache = kv_cache_config
+        self.specs = [
+            kv_cache_config.kv_cache_groups[group].kv_cache_spec
+            for group in kv_cache_config.transfer_group_ids
+        ]
+        self.recurrent = [is_state_group(spec) for spec in self.specs]
+        #: How many of a prompt's last tokens are D's to compute: a recurrent state must not have seen
+        #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
+        #: it for the one after them), a cache that is replayed must be laid out for them, and what
+        #: several draft modules write for them is a guess.
+        self.held_back = max(
+            1 if self._needs_last_token() else 0, vllm_config.num_prefill_lookahead_tokens - 1
+        )
+
+    def _needs_last_token(self) -> bool:
+        everything = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
+        return (
+            any(self.recurrent)
+            or any(keeps_window(spec) for spec in self.specs)
+            or any(is_replayed(spec) for spec in everything)
+        )
+
+    def tables(self, block_ids: Any, tokens: int) -> list[list[int]]:
+        """A table for each group, from all that vLLM has for a request of so many tokens."""
+        chosen = self.cache.select_transfer_block_ids(block_ids)
+        return [self.table(group, ids, tokens) for group, ids in enumerate(chosen)]
+
+    def table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
+        """A group's table. For a state it is the one slot that is current after so many tokens,
+        without former states before it and the scratch of speculative tokens behind it."""
+        blocks = list(ids)
+        if not self.recurrent[group]:
+            return blocks
+        at = (tokens - 1) // first_spec(self.specs[group]).block_size
+        return blocks[at : at + 1]
+
+    def cached(self, blocks: Sequence[Sequence[Any]], computed: int) -> list[int]:
+        """How many tokens each group already holds, from all blocks that vLLM has for a request."""
+        return [
+            self.cached_in(group, blocks[index], computed)
+            for group, index in enumerate(self.cache.transfer_group_ids)
+        ]
+
+    def cached_in(self, group: int, blocks: Sequence[Any], computed: int) -> int:
+        """`computed` is what full attention holds; the blocks of others may have been given away
+        earlier. A state always comes whole."""
+        if self.recurrent[group]:
+            return 0
+        held = (block.block_hash_num_tokens for block in reversed(blocks))
+        return min(computed, next((tokens for tokens in held if tokens), 0))
+
+
+def is_replayed(spec: Any) -> bool:
+    """Whether the last tokens of a prefix are computed again although it is held."""
+    return bool(spec.prefix_replay_tokens > 0)
+
+
+# What vLLM's classes are called.
+
+#: Caches that keep no more than what the next token can see.
+WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
+
+
+def is_state_group(spec: Any) -> bool:
+    """Whether a group keeps states of a fixed size, one slot for a sequence."""
+    return type(first_spec(spec)).__name__ == "MambaSpec"
+
+
+def keeps_window(spec: Any) -> bool:
+    """Whether a group keeps no more than what the next token can see."""
+    return type(first_spec(spec)).__name__ in WINDOWED
+
+
+def first_spec(spec: Any) -> Any:
+    """The spec of a group, or of one of its layers where each has its own."""
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return spec if by_layer is None else next(iter(by_layer.values()))

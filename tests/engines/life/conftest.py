@@ -1,0 +1,47 @@
+"""Engines that the tests of this folder share, and the promise that nothing is left behind on them."""
+
+import pytest
+from serving import Server
+from tiny import save_model
+
+from .common import USUAL
+from .inside import whats_left
+
+
+@pytest.fixture(scope="package")
+def engines(folder):
+    """An engine takes long to start: whoever asks for the same one gets it again."""
+    running = {}
+
+    def start(kind, role, **options):
+        key = (kind, role, repr(sorted(options.items())))
+        if key not in running:
+            path = folder / kind
+            if not path.exists():
+                save_model(kind, path)
+            running[key] = Server(path, role, **options)
+        return running[key]
+
+    yield start
+    for server in running.values():
+        server.close()
+
+
+@pytest.fixture
+def pair(engines):
+    """Two engines, and the promise that nothing is left behind on either."""
+    used = []
+
+    def start(kind, both=None, p=None, d=None):
+        both = USUAL[kind] | (both or {})
+        prefill = engines(kind, "kv_producer", **both | (p or {}))
+        decode = engines(kind, "kv_consumer", **both | (d or {}))
+        used.extend((prefill, decode))
+        return prefill, decode
+
+    yield start
+    for server in used:
+        if server.alive():
+            assert server.idle() == 0, "blocks in use"
+            left = server.call(whats_left)
+            assert not any(left.values()), left

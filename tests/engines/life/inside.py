@@ -1,0 +1,94 @@
+"""What tests do in an engine's own process, with the engine: for `Server.call`."""
+
+import time
+
+from serving import sampled
+
+
+def begin(engine, name, prompt, tokens=12, params=None, **options):
+    engine.llm_engine.add_request(
+        name, {"prompt_token_ids": prompt}, sampled(tokens, params, **options)
+    )
+
+
+def abort(engine, name):
+    engine.llm_engine.abort_request([name])
+
+
+def steps(engine, count):
+    for _ in range(count):
+        engine.llm_engine.step()
+        time.sleep(0.001)
+
+
+def pump(engine, seconds=60):
+    """Steps until a request has finished: name to tokens, parameters and how it finished."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    deadline, done = time.monotonic() + seconds, []
+    while not done and scheduler.has_requests() and time.monotonic() < deadline:
+        done = [made for made in engine.llm_engine.step() if made.finished]
+        time.sleep(0.001)
+    return {
+        made.request_id: (
+            list(made.outputs[0].token_ids),
+            made.kv_transfer_params,
+            made.outputs[0].finish_reason,
+        )
+        for made in done
+    }
+
+
+def side(engine):
+    return engine.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+
+
+def whats_left(engine):
+    scheduler = side(engine)
+    status = scheduler.agent.status()
+    return {
+        "prefilling": scheduler.prefill.prefilling,
+        "kept": scheduler.prefill.kept,
+        "wanted": list(scheduler.decode.wanted),
+        "leases": status["leases"],
+        "holds": status["holds"],
+        "loads": counter(engine, "kvferry_loads_in_flight"),
+        "quarantined": counter(engine, "kvferry_loads_quarantined"),
+    }
+
+
+def counter(engine, name):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        # The ranks are processes of their own.
+        return 0
+    lines = get_kv_transfer_group().worker.agent.metrics().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+
+def count_preemptions(engine):
+    """From now on; they are in the scheduler's `preemptions`."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    given, scheduler.preemptions = scheduler._preempt_request, 0
+
+    def preempt(*args, **options):
+        scheduler.preemptions += 1
+        given(*args, **options)
+
+    scheduler._preempt_request = preempt
+
+
+def preemptions(engine):
+    return engine.llm_engine.engine_core.engine_core.scheduler.preemptions
+
+
+def forget(engine):
+    return engine.llm_engine.reset_prefix_cache()
+
+
+def give_up(engine, params):
+    side(engine).agent.abandon(params["kvferry"]["ticket"])
+
+
+def leases(engine):
+    return side(engine).agent.status()["leases"]

@@ -1,0 +1,54 @@
+"""vLLM knows the connector by its name, in every process, and so does its MultiConnector."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from handmade import load
+from kvferry.vllm import FerryConnector, plugin
+from kvferry.vllm.metrics import Stats, ended
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.plugins import load_general_plugins
+
+
+@pytest.fixture(autouse=True)
+def plugins():
+    """As each of vLLM's processes does it, when it starts."""
+    load_general_plugins()
+
+
+def test_the_name_is_enough_and_the_module_path_keeps_working():
+    for path in (None, "kvferry.vllm"):
+        config = KVTransferConfig(
+            kv_connector="FerryConnector", kv_connector_module_path=path, kv_role="kv_producer"
+        )
+        assert KVConnectorFactory.get_connector_class(config) is FerryConnector
+        assert KVConnectorFactory.supports_hma_config(config)
+
+
+def test_registering_again_changes_nothing():
+    for _ in range(2):
+        plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("FerryConnector") is FerryConnector
+
+
+def test_a_multi_connector_finds_the_statistics(engines):
+    prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
+    facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3, 4]])
+    (ending,) = load(decode, "a", prefill.scheduler.grant("a"), **facts)
+    stats = Stats.of_loads([ended(ending)])
+    # As the server's process gets them.
+    data = json.loads(json.dumps({"FerryConnector": stats.to_dict()}))
+    made = MultiConnector.build_kv_connector_stats(data)
+    assert made.data["FerryConnector"] == stats
+    assert made.reduce()["FerryConnector"]["Loads"] == 1
+
+
+def test_the_plug_in_loads_nothing_else_of_this_package():
+    """Every process of vLLM loads it, most of them for nothing."""
+    look = "import sys, kvferry.vllm.plugin; print('torch' in sys.modules, 'vllm' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", look], capture_output=True, timeout=60, text=True)
+    assert answer.stdout.split() == ["False", "False"], answer

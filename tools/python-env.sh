@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it in an environment of this checkout's own on top of the one with vLLM in
+# it, and prints the path of that environment's python. Checkouts do not see each other's builds.
+#
+#   tools/python-env.sh dev|release
+set -euo pipefail
+cd "$(dirname "$0")/.."
+profile=$1
+maturin=1.16.0 mypy=2.4.1
+base=$(tools/vllm-env.sh)
+root="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
+env="$root/python-$profile-$(printf '%s' "$PWD" | sha256sum | cut -c1-12)-$(basename "$(dirname "$(dirname "$base")")")"
+python="$env/bin/python"
+
+if [ ! -e "$env/complete-$maturin-$mypy" ]; then
+  rm -rf "$env"
+  "$base" -m venv --without-pip "$env"
+  "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+  "$base" -m uv pip install --quiet --python "$python" "maturin==$maturin" "mypy==$mypy"
+  touch "$env/complete-$maturin-$mypy"
+fi
+
+# The wheel, as `pip install .` makes it. The target directory is cargo's own, so that only what changed
+# is built.
+wheels=$(mktemp -d)
+trap 'rm -rf "$wheels"' EXIT
+{
+  PATH="$env/bin:$PATH" "$env/bin/maturin" build --quiet --locked --profile "$profile" \
+    --interpreter "$python" --out "$wheels"
+  "$base" -m uv pip install --quiet --python "$python" --no-deps --reinstall "$wheels"/*.whl
+} >&2
+echo "$python"
