@@ -9,7 +9,8 @@
 //!   P: Scheduler::released ◀──confirmed── D's workers, when each has read its part
 //! ```
 //!
-//! The rooms, from the ground up; each knows only those above it:
+//! The rooms, from the ground up. Each knows only those above it, but for `wire/version`, which errors
+//! name:
 //!
 //! | room | what is in it |
 //! |---|---|

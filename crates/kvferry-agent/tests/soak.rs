@@ -38,7 +38,7 @@ fn a_thousand_requests_with_aborts() {
                     match ending.outcome {
                         Outcome::Done => done += 1,
                         // An abort may come too late, but never without being asked for.
-                        Outcome::Aborted if number % 20 == 0 => aborted += 1,
+                        Outcome::Aborted if number.is_multiple_of(20) => aborted += 1,
                         other => panic!("{}: {other:?}", ending.request),
                     }
                 }

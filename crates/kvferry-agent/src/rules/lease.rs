@@ -121,6 +121,8 @@ pub struct Released {
 }
 
 /// A request that has a lease already.
+///
+/// What to do: revoke that lease, or wait for its end, before granting another.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("request '{0}' has a lease already")]
 pub struct AlreadyGranted(pub String);
