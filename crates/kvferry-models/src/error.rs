@@ -72,9 +72,55 @@ pub enum ConfigError {
         /// The presets that match.
         matches: Vec<String>,
     },
-    /// A draft that cannot go with the model.
-    #[error("{0}")]
-    Draft(String),
+    /// The configuration was read, but what it says makes no state.
+    ///
+    /// What to do: compare the numbers in the message with the model's configuration.
+    #[error(transparent)]
+    Facts(#[from] FactsError),
+}
+
+/// Why facts of one's own could not be read, or do not fit what they are used for.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum FactsError {
+    /// The text is not JSON, or not of the form of the facts.
+    ///
+    /// What to do: correct the place that the message names; docs/new-model.md shows the form.
+    #[error("the facts cannot be read: {0}")]
+    Unreadable(String),
+    /// A definition makes no sense.
+    ///
+    /// What to do: correct the definition that the message names.
+    #[error("{place}: {problem}")]
+    Definition {
+        /// The definition.
+        place: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// No kind of states has the name.
+    ///
+    /// What to do: use one of the kinds that the message lists, or define it beside the family.
+    #[error("there is no kind of states '{found}'{}; kinds: {known}", crate::suggest::hint(.nearest.as_deref()))]
+    UnknownKind {
+        /// The name.
+        found: String,
+        /// One that is spelled alike.
+        nearest: Option<String>,
+        /// All of them.
+        known: String,
+    },
+    /// The sizes that were given do not make a state of the kind.
+    ///
+    /// What to do: compare the numbers in the message with the model's configuration: they contradict
+    /// each other, or the family is read in the wrong way.
+    #[error("the sizes of '{kind}' do not fit: {problem}")]
+    Sizes {
+        /// The kind of states.
+        kind: String,
+        /// What is wrong.
+        problem: String,
+    },
 }
 
 /// Why an engine could not run a model in the way that was asked for, or why its layout could not be

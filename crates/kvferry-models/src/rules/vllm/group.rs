@@ -77,7 +77,7 @@ fn is_one_type(specs: &[Spec]) -> bool {
     let first = &specs[0];
     specs.iter().all(|spec| {
         spec.class.block == first.class.block
-            && match (first.class.sort, spec.class.sort) {
+            && match (&first.class.sort, &spec.class.sort) {
                 (Sort::Recurrent(_), Sort::Recurrent(_)) => first.page() == spec.page(),
                 (Sort::Recurrent(_), _) | (_, Sort::Recurrent(_)) => false,
                 (

@@ -237,7 +237,7 @@ impl PlacedLayer {
                 let size = u64::from(state.kind.format.bytes);
                 let lengths = lengths(state);
                 let mut entry = if cache.sort.is_recurrent() { 0 } else { self.token };
-                let (axes, advance) = match (tensor.packing, cache.sort) {
+                let (axes, advance) = match (tensor.packing, &cache.sort) {
                     (Packing::Convolution { .. }, _) => match pools.conv {
                         Conv::Sd => (vec![size, channels * size], lengths[0] * size),
                         Conv::Ds => {
