@@ -85,7 +85,7 @@ def test_a_draft_that_makes_no_sense_is_refused_by_name():
     assert caught.value.kind == "decode"
 
 
-@pytest.mark.parametrize("data", [b"", b"KVFM", b"\x00" * 100, b"KVFM\x01\x00" + b"\xff" * 50])
+@pytest.mark.parametrize("data", [b"", b"KVFM", b"\x00" * 100, b"KVFM\x02\x00" + b"\xff" * 50])
 def test_bytes_that_are_no_manifest(data):
     with pytest.raises(kvferry.ManifestError):
         kvferry.Manifest.from_bytes(data)

@@ -11,7 +11,10 @@ pub const MAX_BINARY_BYTES: usize = 4 << 20;
 pub const MAX_JSON_BYTES: usize = 64 << 20;
 
 const MAGIC: &[u8; 4] = b"KVFM";
-const VERSION: u16 = 1;
+/// The compact form names no fields: every change of them is another version.
+const BINARY_VERSION: u16 = 2;
+/// The readable form does: one more field that may be left out is no other version.
+const JSON_VERSION: u16 = 1;
 
 #[derive(Serialize)]
 struct Written<'a> {
@@ -36,7 +39,7 @@ impl Manifest {
     /// The compact form: four bytes of magic, a version, and the facts with variable-length numbers.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&BINARY_VERSION.to_le_bytes());
         postcard::to_extend(self.draft(), bytes).expect("plain data in memory always serialises")
     }
 
@@ -46,16 +49,16 @@ impl Manifest {
         if bytes.len() > MAX_BINARY_BYTES {
             return Err(ManifestError::TooLarge { bytes: bytes.len(), limit: MAX_BINARY_BYTES });
         }
-        let known = VERSION;
+        let known = BINARY_VERSION;
         let version = |found: String| ManifestError::Version { found, known };
         let Some((head, body)) = bytes.split_first_chunk::<6>() else {
-            return Err(version(format!("{} bytes are no manifest", bytes.len())));
+            return Err(version(format!("{} bytes are not a manifest", bytes.len())));
         };
         if head[..4] != MAGIC[..] {
-            return Err(version("these bytes are no manifest".to_owned()));
+            return Err(version("these bytes are not a manifest".to_owned()));
         }
         let found = u16::from_le_bytes([head[4], head[5]]);
-        if found != VERSION {
+        if found != BINARY_VERSION {
             return Err(version(format!("this is manifest version {found}")));
         }
         let decode = |problem: String| ManifestError::Decode { problem };
@@ -69,7 +72,7 @@ impl Manifest {
 
     /// The readable form.
     pub fn to_json(&self) -> String {
-        let written = Written { kvferry_manifest: VERSION, manifest: self.draft() };
+        let written = Written { kvferry_manifest: JSON_VERSION, manifest: self.draft() };
         serde_json::to_string_pretty(&written).expect("plain data in memory always serialises")
     }
 
@@ -80,11 +83,11 @@ impl Manifest {
         }
         let decode =
             |error: serde_json::Error| ManifestError::Decode { problem: error.to_string() };
-        let known = VERSION;
+        let known = JSON_VERSION;
         let version = |found: String| ManifestError::Version { found, known };
         let read: ReadVersion = serde_json::from_str(json).map_err(decode)?;
         match read.kvferry_manifest {
-            Some(VERSION) => {}
+            Some(JSON_VERSION) => {}
             Some(found) => return Err(version(format!("this is manifest version {found}"))),
             None => return Err(version("this JSON has no 'kvferry_manifest' version".to_owned())),
         }

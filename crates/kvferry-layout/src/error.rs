@@ -4,6 +4,8 @@ use std::fmt;
 
 use thiserror::Error;
 
+use crate::window::Window;
+
 /// Which piece or scratch of which group an error is about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spot {
@@ -122,6 +124,16 @@ pub enum ManifestError {
         spot: Box<Spot>,
         /// The phase.
         phase: String,
+    },
+    /// A piece needs tokens that its group does not keep.
+    #[error("{spot}: the piece needs {needed}, but its group keeps only {kept}")]
+    Need {
+        /// The piece.
+        spot: Box<Spot>,
+        /// What it needs.
+        needed: Window,
+        /// What its group keeps.
+        kept: Window,
     },
     /// A block does not hold a whole number of the piece's entries.
     #[error("{spot}: {problem}")]

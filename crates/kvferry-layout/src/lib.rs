@@ -34,6 +34,7 @@
 //!     kind: 0,
 //!     bounds: StateBox::new([4..8, 0..64]),
 //!     phase: Phase::ALL,
+//!     need: None,
 //!     view: view(offset),
 //! };
 //! let draft = Draft {

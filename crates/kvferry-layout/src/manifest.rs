@@ -65,6 +65,11 @@ pub struct Piece {
     pub bounds: StateBox,
     /// Which of the entries.
     pub phase: Phase,
+    /// How far back the model looks at this piece, where that is less than what its group keeps (a
+    /// sliding layer in a group that keeps every token). As a destination a piece needs no more than
+    /// this; as a source it offers what its group keeps.
+    #[serde(default)]
+    pub need: Option<Window>,
     /// Where.
     pub view: View,
 }
@@ -88,6 +93,11 @@ pub struct Scratch {
 }
 
 impl Group {
+    /// Which tokens one of the group's pieces needs as a destination.
+    pub fn need(&self, piece: &Piece) -> Window {
+        piece.need.unwrap_or(self.window)
+    }
+
     /// Entries of a state of this kind and phase in one block; `None` when a block does not hold a
     /// whole number of them.
     pub fn entries_per_block(&self, kind: &Kind, phase: &Phase) -> Option<u64> {
@@ -318,7 +328,7 @@ fn check_group(group: &Group) -> Result<(), String> {
     if group.tokens_per_block == Some(0) {
         return Err("a block holds no tokens".to_owned());
     }
-    if group.window.chunk == 0 || group.window.tokens == Some(0) {
+    if group.window.is_empty() {
         return Err(format!("its window is empty: {:?}", group.window));
     }
     match group.null_block {
@@ -365,6 +375,12 @@ fn check_piece(
     let phase = piece.phase;
     if phase.modulus == 0 || phase.held.is_empty() || phase.held.end > phase.modulus {
         return Err(ManifestError::Phase { spot: spot(), phase: phase.to_string() });
+    }
+    if let Some(needed) = piece.need {
+        if needed.is_empty() || !group.window.keeps(&needed) {
+            let kept = group.window;
+            return Err(ManifestError::Need { spot: spot(), needed, kept });
+        }
     }
     let entries =
         group.entries_per_block(kind, &phase).ok_or_else(|| ManifestError::EntriesPerBlock {

@@ -33,6 +33,11 @@ impl Window {
         Self { tokens: Some(1), chunk, extra: 0 }
     }
 
+    /// Whether nothing ever stays live: no length, or no chunk.
+    pub fn is_empty(&self) -> bool {
+        self.chunk == 0 || self.tokens == Some(0)
+    }
+
     /// The first live token after `n` tokens.
     pub fn first_live(&self, n: u64) -> u64 {
         let Some(tokens) = self.tokens else { return 0 };

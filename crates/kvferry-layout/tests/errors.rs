@@ -23,12 +23,13 @@ fn good() -> Draft {
         kind: 0,
         bounds: StateBox::new([0..2, 0..4]),
         phase: Phase::ALL,
+        need: None,
         view: View { region: 0, offset, block: 512, kernel: None, entry: 32, axes: vec![16, 2] },
     };
     let view = View { region: 1, offset: 0, block: 96, kernel: None, entry: 96, axes: vec![16, 4] };
     let bounds = StateBox::new([0..6, 0..3]);
     let state = "layers.1/conv".to_owned();
-    let conv = Piece { state, kind: 1, bounds, phase: Phase::ALL, view };
+    let conv = Piece { state, kind: 1, bounds, phase: Phase::ALL, need: None, view };
     Draft {
         identity: [("model".to_owned(), "example".to_owned())].into(),
         engine: "decode".to_owned(),
@@ -89,6 +90,30 @@ macro_rules! is {
         let error = $error;
         assert!(matches!(error, $pattern), "{error:?}");
     }};
+}
+
+#[test]
+fn need() {
+    use ManifestError::Need;
+    let set = |needed| move |draft: &mut Draft| draft.groups[0].pieces[1].need = Some(needed);
+    // Anything is less than every token, and what the group keeps is allowed, too.
+    for needed in [Window::FULL, Window::sliding(8), Window::chunked(4)] {
+        let mut draft = good();
+        set(needed)(&mut draft);
+        let manifest = Manifest::new(draft).unwrap();
+        let group = &manifest.groups()[0];
+        assert_eq!(group.need(&group.pieces[0]), Window::FULL);
+        assert_eq!(group.need(&group.pieces[1]), needed);
+    }
+    let words = [V, "the last 9 tokens", "only the last 8 tokens"];
+    let found = error(&words, |draft| {
+        draft.groups[0].window = Window::sliding(8);
+        set(Window::sliding(9))(draft);
+    });
+    is!(Need { .. }, found);
+    for empty in [Window::sliding(0), Window { chunk: 0, ..Window::FULL }] {
+        is!(Need { .. }, error(&[V], set(empty)));
+    }
 }
 
 #[test]
@@ -363,15 +388,22 @@ fn version() {
     let mut other = bytes.clone();
     other[0] = b'X';
     is!(ManifestError::Version { .. }, Manifest::from_bytes(&other).unwrap_err());
-    let mut newer = bytes.clone();
-    newer[4] = 2;
-    let error = Manifest::from_bytes(&newer).unwrap_err();
-    assert!(error.to_string().contains("version 2"), "{error}");
+    for version in [1, 3] {
+        let mut other = bytes.clone();
+        other[4] = version;
+        let error = Manifest::from_bytes(&other).unwrap_err();
+        assert!(error.to_string().contains(&format!("version {version}")), "{error}");
+        is!(ManifestError::Version { known: 2, .. }, error);
+    }
     let json = Manifest::new(good()).unwrap().to_json();
     let newer = json.replace("\"kvferry_manifest\": 1", "\"kvferry_manifest\": 2");
     assert_ne!(newer, json);
     is!(ManifestError::Version { known: 1, .. }, Manifest::from_json(&newer).unwrap_err());
     is!(ManifestError::Version { .. }, Manifest::from_json("{}").unwrap_err());
+    // Readable manifests from before pieces had a need of their own say nothing of it.
+    let older: Vec<&str> = json.lines().filter(|line| !line.contains("\"need\"")).collect();
+    assert_ne!(older.len(), json.lines().count());
+    assert_eq!(Manifest::from_json(&older.join("\n")).unwrap(), Manifest::new(good()).unwrap());
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn a_hundred_layers_take_kilobytes_whatever_the_blocks() {
 #[test]
 fn claimed_lengths_cost_nothing() {
     let huge = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
-    let head = b"KVFM\x01\x00";
+    let head = b"KVFM\x02\x00";
     // Everything up to a length is empty or zero: identity, engine, rank, label, regions, kinds, groups;
     // then into a group: name, blocks, null, tokens, window (3), pieces; then into a piece.
     let empty = [0u8; 6];

@@ -34,6 +34,7 @@
 //!                 kind: 0,
 //!                 bounds: StateBox::new([heads]),
 //!                 phase: Phase::ALL,
+//!                 need: None,
 //!                 view: View {
 //!                     region: 0,
 //!                     offset: 0,

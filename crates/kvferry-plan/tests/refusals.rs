@@ -254,6 +254,7 @@ fn pairs_that_would_take_for_ever_are_refused() {
             kind: 0,
             bounds: StateBox(vec![(n, n + 1).into()]),
             phase,
+            need: None,
             view: View {
                 region: n as u32,
                 offset: 0,

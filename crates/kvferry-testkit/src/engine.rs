@@ -672,6 +672,7 @@ fn piece(
         kind: kind as u32,
         bounds: StateBox::new(item.bounds.iter().cloned()),
         phase: Phase { modulus: item.share.modulus, held },
+        need: None,
         view: View {
             region,
             offset: seen.offset,

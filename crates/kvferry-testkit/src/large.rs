@@ -28,7 +28,7 @@ pub fn hundred_layers(blocks: u32) -> Draft {
             None => StateBox::new([0..96, 0..64, 0..128]),
         };
         let view = View { region, offset, block: page, kernel: None, entry, axes: axes.to_vec() };
-        Piece { state, kind, bounds, phase: Phase::ALL, view }
+        Piece { state, kind, bounds, phase: Phase::ALL, need: None, view }
     };
     let mut groups = vec![];
     for group in 0..4 {

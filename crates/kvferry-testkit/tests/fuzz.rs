@@ -22,7 +22,7 @@ fn any_bytes_decode_to_a_manifest_or_an_error() {
     for _ in 0..4000 {
         let bytes = match dice.within(0, 9) {
             0 => random_bytes(&mut dice),
-            1 => [&b"KVFM\x01\x00"[..], &random_bytes(&mut dice)].concat(),
+            1 => [&b"KVFM\x02\x00"[..], &random_bytes(&mut dice)].concat(),
             _ => mutate(&dice.pick(&seeds), &mut dice),
         };
         decode_manifest(&bytes);

@@ -201,6 +201,7 @@ fn draft(engine: &str, model: &str, rank: u64, heads: u64, memory: &Memory) -> D
                 kind: 0,
                 bounds: StateBox::new([rank * heads..(rank + 1) * heads, 0..DIM]),
                 phase: Phase::ALL,
+                need: None,
                 view: View {
                     region: 0,
                     offset: 0,

@@ -261,6 +261,7 @@ impl PlacedLayer {
                     kind: kind_index(kinds, &state.kind),
                     bounds: held(state),
                     phase: Phase::ALL,
+                    need: None,
                     view: View {
                         region: 0,
                         offset,
