@@ -8,7 +8,7 @@ import kvferry
 import kvferry.vllm
 import pytest
 import torch
-from kvferry.vllm import Unsupported, facts, packing
+from kvferry.vllm import Unsupported, probe, refusal
 from pools import (
     Attention,
     Engine,
@@ -201,7 +201,7 @@ def test_defaults_come_from_the_process(gqa, monkeypatch):
     config, tensors = gqa.stages[0]
     made = kvferry.vllm.manifest(gqa.config, config, tensors[1])
     assert (made.engine, made.rank, made.label) == ("prefill-7", 1, "tp1")
-    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bfloat16"}
+    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bf16"}
     assert made.to_dict()["groups"][0]["pieces"][0]["bounds"] == [[2, 4], [0, 32]]
 
 
@@ -213,11 +213,26 @@ def test_identity(gqa):
     assert made.identity == {
         "model": "served",
         "family": "tiny",
-        "format": "bfloat16",
+        "format": "bf16",
         "revision": "abc",
         "quantization": "fp8",
         "positions": '{"factor": 2, "rope_theta": 1000000.0}',
     }
+
+
+def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
+    model = gqa.config.model_config
+    model.revision, model.quantization = "abc", "fp8"
+    model.hf_text_config.rope_parameters = {"rope_theta": 1e6}
+    draft = SimpleNamespace(model="draft")
+    gqa.config.speculative_config = SimpleNamespace(
+        uses_draft_kv_cache=lambda: True, draft_model_config=draft
+    )
+    told = kvferry._core.facts()["identity"]
+    assert set(describe(gqa).identity) == set(told)
+    gqa.config.speculative_config = None
+    model.revision = model.quantization = model.hf_text_config.rope_parameters = None
+    assert set(describe(gqa).identity) == {key for key, it in told.items() if it["required"]}
 
 
 def test_dumps_for_the_command_line(gqa, tmp_path, monkeypatch):
@@ -236,18 +251,20 @@ def test_gpus_have_their_number():
     device = torch.device("cuda", 3)
     storage = SimpleNamespace(data_ptr=lambda: 4096, nbytes=lambda: 100)
     tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
-    from kvferry.vllm.describe import _Regions
+    from kvferry.vllm.geometry import Regions
 
-    regions = _Regions()
+    regions = Regions()
     assert regions.index(tensor) == regions.index(tensor) == 0
     assert regions.list == [{"base": 4096, "bytes": 100, "place": {"gpu": 3}}]
 
 
-def test_the_indexer_needs_its_size(monkeypatch):
+def test_the_indexer_needs_its_size():
     engine = Engine("engine", [Latent(), Indexer()], Topology())
-    engine.config.model_config.hf_text_config.index_head_dim = 64
-    with pytest.raises(Unsupported, match="record of 132 bytes"):
-        describe(engine)
+    text = engine.config.model_config.hf_text_config
+    for size, problem in [(64, "a multiple of 128"), (256, "132 bytes"), (None, "132 bytes")]:
+        text.index_head_dim = size
+        with pytest.raises(Unsupported, match=f"'model.layers.1.mixer': .*{problem}"):
+            describe(engine)
 
 
 class TestRuns:
@@ -255,25 +272,25 @@ class TestRuns:
 
     def test_what_is_even_is_one_run(self):
         offsets = torch.arange(32).view(4, 8)
-        assert packing._runs(offsets) == [packing.Run(0, 8, 0, 0, 0, 8, 1)]
-        assert packing._runs(offsets.T) == [packing.Run(0, 4, 0, 0, 0, 1, 8)]
+        assert probe._runs(offsets) == [probe.Run(0, 8, 0, 0, 0, 8, 1)]
+        assert probe._runs(offsets.T) == [probe.Run(0, 4, 0, 0, 0, 1, 8)]
 
     def test_tiles(self):
         # Tiles of 2 tokens; pairs of numbers.
         t, d = torch.arange(4).view(4, 1), torch.arange(4).view(1, 4)
         offsets = 100 + t // 2 * 8 + t % 2 * 2 + d // 2 * 4 + d % 2
-        runs = packing._runs(offsets)
-        assert runs == [packing.Run(0, 2, 100, 2, 8, 2, 1), packing.Run(2, 4, 104, 2, 8, 2, 1)]
+        runs = probe._runs(offsets)
+        assert runs == [probe.Run(0, 2, 100, 2, 8, 2, 1), probe.Run(2, 4, 104, 2, 8, 2, 1)]
 
     def test_what_is_not_even_is_none(self):
-        assert packing._runs(torch.tensor([[0, 1], [1, 3]])) is None
-        assert packing._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
+        assert probe._runs(torch.tensor([[0, 1], [1, 3]])) is None
+        assert probe._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
 
 
 def test_unsupported_survives_a_pickle():
     import pickle
 
-    error = pickle.loads(pickle.dumps(facts.refuse("model.layers.1", "no")))
+    error = pickle.loads(pickle.dumps(refusal.refuse("model.layers.1", "no")))
     assert (error.kind, error.layer, str(error)) == (
         "unsupported",
         "model.layers.1",

@@ -22,7 +22,7 @@ fn layer_counts_and_state_sizes_are_as_derived() {
         assert_eq!(sliding, number("swa"), "{}: sliding layers", preset.name);
         let latent = count(&model, |sort| matches!(sort, Sort::Latent { .. }));
         assert_eq!(latent, number("mla"), "{}: latent layers", preset.name);
-        assert_eq!(count(&model, |sort| sort.is_recurrent()), number("lin"), "{}", preset.name);
+        assert_eq!(count(&model, Sort::is_recurrent), number("lin"), "{}", preset.name);
         if let Some(total) = facts["total"].as_u64() {
             assert_eq!(u64::from(model.layers), total, "{}: layers", preset.name);
         }

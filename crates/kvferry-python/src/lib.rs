@@ -3,6 +3,7 @@
 
 mod agent;
 mod errors;
+mod facts;
 mod log;
 mod manifest;
 mod plan;
@@ -17,6 +18,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::agent::{Ending, Scheduler, Worker};
+    #[pymodule_export]
+    use super::facts::{facts, states};
     #[pymodule_export]
     use super::log::{log_level, log_lines};
     #[pymodule_export]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .describe import dump, manifest
-from .facts import Unsupported
+from .refusal import Unsupported
 
 if TYPE_CHECKING:
     from .connector import FerryConnector
