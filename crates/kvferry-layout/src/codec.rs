@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::draft::Draft;
 use crate::error::ManifestError;
-use crate::manifest::{Draft, Manifest};
+use crate::manifest::Manifest;
 
 /// The largest binary manifest that is decoded. A 100-layer hybrid takes some tens of kilobytes.
 pub const MAX_BINARY_BYTES: usize = 4 << 20;

@@ -61,21 +61,25 @@
 
 #![forbid(unsafe_code)]
 
+pub mod arithmetic;
+pub mod strided;
+
+mod check;
 mod codec;
 mod copy;
+mod draft;
 mod error;
 mod manifest;
 mod price;
-mod sound;
 mod state;
-mod strided;
 mod view;
 mod window;
 
 pub use codec::{MAX_BINARY_BYTES, MAX_JSON_BYTES};
 pub use copy::ByteCopy;
+pub use draft::{Draft, Group, Piece, Scratch};
 pub use error::{ManifestError, Spot};
-pub use manifest::{Draft, Group, Manifest, Piece, Scratch};
+pub use manifest::Manifest;
 pub use price::Price;
 pub use state::{Axis, Format, Kind, Law, Phase, Span, StateBox};
 pub use view::{Kernel, MAX_AXES, Place, Region, View};

@@ -1,16 +1,72 @@
 //! Sets of bytes that lie in memory like a tensor: equal runs at nested strides.
+//!
+//! Also the one place where loops that continue each other are made one ([`fuse`]), whatever else a
+//! loop carries.
 
 use crate::view::MAX_AXES;
 
 /// `count` repetitions, `stride` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Dim {
+pub struct Dim {
     /// Bytes from one repetition to the next.
-    pub(crate) stride: u64,
+    pub stride: u64,
     /// How many there are.
-    pub(crate) count: u64,
+    pub count: u64,
     /// Whether the index along this dimension is the block id.
-    pub(crate) block: bool,
+    pub block: bool,
+}
+
+/// A loop over bytes that may continue another, or a run.
+pub trait Fusible: Copy {
+    /// How often it repeats.
+    fn count(&self) -> u64;
+
+    /// Whether its repetitions lie `run` bytes apart: then a run of that length and the loop around it
+    /// are one longer run.
+    fn repeats_run(&self, run: u64) -> bool;
+
+    /// This loop around `inner`, as one loop; `None` where it does not start again just where `inner`
+    /// ends.
+    fn around(&self, inner: &Self) -> Option<Self>;
+}
+
+/// Joins loops that continue each other, and the run that they are around; returns how many are left, at
+/// the front. The loops are sorted by stride, the largest first.
+pub fn fuse<L: Fusible>(loops: &mut [L], run: &mut u64) -> usize {
+    let mut len = loops.len();
+    while len > 0 && loops[len - 1].repeats_run(*run) {
+        let Some(longer) = run.checked_mul(loops[len - 1].count()) else { break };
+        *run = longer;
+        len -= 1;
+    }
+    let mut index = 1;
+    while index < len {
+        if let Some(one) = loops[index - 1].around(&loops[index]) {
+            loops[index - 1] = one;
+            loops.copy_within(index + 1..len, index);
+            len -= 1;
+        } else {
+            index += 1;
+        }
+    }
+    len
+}
+
+impl Fusible for Dim {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The block dimension stays apart.
+    fn repeats_run(&self, run: u64) -> bool {
+        !self.block && self.stride == run
+    }
+
+    fn around(&self, inner: &Self) -> Option<Self> {
+        let count = self.count.checked_mul(inner.count)?;
+        let whole = inner.stride.checked_mul(inner.count)?;
+        (!self.block && !inner.block && whole == self.stride).then_some(Self { count, ..*inner })
+    }
 }
 
 /// The bytes of a view: runs of equal length, repeated along nested dimensions.
@@ -18,7 +74,7 @@ pub(crate) struct Dim {
 /// Nested means that every dimension's stride is at least the extent of all smaller ones together, so
 /// that no two elements share a byte. Every real layout is of this form, padding included.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Strided {
+pub struct Strided {
     start: u64,
     run: u64,
     dims: [Dim; MAX_DIMS],
@@ -32,16 +88,21 @@ const MAX_DIMS: usize = MAX_AXES + 3;
 
 /// Why dimensions do not make a strided set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NotStrided {
+pub enum NotStrided {
     /// Two elements would share a byte.
-    Overlapping { stride: u64, extent: u64 },
+    Overlapping {
+        /// The stride that is too short.
+        stride: u64,
+        /// What has to fit in it.
+        extent: u64,
+    },
     /// The extent does not fit in 64 bits.
     Overflow,
 }
 
 /// What counts as a meeting of two sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Meeting {
+pub enum Meeting {
     /// A byte that both have.
     AnyByte,
     /// A byte that both have, under different block ids.
@@ -50,11 +111,11 @@ pub(crate) enum Meeting {
 
 /// Deciding whether two sets meet took more than the allowed number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TooComplex;
+pub struct TooComplex;
 
 impl Strided {
     /// The set that starts at `start`. Dimensions may come in any order; at most [`MAX_AXES`] + 3.
-    pub(crate) fn new(
+    pub fn new(
         start: u64,
         run: u64,
         dims: impl IntoIterator<Item = Dim>,
@@ -66,7 +127,7 @@ impl Strided {
             set.len += 1;
         }
         set.dims[..set.len].sort_unstable_by_key(|dim| std::cmp::Reverse(dim.stride));
-        set.fuse();
+        set.len = fuse(&mut set.dims[..set.len], &mut set.run);
         set.spans[set.len] = set.run;
         for k in (0..set.len).rev() {
             let (dim, extent) = (set.dims[k], set.spans[k + 1]);
@@ -83,52 +144,23 @@ impl Strided {
     }
 
     /// First byte.
-    pub(crate) fn start(&self) -> u64 {
+    pub fn start(&self) -> u64 {
         self.start
     }
 
     /// First byte after the last one.
-    pub(crate) fn end(&self) -> u64 {
+    pub fn end(&self) -> u64 {
         self.start + self.spans[0]
     }
 
     /// The dimensions, largest stride first.
-    pub(crate) fn dims(&self) -> &[Dim] {
+    pub fn dims(&self) -> &[Dim] {
         &self.dims[..self.len]
-    }
-
-    /// Joins dimensions that continue each other; the block dimension stays apart.
-    fn fuse(&mut self) {
-        let mut kept = self.len;
-        while kept > 0 {
-            let dim = self.dims[kept - 1];
-            if dim.block || dim.stride != self.run {
-                break;
-            }
-            let Some(run) = self.run.checked_mul(dim.count) else { break };
-            self.run = run;
-            kept -= 1;
-        }
-        self.len = kept;
-        let mut k = 1;
-        while k < self.len {
-            let (outer, inner) = (self.dims[k - 1], self.dims[k]);
-            let whole = inner.stride.checked_mul(inner.count);
-            let count = inner.count.checked_mul(outer.count);
-            match count {
-                Some(count) if !outer.block && !inner.block && whole == Some(outer.stride) => {
-                    self.dims[k - 1] = Dim { count, ..inner };
-                    self.dims.copy_within(k + 1..self.len, k);
-                    self.len -= 1;
-                }
-                _ => k += 1,
-            }
-        }
     }
 
     /// Whether the two sets meet. Takes one from `steps` for every step; when none is left the answer
     /// is not known.
-    pub(crate) fn meets(
+    pub fn meets(
         &self,
         other: &Self,
         meeting: Meeting,

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::arithmetic::gcd;
+
 /// The live part of a group's sequence. After `n` tokens the first live one is `n + 1 - tokens` (the
 /// next token sees itself and the `tokens - 1` before it), rounded down to a multiple of `chunk`, less
 /// `extra`, and never below zero. One formula covers full attention, sliding windows and chunked local
@@ -57,9 +59,9 @@ impl Window {
         // (wanted + needed.extra) - (kept + self.extra) + v - u. Over all n, v - u takes every value
         // that is congruent to kept - wanted modulo the gcd of the chunks and at most
         // needed.chunk - 1: the largest of them decides.
-        let (own, other) = (i128::from(self.chunk.max(1)), i128::from(needed.chunk.max(1)));
+        let other = i128::from(needed.chunk.max(1));
         let (kept, wanted) = (i128::from(kept), i128::from(wanted));
-        let step = gcd(own, other);
+        let step = i128::from(gcd(self.chunk.max(1), needed.chunk.max(1)));
         let largest = (other - 1) - (other - 1 - (kept - wanted)).rem_euclid(step);
         wanted + i128::from(needed.extra) - kept - i128::from(self.extra) + largest <= 0
     }
@@ -79,10 +81,6 @@ impl fmt::Display for Window {
         }
         Ok(())
     }
-}
-
-fn gcd(a: i128, b: i128) -> i128 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

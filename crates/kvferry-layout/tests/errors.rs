@@ -262,10 +262,20 @@ fn entries_per_block() {
         });
         is!(EntriesPerBlock { .. }, kernel);
     }
-    let run = error(&[SCRATCH], |draft| draft.groups[1].scratch[0].run = 0);
-    is!(EntriesPerBlock { .. }, run);
-    let empty = error(&[SCRATCH], |draft| draft.groups[1].scratch[0].dims[0].0 = 0);
-    is!(EntriesPerBlock { .. }, empty);
+}
+
+#[test]
+fn scratch() {
+    use ManifestError::{ScratchDimensions, ScratchEmpty};
+    let run = error(&[SCRATCH, "no byte"], |draft| draft.groups[1].scratch[0].run = 0);
+    is!(ScratchEmpty { dimension: None, .. }, run);
+    let words = [SCRATCH, "dimension 0"];
+    let empty = error(&words, |draft| draft.groups[1].scratch[0].dims[0].0 = 0);
+    assert_eq!(empty.kind(), "scratch_empty");
+    is!(ScratchEmpty { dimension: Some(0), .. }, empty);
+    let words = [SCRATCH, "7 dimensions", "at most 6"];
+    let many = error(&words, |draft| draft.groups[1].scratch[0].dims = vec![(1, 1); MAX_AXES + 1]);
+    is!(ScratchDimensions { .. }, many);
 }
 
 #[test]
