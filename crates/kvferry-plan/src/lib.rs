@@ -80,20 +80,17 @@
 
 #![forbid(unsafe_code)]
 
-mod cluster;
+mod check;
 mod compile;
-mod cover;
 mod cursor;
 mod incompatible;
 mod nest;
-mod prove;
 mod request;
 mod summary;
 mod transfer;
 mod walk;
 
-pub use compile::Plan;
-pub use cover::Part;
+pub use compile::{Part, Plan};
 pub use incompatible::Incompatible;
 pub use kvferry_layout::{ByteCopy, Price};
 pub use request::{BlockTable, Request, RequestError, Side, Table};

@@ -1,6 +1,7 @@
 //! Nested loops around one contiguous run: how a part of a block is copied.
 
 use kvferry_layout::MAX_AXES;
+use kvferry_layout::strided::{Fusible, fuse};
 
 /// `count` repetitions, a stride apart on each side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -8,6 +9,23 @@ pub(crate) struct Loop {
     pub(crate) count: u64,
     pub(crate) source: u64,
     pub(crate) destination: u64,
+}
+
+impl Fusible for Loop {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn repeats_run(&self, run: u64) -> bool {
+        (self.source, self.destination) == (run, run)
+    }
+
+    fn around(&self, inner: &Self) -> Option<Self> {
+        let continued = inner.source.checked_mul(inner.count) == Some(self.source)
+            && inner.destination.checked_mul(inner.count) == Some(self.destination);
+        let count = self.count.checked_mul(inner.count).filter(|_| continued)?;
+        Some(Self { count, ..*inner })
+    }
 }
 
 /// The bytes from one block, kernel block or entry to the next.
@@ -19,7 +37,7 @@ pub(crate) struct Steps {
 }
 
 /// The steps of both sides.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BothSteps {
     pub(crate) source: Steps,
     pub(crate) destination: Steps,
@@ -36,7 +54,7 @@ pub(crate) struct Nest {
     pub(crate) loops: Vec<Loop>,
 }
 
-/// The axes, three loops that merging may add (`cluster::clusters`), entries, and blocks that follow
+/// The axes, three loops that merging may add (`compile::cluster`), entries, and blocks that follow
 /// each other.
 pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3 + 2;
 
@@ -58,11 +76,6 @@ impl Nest {
     /// Where it starts on the source and on the destination.
     pub(crate) fn start(&self) -> (u64, u64) {
         (self.source, self.destination)
-    }
-
-    /// Bytes of one entry.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.loops.iter().fold(self.run, |bytes, repeat| bytes * repeat.count)
     }
 
     /// How far the nest reaches on the source and on the destination.
@@ -109,40 +122,24 @@ impl Nest {
     }
 }
 
-/// Joins loops that continue each other on both sides, and the run; returns how many loops are left.
-/// The loops are sorted by the destination's stride, the largest first.
-pub(crate) fn fuse(loops: &mut [Loop], run: &mut u64) -> usize {
-    let mut len = loops.len();
-    while len > 0 {
-        let last = loops[len - 1];
-        if last.source != *run || last.destination != *run {
-            break;
-        }
-        *run *= last.count;
-        len -= 1;
-    }
-    let mut index = 1;
-    while index < len {
-        let (outer, inner) = (loops[index - 1], loops[index]);
-        if inner.source.checked_mul(inner.count) == Some(outer.source)
-            && inner.destination.checked_mul(inner.count) == Some(outer.destination)
-        {
-            loops[index - 1] = Loop { count: outer.count * inner.count, ..inner };
-            loops.copy_within(index + 1..len, index);
-            len -= 1;
-        } else {
-            index += 1;
-        }
-    }
-    len
-}
-
 /// From the first byte to the one after the last, on the source and on the destination.
 pub(crate) fn extent(loops: &[Loop], run: u64) -> (u64, u64) {
     loops.iter().fold((run, run), |(source, destination), repeat| {
         let last = repeat.count - 1;
         (source + last * repeat.source, destination + last * repeat.destination)
     })
+}
+
+/// Counts `indices` up by one, the last loop fastest. `false`, and all zero, after the last.
+pub(crate) fn advance(indices: &mut [u64], loops: &[Loop]) -> bool {
+    for (index, repeat) in indices.iter_mut().zip(loops).rev() {
+        *index += 1;
+        if *index < repeat.count {
+            return true;
+        }
+        *index = 0;
+    }
+    false
 }
 
 #[cfg(test)]

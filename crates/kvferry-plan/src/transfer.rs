@@ -6,7 +6,7 @@ use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
 use crate::request::{Request, RequestError, Table};
 use crate::summary::{Area, Summary};
-use crate::walk::{Entries, Segments, walk_own_blocks, walk_rest};
+use crate::walk::{Entries, Holding, Segments, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
@@ -41,13 +41,13 @@ impl Plan {
         over_read: Option<&Price>,
     ) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
-        let group_entries = |law, group: usize| {
-            Entries::new(law, &self.groups[group].window, request.tokens, request.cached[group])
+        let entries = |law, holding: &Holding| {
+            Entries::new(law, &holding.window, request.tokens, request.cached[holding.group])
         };
         let mut segments = Segments::default();
         for (index, rhythm) in self.rhythms.iter().enumerate() {
             let group = rhythm.destination.group;
-            let Entries { first, mut end, .. } = group_entries(rhythm.law, group);
+            let Entries { first, mut end, .. } = entries(rhythm.law, &rhythm.destination);
             let tables = (&request.source[rhythm.source.group], &request.destination[group]);
             if let Some(price) = over_read
                 && first < end
@@ -63,13 +63,12 @@ impl Plan {
                 _ if request.tokens == 0 => {}
                 Leftover::Entries(law, holding) => {
                     let table = &request.destination[holding.group];
-                    let entries = group_entries(*law, holding.group);
-                    walk_rest(holding, &entries, table, &mut rest)?;
+                    walk_rest(holding, &entries(*law, holding), table, &mut rest)?;
                 }
                 Leftover::Blocks { group } => {
                     let facts = &self.groups[*group];
                     let first_own = facts.holdings.iter().map(|(law, holding)| {
-                        let held = group_entries(*law, *group).held;
+                        let held = entries(*law, holding).held;
                         holding.phase.local(held) / holding.entries
                     });
                     let first_own = first_own.min().unwrap_or(u64::MAX);

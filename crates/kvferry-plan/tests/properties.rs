@@ -39,6 +39,7 @@ fn any_source_fills_any_destination_or_is_refused() {
         let mut sum = sum.borrow_mut();
         sum.fitting += outcome.fitting;
         sum.refused += outcome.refused;
+        sum.windowed += outcome.windowed;
         sum.transfers += outcome.transfers;
         sum.tally.bytes += outcome.tally.bytes;
         sum.tally.copies += outcome.tally.copies;
@@ -55,5 +56,6 @@ fn any_source_fills_any_destination_or_is_refused() {
     assert!(copies - fewest <= copies / 33, "{copies} copies, {fewest} are enough");
     let cases = u64::from(cases);
     assert!(total.fitting > cases && total.refused > 0, "{total:?}");
+    assert!(total.windowed > cases / 50, "{total:?}");
     assert!(total.transfers > 3 * cases && total.tally.bytes > 100 * cases, "{total:?}");
 }

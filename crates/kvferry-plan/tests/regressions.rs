@@ -2,6 +2,7 @@
 //! that users of other systems have met, with the geometry in which it was met. Sizes are real where a
 //! brute-force judge can walk them; elsewhere ratios are.
 
+use kvferry_layout::Window;
 use kvferry_plan::Incompatible;
 use kvferry_testkit::drive::{compile, prove};
 use kvferry_testkit::engine::{Arm, Engine, Recipe, Slab, Step};
@@ -558,6 +559,48 @@ fn refused_elsewhere_sliding_windows() {
         .promoted()
         .lay_out(Separate, &token_major());
     assert_eq!(prove(&promoted, &destination, &[35]), tallies);
+}
+
+/// D keeps sliding layers as if they looked back at every token (no hybrid allocator), P keeps them as
+/// windows: D needs no more than the window, and the pair fits. Full layers in the same group move
+/// whole. What D's own blocks hold besides is left over.
+#[test]
+fn refused_elsewhere_d_keeps_a_sliding_layer_in_full() {
+    let sliding = |index| Layer::attention(&format!("layers.{index}"), Sight::Sliding(20), 4, 2, 2);
+    let model = Model::new(vec![attention(0, 4, 2), sliding(1), attention(2, 4, 2), sliding(3)]);
+    let source = Recipe::plain("p", &model, 2).lay_out(Separate, &token_major());
+    let plain = || Recipe::plain("d", &model, 1).promoted().grouped(&[&[0, 1, 2, 3]]);
+    for order in [token_major(), head_major()] {
+        for memory in [Separate, LayerOutermost, BlockOutermost] {
+            let needing = plain().needing(&[1, 3]).lay_out(memory, &order);
+            let tallies = prove(&source, &needing, &[100, 1, 19, 20, 21, 64]);
+            // 16 bytes of K and as many of V for each head and token; 19 tokens look back.
+            let token = 4 * (2 + 2) * 2;
+            assert_eq!(bytes(&tallies), token * (2 * 100 + 2 * 19));
+            let plan = compile(&source, &[0, 1], &needing, 0).unwrap();
+            let states = plan.windowed().iter().map(|&(group, piece)| {
+                needing.ranks[0].manifest.groups()[group].pieces[piece].state.clone()
+            });
+            let states: Vec<String> = states.collect();
+            assert_eq!(states, ["layers.1/k", "layers.1/v", "layers.3/k", "layers.3/v"]);
+
+            // Where P keeps every token too, all of them move, and D's blocks are whole.
+            let promoted =
+                Recipe::plain("p", &model, 2).promoted().lay_out(Separate, &token_major());
+            assert_eq!(bytes(&prove(&promoted, &needing, &[100])), token * 4 * 100);
+            assert!(compile(&promoted, &[0, 1], &needing, 0).unwrap().windowed().is_empty());
+        }
+    }
+    // D has to say so: else it needs what its group keeps. And P may keep less than D needs.
+    let silent = plain().lay_out(Separate, &token_major());
+    let half = plain().needing(&[1]).lay_out(Separate, &token_major());
+    for (destination, state) in [(silent, "layers.1/k"), (half, "layers.3/k")] {
+        let refusal = compile(&source, &[0, 1], &destination, 0).unwrap_err();
+        let Incompatible::Window { state: found, kept, needed, .. } = refusal else {
+            panic!("{refusal}")
+        };
+        assert_eq!((found.as_str(), kept, needed), (state, Window::sliding(20), Window::FULL));
+    }
 }
 
 /// Context parallelism on one side, on both, with turns of different lengths.

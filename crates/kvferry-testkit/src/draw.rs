@@ -161,7 +161,7 @@ fn draw_groups(
     spreads: &BTreeMap<TensorAt, Spread>,
     dice: &mut Dice,
 ) -> Vec<GroupRecipe> {
-    let promote = dice.chance(if side == Side::Source { 35 } else { 6 });
+    let promote = dice.chance(if side == Side::Source { 35 } else { 20 });
     // Tensors that may share a group have equal keys.
     let mut classes: BTreeMap<(bool, Sight, u64), Vec<TensorAt>> = BTreeMap::new();
     let by_layer_kind = dice.chance(50);
@@ -187,8 +187,11 @@ fn draw_groups(
                 Side::Source => dice.pick(&[0, 0, 1, 3]),
                 Side::Destination => dice.pick(&[0, 0, 0, 0, 0, 1]),
             };
+            let outspoken = dice.chance(60);
+            let needs = tensors.iter().copied().filter(|_| outspoken && dice.chance(75)).collect();
             groups.push(GroupRecipe {
                 name: format!("group {}", groups.len()),
+                needs,
                 tensors,
                 tokens_per_block,
                 sight,

@@ -127,6 +127,8 @@ pub struct Outcome {
     pub fitting: u64,
     /// Destination ranks that were refused, as they should be.
     pub refused: u64,
+    /// Destination ranks that get less of a piece than its group keeps.
+    pub windowed: u64,
     /// Transfers judged.
     pub transfers: u64,
     /// What they moved, in all.
@@ -207,6 +209,7 @@ pub fn judge_pair(
         }
     }
     outcome.fitting = plans.len() as u64;
+    outcome.windowed = plans.iter().filter(|(_, plan)| !plan.windowed().is_empty()).count() as u64;
     if plans.is_empty() {
         return Ok(outcome);
     }

@@ -1,6 +1,6 @@
 //! Engines: how a model is spread over ranks and laid out in their memories.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::{fmt, iter};
 
@@ -68,6 +68,8 @@ pub struct GroupRecipe {
     pub sight: Sight,
     /// Tokens kept beyond that.
     pub extra: u64,
+    /// Tensors that say how far back their layer looks, though the group may keep more.
+    pub needs: BTreeSet<TensorAt>,
     /// Number of blocks.
     pub blocks: u32,
     /// The id of dead entries.
@@ -157,13 +159,14 @@ impl fmt::Display for Engine {
                 {
                     writeln!(
                         f,
-                        "    rank {}: {}{} of {:?}, {}, {}; {} slots; {:?}",
+                        "    rank {}: {}{} of {:?}, {}, {}; need {:?}; {} slots; {:?}",
                         rank.manifest.rank(),
                         piece.state,
                         piece.bounds,
                         holding.lengths,
                         holding.law,
                         piece.phase,
+                        holding.need,
                         holding.slots,
                         piece.view
                     )?;
@@ -201,6 +204,8 @@ pub struct Holding {
     pub lengths: Vec<u64>,
     /// The range held on each axis.
     pub bounds: Vec<Range<u64>>,
+    /// How far back its layer looks, where the rank says so.
+    pub need: Option<Sight>,
     /// Which entries are held.
     pub share: Share,
     /// Entries of a block.
@@ -304,6 +309,7 @@ struct Item<'a> {
     section: (usize, usize),
     tensor: &'a Tensor,
     bounds: Vec<Range<u64>>,
+    need: Option<Sight>,
     share: Share,
     slots: u64,
     kernels: u64,
@@ -366,6 +372,7 @@ impl Recipe {
                             section: (section, number),
                             tensor,
                             bounds,
+                            need: facts.needs.contains(&at).then_some(tensor.sight),
                             share: share.clone(),
                             slots,
                             kernels: spread.kernels,
@@ -476,6 +483,7 @@ impl Recipe {
             element: item.state.format.bytes.into(),
             lengths: item.state.axes.iter().map(|axis| axis.length).collect(),
             bounds: item.bounds.clone(),
+            need: item.need,
             share: item.share.clone(),
             slots: item.slots,
             addresses: vec![],
@@ -672,7 +680,7 @@ fn piece(
         kind: kind as u32,
         bounds: StateBox::new(item.bounds.iter().cloned()),
         phase: Phase { modulus: item.share.modulus, held },
-        need: None,
+        need: item.need.map(|sight| sight.window(0)),
         view: View {
             region,
             offset: seen.offset,

@@ -226,6 +226,10 @@ fn change(draft: &mut Draft, bytes: &mut Bytes<'_>) {
         numbers.extend(&mut group.window.tokens);
         numbers.extend([&mut group.window.chunk, &mut group.window.extra]);
         for piece in &mut group.pieces {
+            if let Some(need) = &mut piece.need {
+                numbers.extend(&mut need.tokens);
+                numbers.extend([&mut need.chunk, &mut need.extra]);
+            }
             for span in &mut piece.bounds.0 {
                 numbers.extend([&mut span.start, &mut span.end]);
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::engine::{Engine, Holding, Rank};
+use crate::engine::{Engine, GroupRecipe, Holding, Rank};
 use crate::request::{OwnedRequest, held, places};
 
 /// A copy: absolute addresses on both sides.
@@ -102,7 +102,7 @@ impl<'a> Sources<'a> {
             let mut memory = Memory::poisoned(rank, SOURCE_POISON | (number << 40));
             for (index, group) in engine.recipe.groups.iter().enumerate() {
                 for holding in &rank.holdings[index] {
-                    let live = group.live(holding.law, request.tokens);
+                    let live = group.reach().live(holding.law, request.tokens);
                     for (entry, position, slot) in places(holding, &live) {
                         let table = &request.source[index];
                         let Some(block) = table.at(position, group.null_block) else { continue };
@@ -225,7 +225,7 @@ impl<'a> Sources<'a> {
         for (index, group) in destination.recipe.groups.iter().enumerate() {
             let (table, cached) = (&self.request.destination[index], self.request.cached[index]);
             for holding in &rank.holdings[index] {
-                let needed = group.needed(holding.law, cached, tokens);
+                let needed = group.copied(holding, self.engine).needed(holding.law, cached, tokens);
                 for (entry, position, slot) in places(holding, &needed) {
                     let block = table.at(position, group.null_block);
                     let block = block.expect("the table has all that is needed");
@@ -259,7 +259,8 @@ impl<'a> Sources<'a> {
                     continue;
                 }
                 for (holding, slots) in slots {
-                    let needed = group.needed(holding.law, cached, tokens);
+                    let needed =
+                        group.copied(holding, self.engine).needed(holding.law, cached, tokens);
                     let held = held(holding.law, cached, tokens);
                     for (slot, entry) in (0..).zip(slots) {
                         if entry < held || needed.contains(&entry) {
@@ -356,10 +357,7 @@ pub fn compatible(
             if !holders.is_empty() && own.get(name) != other.get(name) {
                 return Err(format!("{name} is of another kind"));
             }
-            let keeps = |kept: &crate::engine::GroupRecipe| {
-                (0..300)
-                    .all(|n| kept.sight.first(n, kept.extra) <= group.sight.first(n, group.extra))
-            };
+            let keeps = |kept: &GroupRecipe| kept.reach().covers(&group.need(holding));
             if holding.law.entries > 0 && holders.iter().any(|(kept, _)| !keeps(kept)) {
                 return Err(format!("{name}: the window is too small"));
             }

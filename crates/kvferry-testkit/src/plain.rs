@@ -1,6 +1,6 @@
 //! Engines as they are usually built, to start from when a case is written by hand.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::engine::{Arm, Engine, GroupRecipe, Recipe, Slab, Spread, Step, TensorAt, equal_turns};
 use crate::model::{Model, Sight};
@@ -34,6 +34,7 @@ impl Recipe {
             tokens_per_block: (!recurrent).then_some(16),
             sight,
             extra: 0,
+            needs: BTreeSet::new(),
             blocks: 8,
             null_block: None,
             pool: index,
@@ -122,6 +123,15 @@ impl Recipe {
     pub fn promoted(mut self) -> Self {
         for group in &mut self.groups {
             group.sight = Sight::Full;
+        }
+        self
+    }
+
+    /// The layers say how far back they look.
+    pub fn needing(mut self, layers: &[usize]) -> Self {
+        for group in &mut self.groups {
+            let stated = group.tensors.iter().filter(|at| layers.contains(&at.0));
+            group.needs = stated.copied().collect();
         }
         self
     }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use kvferry_layout::Law;
 
 use crate::engine::{Engine, GroupRecipe, Holding};
+use crate::model::Sight;
 use crate::random::Dice;
 
 /// A block table of one group.
@@ -45,8 +46,23 @@ pub fn held(law: Law, cached: u64, n: u64) -> u64 {
     if cached == n { entries(law, n) } else { closed(law, cached) }
 }
 
-impl GroupRecipe {
-    /// The entries of a state that are live after `n` tokens.
+/// How far back something reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reach {
+    /// What is looked back at.
+    pub sight: Sight,
+    /// Tokens beyond that.
+    pub extra: u64,
+}
+
+impl Reach {
+    /// Whether it reaches as far as another, after every length.
+    pub fn covers(&self, other: &Self) -> bool {
+        let first = |reach: &Self, n| reach.sight.first(n, reach.extra);
+        self == other || (0..300).all(|n| first(self, n) <= first(other, n))
+    }
+
+    /// The entries of a state within it after `n` tokens.
     pub fn live(&self, law: Law, n: u64) -> Range<u64> {
         closed(law, self.sight.first(n, self.extra))..entries(law, n)
     }
@@ -56,6 +72,31 @@ impl GroupRecipe {
         let live = self.live(law, n);
         let start = live.start.max(held(law, cached, n));
         start..live.end.max(start)
+    }
+}
+
+impl GroupRecipe {
+    /// What its blocks keep.
+    pub fn reach(&self) -> Reach {
+        Reach { sight: self.sight, extra: self.extra }
+    }
+
+    /// What one of its holdings cannot do without.
+    pub fn need(&self, holding: &Holding) -> Reach {
+        holding.need.map_or(self.reach(), |sight| Reach { sight, extra: 0 })
+    }
+
+    /// What is copied to one of its holdings: all that the group keeps where `source` keeps as much of
+    /// the state; else what the holding cannot do without.
+    pub fn copied(&self, holding: &Holding, source: &Engine) -> Reach {
+        let has = |index: usize| {
+            let mut held = source.ranks.iter().flat_map(|rank| &rank.holdings[index]);
+            held.any(|other| other.state == holding.state)
+        };
+        let mut groups = source.recipe.groups.iter().enumerate().filter(|(index, _)| has(*index));
+        let whole =
+            holding.need.is_none() || groups.all(|(_, kept)| kept.reach().covers(&self.reach()));
+        if whole { self.reach() } else { self.need(holding) }
     }
 }
 
@@ -119,7 +160,8 @@ impl OwnedRequest {
         }
         for (index, group) in to.iter().enumerate() {
             for holding in &rank.holdings[index] {
-                let needed = group.needed(holding.law, self.cached[index], self.tokens);
+                let copied = group.copied(holding, source);
+                let needed = copied.needed(holding.law, self.cached[index], self.tokens);
                 let needed = places(holding, &needed);
                 let table = &self.destination[index];
                 let lone = group.tokens_per_block.is_some() || table.blocks.len() == 1;
@@ -244,7 +286,7 @@ pub fn with_room(
     for (index, group) in destination.recipe.groups.iter().enumerate() {
         let mut positions = BTreeSet::new();
         for holding in destination.ranks.iter().flat_map(|rank| &rank.holdings[index]) {
-            let needed = group.needed(holding.law, cached[index], tokens);
+            let needed = group.copied(holding, source).needed(holding.law, cached[index], tokens);
             positions.extend(places(holding, &needed).iter().map(|&(_, position, _)| position));
             wanted.insert(&holding.state, needed);
         }

@@ -1,6 +1,6 @@
 //! The generator itself: engines state true facts, and what they draw is as varied as it should be.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use kvferry_layout::{Manifest, Window};
 use kvferry_testkit::draw::{Side, engine};
@@ -138,10 +138,12 @@ fn the_draws_have_everything() {
         "empty rank",
         "entries of several tokens",
         "kernel blocks",
+        "less needed than kept",
         "many tokens",
         "no token",
         "nothing of a state on a rank",
         "null block",
+        "needs of different lengths in a group",
         "open entries",
         "opaque format",
         "one block",
@@ -224,6 +226,14 @@ fn note(engine: &Engine, seen: &mut BTreeSet<&'static str>) {
             }
             if !group.scratch.is_empty() {
                 seen.insert("scratch");
+            }
+            let needs: HashSet<Window> =
+                group.pieces.iter().map(|piece| group.need(piece)).collect();
+            if needs.iter().any(|need| *need != group.window) {
+                seen.insert("less needed than kept");
+            }
+            if needs.len() > 1 {
+                seen.insert("needs of different lengths in a group");
             }
             for piece in &group.pieces {
                 if !piece.phase.is_all() {

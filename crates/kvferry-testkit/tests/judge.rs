@@ -75,7 +75,15 @@ fn by_hand(source: &Engine, destination: &Engine, rank: usize, request: &OwnedRe
             (&request.destination[group], request.cached[group], request.tokens);
         let needed = |piece: &Piece| {
             let law = manifest.kind(piece).law;
-            let first = facts.window.first_live(n);
+            // Less than the group keeps where the source keeps less and the model needs no more.
+            let sources = source.ranks.iter().flat_map(|rank| rank.manifest.groups());
+            let mut holders =
+                sources.filter(|group| group.pieces.iter().any(|other| other.state == piece.state));
+            let window = match piece.need {
+                Some(need) if !holders.all(|kept| kept.window.keeps(&facts.window)) => need,
+                _ => facts.window,
+            };
+            let first = window.first_live(n);
             let first = if first == 0 { 0 } else { law.closed(first) };
             first.max(law.held(cached, n))..law.entries(n)
         };

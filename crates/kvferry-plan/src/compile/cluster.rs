@@ -1,6 +1,6 @@
 //! Nests that touch, walked together.
 
-use crate::cursor::Fitted;
+use crate::compile::fitted::Fitted;
 use crate::nest::{Loop, Nest};
 use crate::walk::{Segment, Shape};
 

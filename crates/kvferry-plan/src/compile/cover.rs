@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use kvferry_layout::{Manifest, Phase, Span, StateBox};
+use kvferry_layout::arithmetic::lcm;
+use kvferry_layout::{Manifest, Phase, Span, StateBox, Window};
 
 use crate::incompatible::Incompatible;
 
@@ -29,9 +30,9 @@ const MAX_CYCLE: u64 = 4096;
 const MAX_STEPS: u64 = 20_000_000;
 
 /// What is left of [`MAX_STEPS`].
-pub(crate) struct Steps(u64);
+pub(crate) struct Budget(u64);
 
-impl Steps {
+impl Budget {
     pub(crate) fn new() -> Self {
         Self(MAX_STEPS)
     }
@@ -46,11 +47,20 @@ impl Steps {
     }
 }
 
+/// What [`cover`] finds.
+pub(crate) struct Cover {
+    pub(crate) parts: Vec<Part>,
+    /// `windows[group][piece]`: the tokens of each destination piece that are copied.
+    pub(crate) windows: Vec<Vec<Window>>,
+}
+
 /// A piece of the destination while it is being covered.
 struct Wanted<'a> {
     state: &'a str,
     group: usize,
     piece: usize,
+    /// The tokens of it that are copied.
+    window: Window,
     /// The turns of all ranks repeat after this many entries.
     cycle: u64,
     /// Bytes of one element.
@@ -78,13 +88,13 @@ struct Offer {
 pub(crate) fn cover(
     destination: &Manifest,
     sources: &[&Manifest],
-    steps: &mut Steps,
-) -> Result<Vec<Part>, Incompatible> {
-    let mut wanted = wanted(destination, sources, steps)?;
+    budget: &mut Budget,
+) -> Result<Cover, Incompatible> {
+    let mut wanted = wanted(destination, sources, budget)?;
     let mut weights = vec![0u128; sources.len()];
     for want in &wanted {
         for offer in &want.offers {
-            steps.spend(want.open.len() * offer.boxes.len(), want.state)?;
+            budget.spend(want.open.len() * offer.boxes.len(), want.state)?;
             let shared = offer.boxes.iter().map(|held| shared_volume(&want.open, held));
             weights[offer.source] += want.weight * shared.sum::<u128>();
         }
@@ -97,12 +107,14 @@ pub(crate) fn cover(
         let turn = name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()));
         let chosen = equals[(turn % equals.len() as u64) as usize];
         for want in &mut wanted {
-            take(want, chosen, &mut weights, &mut parts, steps)?;
+            take(want, chosen, &mut weights, &mut parts, budget)?;
         }
         debug_assert_eq!(weights[chosen], 0, "a chosen source has nothing more to give");
         weights[chosen] = 0;
     }
+    let mut windows = vec![vec![]; destination.groups().len()];
     for want in wanted {
+        windows[want.group].push(want.window);
         if let Some(open) = want.open.first() {
             if let Some(refusal) = want.forgetful {
                 return Err(refusal);
@@ -113,7 +125,7 @@ pub(crate) fn cover(
             return Err(Incompatible::Uncovered { state, part, phase });
         }
     }
-    Ok(parts)
+    Ok(Cover { parts, windows })
 }
 
 /// Moves what `chosen` offers of a wanted piece from its open boxes to `parts`.
@@ -122,9 +134,9 @@ fn take(
     chosen: usize,
     weights: &mut [u128],
     parts: &mut Vec<Part>,
-    steps: &mut Steps,
+    budget: &mut Budget,
 ) -> Result<(), Incompatible> {
-    steps.spend(want.offers.len(), want.state)?;
+    budget.spend(want.offers.len(), want.state)?;
     for index in 0..want.offers.len() {
         if want.offers[index].source != chosen {
             continue;
@@ -132,7 +144,7 @@ fn take(
         for number in 0..want.offers[index].boxes.len() {
             let offer = &want.offers[index];
             let held = &offer.boxes[number];
-            steps.spend(want.open.len(), want.state)?;
+            budget.spend(want.open.len(), want.state)?;
             let mut left = Vec::with_capacity(want.open.len());
             for open in std::mem::take(&mut want.open) {
                 let Some(both) = open.intersect(held) else {
@@ -141,7 +153,7 @@ fn take(
                 };
                 open.subtract(held, &mut left);
                 for other in &want.offers {
-                    steps.spend(other.boxes.len(), want.state)?;
+                    budget.spend(other.boxes.len(), want.state)?;
                     let lost: u128 = other.boxes.iter().map(|held| common(&both, held)).sum();
                     weights[other.source] -= want.weight * lost;
                 }
@@ -169,7 +181,7 @@ fn take(
 fn wanted<'a>(
     destination: &'a Manifest,
     sources: &[&Manifest],
-    steps: &mut Steps,
+    budget: &mut Budget,
 ) -> Result<Vec<Wanted<'a>>, Incompatible> {
     let mut holders: HashMap<&str, Vec<(usize, usize, usize)>> = HashMap::new();
     for (source, manifest) in sources.iter().enumerate() {
@@ -187,7 +199,18 @@ fn wanted<'a>(
             let Some(holders) = holders.get(piece.state.as_str()) else {
                 return Err(Incompatible::Missing { state: state(), sources: sources.len() });
             };
-            steps.spend(holders.len(), &piece.state)?;
+            budget.spend(holders.len(), &piece.state)?;
+            // Where all that have the state keep as much of it as the group does, all of that is copied:
+            // then a block is whole, and may serve other requests. Else no more than the model looks at.
+            let kept_by_all = |window: &Window| {
+                let mut windows =
+                    holders.iter().map(|held| sources[held.0].groups()[held.1].window);
+                windows.all(|kept| kept.keeps(window))
+            };
+            let window = match piece.need {
+                Some(need) if !kept_by_all(&facts.window) => need,
+                _ => facts.window,
+            };
             let mut cycle = period(piece.phase);
             let mut forgetful = None;
             let mut fitting = Vec::with_capacity(holders.len());
@@ -222,17 +245,17 @@ fn wanted<'a>(
                     });
                 }
                 // Where tokens add no entries there is nothing for a window to drop.
-                if kind.law.entries > 0 && !other.window.keeps(&facts.window) {
+                if kind.law.entries > 0 && !other.window.keeps(&window) {
                     forgetful = Some(Incompatible::Window {
                         state: state(),
                         source_rank: source_rank(),
                         kept: other.window,
-                        needed: facts.window,
+                        needed: window,
                     });
                     continue;
                 }
                 fitting.push((source, source_group, source_piece, held));
-                cycle = least_common_multiple(cycle, period(held.phase))
+                cycle = lcm(cycle, period(held.phase))
                     .filter(|&cycle| cycle <= MAX_CYCLE)
                     .ok_or_else(|| Incompatible::Phase {
                         state: state(),
@@ -261,6 +284,7 @@ fn wanted<'a>(
                 state: &piece.state,
                 group,
                 piece: number,
+                window,
                 cycle,
                 weight: u128::from(kind.format.bytes),
                 open,
@@ -293,7 +317,7 @@ fn period(phase: Phase) -> u64 {
     if phase.is_all() { 1 } else { phase.modulus }
 }
 
-/// How a rank is called in messages.
+/// What messages call a rank.
 pub(crate) fn rank_name(manifest: &Manifest) -> String {
     format!("{} {}", manifest.engine(), manifest.label())
 }
@@ -308,14 +332,6 @@ pub(crate) fn common(a: &StateBox, b: &StateBox) -> u128 {
 
 fn shared_volume(open: &[StateBox], held: &StateBox) -> u128 {
     open.iter().map(|open| common(open, held)).sum()
-}
-
-fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
-    let (mut gcd, mut rest) = (a, b);
-    while rest != 0 {
-        (gcd, rest) = (rest, gcd % rest);
-    }
-    (a / gcd).checked_mul(b)
 }
 
 /// FNV-1a: any fixed function of the name will do.

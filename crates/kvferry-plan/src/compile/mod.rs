@@ -1,15 +1,28 @@
 //! From manifests to a plan.
 
-use std::collections::HashMap;
+mod cluster;
+mod cover;
+mod fitted;
+mod leftover;
+mod numbered;
+mod prove;
+mod series;
 
-use kvferry_layout::{Law, Manifest, Window};
+use kvferry_layout::{Law, Manifest, Piece, Window};
 
-use crate::cluster::{Cluster, Key, clusters};
-use crate::cover::{self, Part, cover};
+pub(crate) use cluster::Cluster;
+pub use cover::Part;
+pub(crate) use fitted::Fitted;
+pub(crate) use leftover::Leftover;
+
 use crate::incompatible::Incompatible;
-use crate::nest::{BothSteps, Loop, Nest, Steps};
-use crate::prove::prove;
+use crate::nest::{BothSteps, Loop, Nest};
 use crate::walk::{Holding, Rhythm};
+use cluster::{Key, clusters};
+use cover::{Budget, Cover, cover};
+use leftover::leftovers;
+use numbered::Numbered;
+use prove::{Merged, prove_cover, prove_merging};
 
 /// What one destination rank does to take over a request from another engine, compiled once per pair
 /// of engines. Its size grows with the number of layers, never with the number of blocks.
@@ -27,6 +40,7 @@ pub struct Plan {
     pub(crate) source_groups: usize,
     /// The source tables that are read, for which destination group, and whether for one slot.
     pub(crate) reads: Vec<SourceTable>,
+    windowed: Vec<(usize, usize)>,
 }
 
 /// What a source's table is checked against.
@@ -39,22 +53,12 @@ pub(crate) struct SourceTable {
     pub(crate) destination_group: usize,
 }
 
-/// What is left of a destination group's blocks once a request is copied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Leftover {
-    /// Entries of a piece that are neither copied nor held already.
-    Entries(Law, Holding),
-    /// All of a group's blocks that hold any such entry.
-    Blocks { group: usize },
-}
-
 /// What a request is checked against.
 #[derive(Clone, Debug)]
 pub(crate) struct DestinationGroup {
     pub(crate) blocks: u32,
     pub(crate) null_block: Option<u32>,
     pub(crate) one_slot: bool,
-    pub(crate) window: Window,
     pub(crate) pool: usize,
     /// The distinct ways in which its pieces are held; empty where the rank has none.
     pub(crate) holdings: Vec<(Law, Holding)>,
@@ -67,17 +71,21 @@ impl Plan {
         for source in sources {
             check_identity(destination, source)?;
         }
-        let parts = cover(destination, sources, &mut cover::Steps::new())?;
-        prove(destination, sources, &parts, &mut cover::Steps::new())?;
+        let cover = cover(destination, sources, &mut Budget::new())?;
+        prove_cover(destination, sources, &cover, &mut Budget::new())?;
+        let Cover { parts, windows } = &cover;
 
         let mut rhythms = Numbered::default();
         let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
-        for part in &parts {
+        for part in parts {
             let source = sources[part.source];
             let from = &source.groups()[part.from.0].pieces[part.from.1];
             let to = &destination.groups()[part.to.0].pieces[part.to.1];
-            let (source_holding, source_steps) = holding(source, part.from);
-            let (destination_holding, destination_steps) = holding(destination, part.to);
+            let kept = source.groups()[part.from.0].window;
+            let (source_holding, source_steps) = Holding::new(source, part.from, kept);
+            let window = windows[part.to.0][part.to.1];
+            let (destination_holding, destination_steps) =
+                Holding::new(destination, part.to, window);
             let kind = destination.kind(to);
             let rhythm = rhythms.number(Rhythm {
                 law: kind.law,
@@ -85,7 +93,7 @@ impl Plan {
                 source: source_holding,
                 destination: destination_holding,
             });
-            let start = |manifest: &Manifest, piece: &kvferry_layout::Piece| {
+            let start = |manifest: &Manifest, piece: &Piece| {
                 let view = &piece.view;
                 let inner = part.bounds.0.iter().zip(&piece.bounds.0).zip(&view.axes);
                 let inner = inner.map(|((part, held), stride)| (part.start - held.start) * stride);
@@ -123,10 +131,10 @@ impl Plan {
             let rhythm = &rhythms[key.rhythm];
             rhythm.source.even.min(rhythm.destination.even)
         };
-        let sources_clusters =
+        let clusters_by_source: Vec<_> =
             nests.into_iter().map(|nests| clusters(nests, &repeated, &evenly)).collect();
 
-        let (leftovers, rest) = leftovers(destination);
+        let (leftovers, rest) = leftovers(destination, windows);
         let repeated = |key: &Key| match &leftovers[key.rhythm] {
             Leftover::Entries(law, held) => several_blocks(*law, held),
             Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
@@ -137,19 +145,27 @@ impl Plan {
         };
         let rest = clusters(rest, &repeated, &evenly);
 
-        let groups = (0..destination.groups().len()).map(|group| facts(destination, group));
-        let plan = Self {
-            rhythms,
-            sources: sources_clusters,
-            rest,
+        let groups =
+            (0..destination.groups().len()).map(|group| facts(destination, group, &windows[group]));
+        let merged = Merged {
+            cover: &cover,
+            rhythms: &rhythms,
+            sources: &clusters_by_source,
+            leftovers: &leftovers,
+            rest: &rest,
+        };
+        prove_merging(destination, sources, &merged)?;
+        Ok(Self {
             groups: groups.collect(),
-            leftovers,
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
             reads: reads.list,
-            parts,
-        };
-        plan.check_merging(destination)?;
-        Ok(plan)
+            windowed: windowed(destination, windows),
+            rhythms,
+            sources: clusters_by_source,
+            rest,
+            leftovers,
+            parts: cover.parts,
+        })
     }
 
     /// Which part of which destination piece comes from where.
@@ -162,37 +178,29 @@ impl Plan {
         self.sources.len()
     }
 
+    /// Group and index of the destination pieces that get less than their group keeps, because the
+    /// source keeps no more: only what the model looks back at after the whole request. A block that
+    /// holds such a piece must not serve as the cached prefix of another, shorter request.
+    pub fn windowed(&self) -> &[(usize, usize)] {
+        &self.windowed
+    }
+
     /// Whether anything is read from a source rank.
     pub fn reads(&self, source: usize) -> bool {
         self.sources.get(source).is_some_and(|clusters| !clusters.is_empty())
     }
+}
 
-    /// Merging nests must neither lose nor invent a byte.
-    fn check_merging(&self, destination: &Manifest) -> Result<(), Incompatible> {
-        let mut before = vec![0u128; self.sources.len()];
-        for part in &self.parts {
-            let piece = &destination.groups()[part.to.0].pieces[part.to.1];
-            let bytes = u128::from(destination.kind(piece).format.bytes);
-            before[part.source] += bytes * u128::from(part.bounds.volume());
-        }
-        for (source, clusters) in self.sources.iter().enumerate() {
-            let nests = clusters.iter().flat_map(|cluster| {
-                let outer: u64 = cluster.outer.iter().map(|repeat| repeat.count).product();
-                cluster.nests.iter().map(move |nest| u128::from(nest.bytes() * outer))
-            });
-            let after: u128 = nests.sum();
-            if after != before[source] {
-                return Err(Incompatible::Unproven {
-                    state: "all".to_owned(),
-                    problem: format!(
-                        "the parts from source {source} have {} bytes, merged {after}",
-                        before[source]
-                    ),
-                });
-            }
-        }
-        Ok(())
-    }
+/// The pieces of which less is copied than their group keeps.
+fn windowed(destination: &Manifest, windows: &[Vec<Window>]) -> Vec<(usize, usize)> {
+    let groups = destination.groups().iter().zip(windows).enumerate();
+    let pieces = groups.flat_map(|(group, (facts, windows))| {
+        let less = windows.iter().enumerate().filter(|(_, window)| **window != facts.window);
+        let less =
+            less.filter(|(piece, _)| destination.kind(&facts.pieces[*piece]).law.entries > 0);
+        less.map(move |(piece, _)| (group, piece))
+    });
+    pieces.collect()
 }
 
 fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incompatible> {
@@ -210,82 +218,23 @@ fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incom
     }
 }
 
-fn holding(manifest: &Manifest, (group, piece): (usize, usize)) -> (Holding, Steps) {
-    let facts = &manifest.groups()[group];
-    let held = &facts.pieces[piece];
-    let entries = manifest.entries_per_block(group, piece);
-    Holding::new(group, facts, entries, held.phase, &held.view)
-}
-
 /// Whether a request's entries can lie in more than one block.
 fn several_blocks(law: Law, held: &Holding) -> bool {
     law.entries > 0 && u64::from(held.blocks) * held.split > 1
 }
 
-fn facts(destination: &Manifest, index: usize) -> DestinationGroup {
+fn facts(destination: &Manifest, index: usize, windows: &[Window]) -> DestinationGroup {
     let group = &destination.groups()[index];
     let mut holdings = Numbered::default();
     for (number, piece) in group.pieces.iter().enumerate() {
-        holdings.number((destination.kind(piece).law, holding(destination, (index, number)).0));
+        let (held, _) = Holding::new(destination, (index, number), windows[number]);
+        holdings.number((destination.kind(piece).law, held));
     }
     DestinationGroup {
         blocks: group.blocks,
         null_block: group.null_block,
         one_slot: group.tokens_per_block.is_none(),
-        window: group.window,
         pool: destination.pool(index),
         holdings: holdings.list,
-    }
-}
-
-/// The destination's own pieces and scratch as nests from it to itself.
-fn leftovers(destination: &Manifest) -> (Vec<Leftover>, Vec<(Key, Nest)>) {
-    let mut leftovers = Numbered::default();
-    let mut nests = vec![];
-    for (index, group) in destination.groups().iter().enumerate() {
-        let both = |count, stride| Loop { count, source: stride, destination: stride };
-        let mut add = |rhythm, (region, offset): (u32, u64), steps: Steps, run, loops| {
-            let start = destination.regions()[region as usize].base + offset;
-            let (regions, blocks) = ((region, region), (steps.block, steps.block));
-            let steps = BothSteps { source: steps, destination: steps };
-            let nest = Nest::new((start, start), steps, run, loops);
-            nests.push((Key { group: index, rhythm, regions, blocks }, nest));
-        };
-        for (number, piece) in group.pieces.iter().enumerate() {
-            let (held, steps) = holding(destination, (index, number));
-            let (kind, view) = (destination.kind(piece), &piece.view);
-            let rhythm = leftovers.number(Leftover::Entries(kind.law, held));
-            let loops = piece.bounds.0.iter().zip(&view.axes);
-            let loops = loops.map(|(span, &stride)| both(span.len(), stride)).collect();
-            add(rhythm, (view.region, view.offset), steps, kind.format.bytes.into(), loops);
-        }
-        for scratch in &group.scratch {
-            let rhythm = leftovers.number(Leftover::Blocks { group: index });
-            let loops = scratch.dims.iter().map(|&(count, stride)| both(count, stride)).collect();
-            let steps = Steps { block: scratch.block, ..Steps::default() };
-            add(rhythm, (scratch.region, scratch.offset), steps, scratch.run, loops);
-        }
-    }
-    (leftovers.list, nests)
-}
-
-/// Distinct values, numbered in the order of their first appearance.
-struct Numbered<T> {
-    list: Vec<T>,
-    numbers: HashMap<T, usize>,
-}
-
-impl<T> Default for Numbered<T> {
-    fn default() -> Self {
-        Self { list: vec![], numbers: HashMap::new() }
-    }
-}
-
-impl<T: Clone + Eq + std::hash::Hash> Numbered<T> {
-    fn number(&mut self, value: T) -> usize {
-        *self.numbers.entry(value.clone()).or_insert_with(|| {
-            self.list.push(value);
-            self.list.len() - 1
-        })
     }
 }

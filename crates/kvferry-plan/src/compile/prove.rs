@@ -1,0 +1,425 @@
+//! The proof of a plan, by other means than those that made it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+
+use kvferry_layout::{MAX_AXES, Manifest, StateBox};
+
+use crate::compile::cluster::Cluster;
+use crate::compile::cover::{Budget, Cover, Part, common, in_cycle};
+use crate::compile::leftover::Leftover;
+use crate::compile::series::{Value, pair, repeated};
+use crate::incompatible::Incompatible;
+use crate::nest::{BothSteps, Loop, Steps};
+use crate::walk::{Holding, Rhythm};
+
+/// Proves that the parts cover every piece of the destination exactly once, each from a source piece
+/// of the same state that holds it: every part lies in both pieces, no two parts of a piece share an
+/// element, and together they have as many elements as the piece. And that of every piece those tokens
+/// are copied that it needs, none that its group does not keep, and none that the source does not.
+pub(crate) fn prove_cover(
+    destination: &Manifest,
+    sources: &[&Manifest],
+    cover: &Cover,
+    budget: &mut Budget,
+) -> Result<(), Incompatible> {
+    let mut by_piece: BTreeMap<(usize, usize), Vec<&Part>> = BTreeMap::new();
+    for part in &cover.parts {
+        by_piece.entry(part.to).or_default().push(part);
+    }
+    for (group, facts) in destination.groups().iter().enumerate() {
+        for (number, piece) in facts.pieces.iter().enumerate() {
+            let unproven = |problem: String| {
+                Err(Incompatible::Unproven { state: piece.state.clone(), problem })
+            };
+            let Some(window) = cover.windows.get(group).and_then(|windows| windows.get(number))
+            else {
+                return unproven("it is not said which tokens are copied".to_owned());
+            };
+            if !window.keeps(&facts.need(piece)) || !facts.window.keeps(window) {
+                return unproven(format!("{window} are copied"));
+            }
+            let parts = by_piece.remove(&(group, number)).unwrap_or_default();
+            let mut cycle = if piece.phase.is_all() { 1 } else { piece.phase.modulus };
+            for part in &parts {
+                cycle = cycle.max(part.phase.modulus);
+            }
+            let whole = in_cycle(&piece.bounds, piece.phase, cycle);
+            let mut taken: Vec<StateBox> = vec![];
+            let mut volume = 0;
+            for part in parts {
+                let source_group = sources[part.source].groups().get(part.from.0);
+                let held = source_group.and_then(|group| group.pieces.get(part.from.1));
+                let Some(held) = held.filter(|held| held.state == piece.state) else {
+                    return unproven(format!("{part:?} is not read from a piece of the state"));
+                };
+                let entries = destination.kind(piece).law.entries;
+                if entries > 0 && !source_group.is_some_and(|group| group.window.keeps(window)) {
+                    return unproven(format!("{part:?} is read where {window} are not kept"));
+                }
+                let held = in_cycle(&held.bounds, held.phase, cycle);
+                for one in in_cycle(&part.bounds, part.phase, cycle) {
+                    budget.spend(taken.len() + whole.len() + held.len(), &piece.state)?;
+                    let size = common(&one, &one);
+                    let inside = |boxes: &[StateBox]| {
+                        boxes.iter().map(|outer| common(outer, &one)).sum::<u128>() == size
+                    };
+                    if !inside(&whole) || !inside(&held) {
+                        return unproven(format!("{part:?} lies outside its pieces"));
+                    }
+                    if taken.iter().any(|other| common(other, &one) > 0) {
+                        return unproven(format!("{part:?} is written twice"));
+                    }
+                    volume += size;
+                    taken.push(one);
+                }
+            }
+            let needed: u128 = whole.iter().map(|whole| common(whole, whole)).sum();
+            if volume != needed {
+                return unproven(format!("{volume} of {needed} elements are covered"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What [`prove_merging`] is about: what a plan makes of its parts and of the destination's own blocks.
+pub(crate) struct Merged<'a> {
+    pub(crate) cover: &'a Cover,
+    pub(crate) rhythms: &'a [Rhythm],
+    /// For every source rank.
+    pub(crate) sources: &'a [Vec<Cluster>],
+    pub(crate) leftovers: &'a [Leftover],
+    pub(crate) rest: &'a [Cluster],
+}
+
+/// Proves that the clusters copy each byte of an entry that the parts name, from where and to where the
+/// parts say, once, at the pace of the part's rhythm, and nothing else; and that the clusters of the
+/// rest are the destination's own pieces and scratch. What the parts say is read off the manifests; the
+/// two are compared as [`series`](crate::compile::series), in time that grows with the number of parts.
+pub(crate) fn prove_merging(
+    destination: &Manifest,
+    sources: &[&Manifest],
+    merged: &Merged<'_>,
+) -> Result<(), Incompatible> {
+    let Cover { parts, windows } = merged.cover;
+    let rhythms = numbers(merged.rhythms);
+    let mut ledger = Ledger::default();
+    for part in parts {
+        let source = sources[part.source];
+        let from = &source.groups()[part.from.0].pieces[part.from.1];
+        let to = &destination.groups()[part.to.0].pieces[part.to.1];
+        let (kept, copied) = (source.groups()[part.from.0].window, windows[part.to.0][part.to.1]);
+        let (source_holding, source_steps) = Holding::new(source, part.from, kept);
+        let (destination_holding, destination_steps) = Holding::new(destination, part.to, copied);
+        let kind = destination.kind(to);
+        let rhythm = Rhythm {
+            law: kind.law,
+            phase: part.phase,
+            source: source_holding,
+            destination: destination_holding,
+        };
+        let class = Class {
+            source: part.source,
+            rhythm: number(&rhythms, &rhythm, &to.state)?,
+            regions: (from.view.region, to.view.region),
+            steps: BothSteps { source: source_steps, destination: destination_steps },
+        };
+        let mut at = (
+            start(source, from.view.region, from.view.offset),
+            start(destination, to.view.region, to.view.offset),
+        );
+        let mut loops = [Loop::default(); MAX_AXES];
+        for (axis, span) in part.bounds.0.iter().enumerate() {
+            let strides = (from.view.axes[axis], to.view.axes[axis]);
+            at.0 += (span.start - from.bounds.0[axis].start) * strides.0;
+            at.1 += (span.start - to.bounds.0[axis].start) * strides.1;
+            loops[axis] = Loop { count: span.len(), source: strides.0, destination: strides.1 };
+        }
+        let loops = &loops[..part.bounds.0.len()];
+        ledger.expect(class, &to.state, at, kind.format.bytes.into(), loops);
+    }
+    for (source, clusters) in merged.sources.iter().enumerate() {
+        ledger.take(source, clusters)?;
+    }
+    ledger.settle()?;
+    prove_rest(destination, merged)
+}
+
+fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompatible> {
+    let leftovers = numbers(merged.leftovers);
+    let mut ledger = Ledger::default();
+    for (index, group) in destination.groups().iter().enumerate() {
+        let own = |stride| move |count| Loop { count, source: stride, destination: stride };
+        for (piece_index, piece) in group.pieces.iter().enumerate() {
+            let window = merged.cover.windows[index][piece_index];
+            let (held, steps) = Holding::new(destination, (index, piece_index), window);
+            let kind = destination.kind(piece);
+            let leftover = Leftover::Entries(kind.law, held);
+            let class = Class {
+                source: 0,
+                rhythm: number(&leftovers, &leftover, &piece.state)?,
+                regions: (piece.view.region, piece.view.region),
+                steps: BothSteps { source: steps, destination: steps },
+            };
+            let at = start(destination, piece.view.region, piece.view.offset);
+            let spans = piece.bounds.0.iter().zip(&piece.view.axes);
+            let loops: Vec<Loop> = spans.map(|(span, &stride)| own(stride)(span.len())).collect();
+            ledger.expect(class, &piece.state, (at, at), kind.format.bytes.into(), &loops);
+        }
+        for scratch in &group.scratch {
+            let steps = Steps { block: scratch.block, ..Steps::default() };
+            let leftover = Leftover::Blocks { group: index };
+            let class = Class {
+                source: 0,
+                rhythm: number(&leftovers, &leftover, "scratch")?,
+                regions: (scratch.region, scratch.region),
+                steps: BothSteps { source: steps, destination: steps },
+            };
+            let at = start(destination, scratch.region, scratch.offset);
+            let loops: Vec<Loop> =
+                scratch.dims.iter().map(|&(count, stride)| own(stride)(count)).collect();
+            ledger.expect(class, "scratch", (at, at), scratch.run, &loops);
+        }
+    }
+    ledger.take(0, merged.rest)?;
+    ledger.settle()
+}
+
+fn start(manifest: &Manifest, region: u32, offset: u64) -> u64 {
+    manifest.regions()[region as usize].base + offset
+}
+
+/// The numbers of a plan's rhythms or leftovers.
+fn numbers<T: Eq + Hash>(list: &[T]) -> HashMap<&T, usize> {
+    list.iter().zip(0..).collect()
+}
+
+fn number<T: Eq + Hash>(
+    numbers: &HashMap<&T, usize>,
+    wanted: &T,
+    state: &str,
+) -> Result<usize, Incompatible> {
+    let known = numbers.get(wanted).copied();
+    known.ok_or_else(|| unproven(state, "its entries are not walked"))
+}
+
+fn unproven(state: &str, problem: &str) -> Incompatible {
+    Incompatible::Unproven { state: state.to_owned(), problem: problem.to_owned() }
+}
+
+/// What pairs of bytes must have in common to be walked alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Class {
+    source: usize,
+    rhythm: usize,
+    regions: (u32, u32),
+    steps: BothSteps,
+}
+
+/// Pairs of bytes that are expected, less those that are found, by class.
+#[derive(Default)]
+struct Ledger<'a> {
+    accounts: Vec<Account<'a>>,
+    numbers: HashMap<Class, usize>,
+    /// The account that was used last.
+    last: usize,
+    /// Loops seen lately, and what they amount to: layers are alike.
+    lately: Vec<(u64, Vec<Loop>, Value)>,
+}
+
+struct Account<'a> {
+    class: Class,
+    /// One of its states.
+    state: &'a str,
+    balance: Value,
+}
+
+impl<'a> Ledger<'a> {
+    /// Adds what a part says: a run with loops around it, from `at` on.
+    fn expect(&mut self, class: Class, state: &'a str, at: (u64, u64), run: u64, loops: &[Loop]) {
+        let value = self.value(at, run, loops, &[]);
+        let index = self.find(class).unwrap_or_else(|| {
+            self.numbers.insert(class, self.accounts.len());
+            self.accounts.push(Account { class, state, balance: Value::default() });
+            self.accounts.len() - 1
+        });
+        self.last = index;
+        self.accounts[index].balance += value;
+    }
+
+    /// Takes what the clusters of one source say.
+    fn take(&mut self, source: usize, clusters: &[Cluster]) -> Result<(), Incompatible> {
+        for cluster in clusters {
+            for nest in &cluster.nests {
+                let (rhythm, regions) = (cluster.rhythm, cluster.regions);
+                let found = self.find(Class { source, rhythm, regions, steps: nest.steps });
+                let blocks = (nest.steps.source.block, nest.steps.destination.block);
+                let index = found.filter(|_| blocks == cluster.blocks);
+                let index =
+                    index.ok_or_else(|| unproven("all", "merging made up steps of its own"))?;
+                let value = self.value(nest.start(), nest.run, &nest.loops, &cluster.outer);
+                self.last = index;
+                self.accounts[index].balance -= value;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing must be left.
+    fn settle(self) -> Result<(), Incompatible> {
+        match self.accounts.iter().find(|account| account.balance != Value::default()) {
+            Some(account) => {
+                let problem = "what merging made of it, or of what is walked with it, differs";
+                Err(unproven(account.state, problem))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn find(&self, class: Class) -> Option<usize> {
+        let last = self.accounts.get(self.last).filter(|account| account.class == class);
+        last.map(|_| self.last).or_else(|| self.numbers.get(&class).copied())
+    }
+
+    fn value(&mut self, at: (u64, u64), run: u64, loops: &[Loop], outer: &[Loop]) -> Value {
+        let same = |known: &&(u64, Vec<Loop>, Value)| {
+            known.0 == run
+                && known.1.len() == loops.len() + outer.len()
+                && known.1.iter().eq(loops.iter().chain(outer))
+        };
+        let known = self.lately.iter().find(same).map(|known| known.2);
+        let repeated = known.unwrap_or_else(|| {
+            let value = repeated(run, loops.iter().chain(outer));
+            if self.lately.len() < MAX_LATELY {
+                self.lately.push((run, [loops, outer].concat(), value));
+            }
+            value
+        });
+        pair(at) * repeated
+    }
+}
+
+/// Distinct loops that are remembered.
+const MAX_LATELY: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::cluster::{Key, clusters};
+    use crate::nest::Nest;
+
+    /// Four layers, 1024 bytes apart on the source and 4096 on the destination, each with two heads of
+    /// K and V: 8 bytes a head, K before V on both sides, but at different distances.
+    fn layers() -> Vec<(Key, Nest)> {
+        let steps = BothSteps {
+            source: Steps { block: 256, kernel: 0, entry: 64 },
+            destination: Steps { block: 512, kernel: 0, entry: 128 },
+        };
+        let key = Key { group: 0, rhythm: 0, regions: (0, 0), blocks: (256, 512) };
+        let nest = |layer: u64, section: u64| {
+            let start = (layer * 1024 + section * 32, 100_000 + layer * 4096 + section * 64);
+            let heads = Loop { count: 2, source: 8, destination: 16 };
+            (key, Nest::new(start, steps, 8, vec![heads]))
+        };
+        (0..4).flat_map(|layer| [nest(layer, 0), nest(layer, 1)]).collect()
+    }
+
+    /// Whether clusters are proven to be the layers.
+    fn proven(clusters: &[Cluster]) -> bool {
+        let mut ledger = Ledger::default();
+        for (key, nest) in layers() {
+            let (rhythm, regions) = (key.rhythm, key.regions);
+            let class = Class { source: 0, rhythm, regions, steps: nest.steps };
+            ledger.expect(class, "layers", nest.start(), nest.run, &nest.loops);
+        }
+        ledger.take(0, clusters).and_then(|()| ledger.settle()).is_ok()
+    }
+
+    fn merged(nests: Vec<(Key, Nest)>) -> Vec<Cluster> {
+        clusters(nests, &|_| true, &|_| 4)
+    }
+
+    #[test]
+    fn what_merging_makes_of_layers_is_proven() {
+        let clusters = merged(layers());
+        assert_eq!(clusters.iter().map(|cluster| cluster.nests.len()).sum::<usize>(), 1);
+        assert!(proven(&clusters));
+        // Not merged at all, it is too.
+        let apart: Vec<Cluster> =
+            layers().into_iter().flat_map(|nest| merged(vec![nest])).collect();
+        assert_eq!(apart.len(), 8);
+        assert!(proven(&apart));
+    }
+
+    /// Every number of a merged cluster, one at a time.
+    #[test]
+    fn no_number_of_a_merged_nest_can_change() {
+        type Number = fn(&mut Cluster) -> &mut u64;
+        let numbers: [Number; 14] = [
+            |cluster| &mut cluster.nests[0].source,
+            |cluster| &mut cluster.nests[0].destination,
+            |cluster| &mut cluster.nests[0].run,
+            |cluster| &mut cluster.nests[0].loops[0].count,
+            |cluster| &mut cluster.nests[0].loops[0].source,
+            |cluster| &mut cluster.nests[0].loops[0].destination,
+            |cluster| &mut cluster.nests[0].steps.source.entry,
+            |cluster| &mut cluster.nests[0].steps.destination.entry,
+            |cluster| &mut cluster.nests[0].steps.source.block,
+            |cluster| &mut cluster.blocks.0,
+            |cluster| &mut cluster.blocks.1,
+            |cluster| &mut cluster.outer[0].count,
+            |cluster| &mut cluster.outer[0].source,
+            |cluster| &mut cluster.outer[0].destination,
+        ];
+        for (which, number) in numbers.iter().enumerate() {
+            for change in [1, 2, 8, u64::MAX] {
+                let mut clusters = merged(layers());
+                let number = number(&mut clusters[0]);
+                *number = number.wrapping_add(change);
+                assert!(!proven(&clusters), "number {which}, {change} more");
+            }
+        }
+    }
+
+    /// As many bytes, the same source bytes and the same destination bytes, but other pairs.
+    #[test]
+    fn sections_of_equal_size_cannot_change_places() {
+        let mut nests = layers();
+        for pair in nests.chunks_exact_mut(2) {
+            let [keys, values] = pair else { unreachable!() };
+            std::mem::swap(&mut keys.1.source, &mut values.1.source);
+        }
+        assert!(!proven(&merged(nests)));
+        // Nor can two layers, nor two strides.
+        let mut nests = layers();
+        let (first, third) = (nests[0].1.source, nests[4].1.source);
+        (nests[0].1.source, nests[4].1.source) = (third, first);
+        assert!(!proven(&merged(nests)));
+    }
+
+    #[test]
+    fn nothing_is_lost_or_said_twice() {
+        let mut nests = layers();
+        let lost = nests.pop().expect("eight nests");
+        assert!(!proven(&merged(nests.clone())));
+        // The same number of bytes: one nest twice, another not at all.
+        nests.push(nests[0].clone());
+        let apart: Vec<Cluster> =
+            nests.iter().flat_map(|nest| merged(vec![nest.clone()])).collect();
+        assert!(!proven(&apart));
+        nests.pop();
+        nests.push(lost);
+        assert!(proven(&merged(nests)));
+    }
+
+    #[test]
+    fn another_rhythm_or_region_is_another_thing() {
+        let mut clusters = merged(layers());
+        clusters[0].rhythm = 1;
+        assert!(!proven(&clusters));
+        let mut clusters = merged(layers());
+        clusters[0].regions = (0, 1);
+        assert!(!proven(&clusters));
+    }
+}

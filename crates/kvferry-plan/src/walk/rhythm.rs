@@ -1,0 +1,108 @@
+//! From two block tables to segments.
+
+use std::ops::Range;
+
+use kvferry_layout::{Law, Phase};
+
+use crate::request::{RequestError, Side, Table};
+use crate::walk::holding::{Holding, Walker};
+use crate::walk::segments::Segments;
+
+/// How a part's entries follow each other on the two sides. All parts with the same rhythm walk the
+/// same segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Rhythm {
+    pub(crate) law: Law,
+    /// Which entries.
+    pub(crate) phase: Phase,
+    pub(crate) source: Holding,
+    pub(crate) destination: Holding,
+}
+
+impl Rhythm {
+    /// The entries that share a block of both sides with the one before `end`.
+    pub(crate) fn last_block(&self, end: u64) -> Range<u64> {
+        if !self.phase.is_all() {
+            return end..end;
+        }
+        let blocks = [self.source.entries, self.destination.entries];
+        let start = blocks.map(|entries| (end - 1) / entries * entries);
+        let after = blocks.map(|entries| end.checked_next_multiple_of(entries).unwrap_or(end));
+        start[0].max(start[1])..after[0].min(after[1])
+    }
+
+    /// Adds the segments of entries `first..end`.
+    pub(crate) fn walk(
+        &self,
+        first: u64,
+        end: u64,
+        (source, destination): (&Table<'_>, &Table<'_>),
+        segments: &mut Segments,
+    ) -> Result<(), RequestError> {
+        let (all, modulus, held) = (self.phase.is_all(), self.phase.modulus, self.phase.held);
+        let mut entry = first;
+        while entry < end {
+            let mut turn_end = end;
+            if !all {
+                let cycle = entry - entry % modulus;
+                entry = entry.max(cycle.saturating_add(held.start));
+                turn_end = turn_end.min(cycle.saturating_add(held.end));
+                if entry >= turn_end {
+                    entry = cycle.saturating_add(modulus);
+                    continue;
+                }
+            }
+            let mut source = self.source.enter(Side::Source, source, entry)?;
+            let mut destination = self.destination.enter(Side::Destination, destination, entry)?;
+            loop {
+                let blocks = source.whole_blocks(&destination, turn_end - entry);
+                if blocks > 0 {
+                    push_whole_blocks(&source, &destination, blocks, segments);
+                    let entries = blocks as u64 * source.holding.entries;
+                    entry += entries;
+                    if entry >= turn_end {
+                        break;
+                    }
+                    source.skip_blocks(blocks)?;
+                    destination.skip_blocks(blocks)?;
+                    continue;
+                }
+                let even = source.even_left().min(destination.even_left());
+                let entries = even.min(turn_end - entry);
+                segments.push(source.slot, destination.slot, entries);
+                entry += entries;
+                if entry >= turn_end {
+                    break;
+                }
+                source.advance(entries)?;
+                destination.advance(entries)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds `blocks` whole blocks of both sides, in runs of ids that follow each other.
+fn push_whole_blocks(
+    source: &Walker<'_>,
+    destination: &Walker<'_>,
+    blocks: usize,
+    segments: &mut Segments,
+) {
+    let Holding { even, split, .. } = *source.holding;
+    let (sources, destinations) = (&source.ids()[..blocks], &destination.ids()[..blocks]);
+    let mut start = 0;
+    while start < blocks {
+        let mut end = start + 1;
+        while end < blocks
+            && sources[end] == sources[end - 1].wrapping_add(1)
+            && destinations[end] == destinations[end - 1].wrapping_add(1)
+        {
+            end += 1;
+        }
+        let first = |ids: &[u32]| ids[start].wrapping_mul(split as u32);
+        let repeats = (end - start) as u64 * split;
+        segments.push_blocks(first(sources), first(destinations), even, repeats);
+        start = end;
+    }
+}

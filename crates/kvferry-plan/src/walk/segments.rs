@@ -1,0 +1,140 @@
+//! Stretches of entries that lie evenly on both sides.
+
+use crate::nest::Nest;
+use crate::walk::slot::{Slot, Step, Within};
+
+/// How a segment lies in its blocks: where it starts, how many entries lie evenly, and how often that
+/// repeats at which steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) entries: u64,
+    pub(crate) repeats: u64,
+    pub(crate) source: Within,
+    pub(crate) source_step: Step,
+    pub(crate) destination: Within,
+    pub(crate) destination_step: Step,
+}
+
+impl Shape {
+    /// Bytes from one repetition to the next for a nest, on the source and on the destination.
+    pub(crate) fn steps(&self, nest: &Nest) -> (u64, u64) {
+        (
+            self.source_step.offset(&nest.steps.source),
+            self.destination_step.offset(&nest.steps.destination),
+        )
+    }
+}
+
+/// A stretch of entries that lie evenly on both sides: the blocks it starts in, and its shape.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Segment {
+    pub(crate) source: u32,
+    pub(crate) destination: u32,
+    /// Index among the shapes of its rhythm.
+    pub(crate) shape: u32,
+}
+
+/// The segments of a request, for one rhythm after the other, each in the order of its tables.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Segments {
+    shapes: Vec<Shape>,
+    list: Vec<Segment>,
+    /// Where in `shapes` and in `list` each rhythm's part ends.
+    ends: Vec<(usize, usize)>,
+    /// The segment that the next stretch may still continue.
+    open: Option<(Slot, Slot, Shape)>,
+}
+
+impl Segments {
+    /// The segments of rhythm `index`, and the shapes that they name.
+    pub(crate) fn of(&self, index: usize) -> (&[Segment], &[Shape]) {
+        let start = self.start(index);
+        let end = self.ends[index];
+        (&self.list[start.1..end.1], &self.shapes[start.0..end.0])
+    }
+
+    fn start(&self, index: usize) -> (usize, usize) {
+        if index == 0 { (0, 0) } else { self.ends[index - 1] }
+    }
+
+    /// Ends a rhythm.
+    pub(crate) fn end(&mut self) {
+        self.close();
+        self.ends.push((self.shapes.len(), self.list.len()));
+    }
+
+    /// Adds a stretch, as a further repetition of the last one where it continues it.
+    pub(crate) fn push(&mut self, source: Slot, destination: Slot, entries: u64) {
+        if let Some((first_source, first_destination, shape)) = &mut self.open
+            && shape.entries == entries
+        {
+            if shape.repeats == 1 {
+                let steps =
+                    first_source.step_to(&source).zip(first_destination.step_to(&destination));
+                if let Some((source_step, destination_step)) = steps {
+                    *shape = Shape { repeats: 2, source_step, destination_step, ..*shape };
+                    return;
+                }
+            } else if first_source.ahead(&shape.source_step, shape.repeats) == Some(source)
+                && first_destination.ahead(&shape.destination_step, shape.repeats)
+                    == Some(destination)
+            {
+                shape.repeats += 1;
+                return;
+            }
+        }
+        self.open(source, destination, entries);
+    }
+
+    /// Adds `repeats` stretches that fill blocks in a row on both sides.
+    pub(crate) fn push_blocks(
+        &mut self,
+        source: u32,
+        destination: u32,
+        entries: u64,
+        repeats: u64,
+    ) {
+        let slot = |block| Slot { block, within: Within::default() };
+        self.push(slot(source), slot(destination), entries);
+        let mut left = repeats - 1;
+        let in_a_row = |shape: &Shape| {
+            shape.repeats == 1
+                || (shape.source_step, shape.destination_step) == (Step::BLOCK, Step::BLOCK)
+        };
+        if left > 0 && !self.open.as_ref().is_some_and(|(_, _, shape)| in_a_row(shape)) {
+            // The first one continued something else; the others follow by themselves.
+            self.open(slot(source + 1), slot(destination + 1), entries);
+            left -= 1;
+        }
+        if let Some((_, _, shape)) = self.open.as_mut().filter(|_| left > 0) {
+            (shape.source_step, shape.destination_step) = (Step::BLOCK, Step::BLOCK);
+            shape.repeats += left;
+        }
+    }
+
+    /// Starts a new segment.
+    fn open(&mut self, source: Slot, destination: Slot, entries: u64) {
+        self.close();
+        let shape = Shape {
+            entries,
+            repeats: 1,
+            source: source.within,
+            destination: destination.within,
+            ..Shape::default()
+        };
+        self.open = Some((source, destination, shape));
+    }
+
+    fn close(&mut self) {
+        let Some((source, destination, shape)) = self.open.take() else { return };
+        // Mostly the shape of the segment before; where block sizes differ, some take turns.
+        let known = &self.shapes[self.start(self.ends.len()).0..];
+        let recent = known.iter().rposition(|known| *known == shape);
+        let index = recent.unwrap_or(known.len());
+        if recent.is_none() {
+            self.shapes.push(shape);
+        }
+        let (source, destination) = (source.block, destination.block);
+        self.list.push(Segment { source, destination, shape: index as u32 });
+    }
+}
