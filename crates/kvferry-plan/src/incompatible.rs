@@ -8,6 +8,9 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum Incompatible {
     /// The two sides do not serve the same thing.
+    ///
+    /// What to do: start both sides with the same model, revision and settings; the message names the one that
+    /// differs.
     #[error(
         "'{fact}' differs: {} on the source ({source_rank}), {} on the destination. Start both \
          sides with the same model and settings.",
@@ -24,6 +27,8 @@ pub enum Incompatible {
         destination_value: Option<String>,
     },
     /// The elements differ.
+    ///
+    /// What to do: give both sides the same cache data type (`--kv-cache-dtype`, `--mamba-cache-dtype`).
     #[error(
         "state '{state}': the source ({source_rank}) stores {source_format}, the destination \
          {destination_format}. Set the same cache data type on both sides."
@@ -39,6 +44,8 @@ pub enum Incompatible {
         destination_format: Format,
     },
     /// The axes differ.
+    ///
+    /// What to do: serve the same model on both sides: its heads or dimensions differ.
     #[error(
         "state '{state}': the source ({source_rank}) has axes {}, the destination {}. The two sides \
          run different models.",
@@ -55,6 +62,8 @@ pub enum Incompatible {
         destination_axes: Vec<Axis>,
     },
     /// The numbers of entries differ.
+    ///
+    /// What to do: serve the same model on both sides: its rate of compression or its kind of state differs.
     #[error(
         "state '{state}': the source ({source_rank}) keeps {source_law}, the destination \
          {destination_law}. The two sides run different models."
@@ -70,6 +79,9 @@ pub enum Incompatible {
         destination_law: Law,
     },
     /// The source forgets what the destination needs.
+    ///
+    /// What to do: give the source at least the destination's window; where the destination keeps more than
+    /// its model looks back at, let its manifest say so (`need`).
     #[error(
         "state '{state}': the source ({source_rank}) keeps {kept}, the destination needs {needed}. \
          Give the source at least the destination's window."
@@ -85,6 +97,8 @@ pub enum Incompatible {
         needed: Window,
     },
     /// The ranks take turns at entries in too irregular a way.
+    ///
+    /// What to do: choose context-parallel sizes and interleaves that divide each other.
     #[error(
         "state '{state}': the turns of the ranks repeat only after more than {limit} entries (the \
          destination's are {destination_phase}). Choose context-parallel sizes that divide each other."
@@ -98,6 +112,8 @@ pub enum Incompatible {
         limit: u64,
     },
     /// No source has the state.
+    ///
+    /// What to do: load the same layers on the source, and hand in the manifests of all of its ranks.
     #[error(
         "state '{state}': none of the {sources} source ranks holds it. Load the same layers on the \
          source, and hand in the manifests of all its ranks."
@@ -109,6 +125,8 @@ pub enum Incompatible {
         sources: usize,
     },
     /// The sources together do not hold all of what the destination needs.
+    ///
+    /// What to do: hand in the manifests of all ranks of the source.
     #[error(
         "state '{state}': no source rank holds {part} of entries {phase}. Hand in the manifests of \
          all ranks of the source."
@@ -122,6 +140,9 @@ pub enum Incompatible {
         phase: Phase,
     },
     /// Too many boxes have to be held against each other.
+    ///
+    /// What to do: describe a rank's part of a state as one piece, and choose context-parallel sizes that divide
+    /// each other.
     #[error(
         "state '{state}': the two sides hold it in too many parts, or in turns that fit too badly: the \
          plan is not found within {limit} steps. Describe a rank's part of a state as one piece, and \
@@ -134,6 +155,8 @@ pub enum Incompatible {
         limit: u64,
     },
     /// A fault in the compiler, found by the proof that follows it.
+    ///
+    /// What to do: report it, with both manifests. Nothing was copied.
     #[error(
         "state '{state}': the plan does not prove: {problem}. This is a fault in kvferry; please report it."
     )]
@@ -143,6 +166,40 @@ pub enum Incompatible {
         /// What does not hold.
         problem: String,
     },
+}
+
+impl Incompatible {
+    /// Which error it is, in one word that stays the same from release to release.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Identity { .. } => "identity",
+            Self::Format { .. } => "format",
+            Self::Axes { .. } => "axes",
+            Self::Law { .. } => "law",
+            Self::Window { .. } => "window",
+            Self::Phase { .. } => "phase",
+            Self::Missing { .. } => "missing",
+            Self::Uncovered { .. } => "uncovered",
+            Self::TooComplex { .. } => "too_complex",
+            Self::Unproven { .. } => "unproven",
+        }
+    }
+
+    /// The state that it is about; `None` where it is about the engines as a whole.
+    pub fn state(&self) -> Option<&str> {
+        match self {
+            Self::Identity { .. } => None,
+            Self::Format { state, .. }
+            | Self::Axes { state, .. }
+            | Self::Law { state, .. }
+            | Self::Window { state, .. }
+            | Self::Phase { state, .. }
+            | Self::Missing { state, .. }
+            | Self::Uncovered { state, .. }
+            | Self::TooComplex { state, .. }
+            | Self::Unproven { state, .. } => Some(state),
+        }
+    }
 }
 
 fn stated(value: &Option<String>) -> String {

@@ -75,6 +75,38 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # A map
+//!
+//! The words inside, in the order in which a pair of engines and then a request meets them.
+//!
+//! Compiling (`compile`), once per pair:
+//!
+//! | word | meaning |
+//! |---|---|
+//! | part | what one source piece gives to one destination piece: a box of every entry ([`Part`], `cover`) |
+//! | budget | how much work may be spent on finding and proving parts |
+//! | window | the tokens of a destination piece that are copied: what its group keeps or, where the source keeps less, what the piece needs |
+//! | nest | a part's bytes of one entry: loops (count, stride on each side) around one run, and the steps to other entries, kernel blocks and blocks (`nest`) |
+//! | rhythm | how a part's entries follow each other on both sides: law, phase and the two holdings; nests of one rhythm share segments (`walk`) |
+//! | holding | how one side's blocks hold a piece's entries: how many, how many of them evenly spaced, which of all |
+//! | turn | nests that follow each other within one outer loop (K, V, K, V), to be written out |
+//! | chain | nests each of which starts where the one before ends, on both sides |
+//! | cluster | a nest, or a chain of them, that is walked segment by segment, with the loops that lie outside of blocks |
+//! | leftover | what of the destination's own pieces and scratch a request may leave unwritten; clusters too |
+//! | series | a set of (source byte, destination byte) pairs as a number, by which clusters are proven to be the parts |
+//!
+//! Serving (`request`, `check`, `transfer`), for each request:
+//!
+//! | word | meaning |
+//! |---|---|
+//! | table | the block ids of one group, by position ([`Table`]; owned: [`BlockTable`]) |
+//! | entries | which entries of a state are held already, and which are to be copied |
+//! | slot | a place in one side's blocks: block, kernel block, entry |
+//! | segment | a stretch of entries that lie evenly on both sides, and repeat evenly; tables become segments |
+//! | shape | what of a segment does not depend on its blocks: where in them it starts, how many entries, which steps |
+//! | fit | a nest made ready for one shape: loops and run, as few and as long as they get (`fitted`) |
+//! | cursor | the walk over clusters, segments and fits that fills a buffer with copies |
+//!
 //! Nothing here looks at what kind of layer a state belongs to, nor at the two sides' parallelism: a
 //! plan is made of boxes, strides and block tables alone.
 

@@ -75,6 +75,8 @@ impl fmt::Display for Side {
 #[non_exhaustive]
 pub enum RequestError {
     /// Not one table for every group.
+    ///
+    /// What to do: hand in one block table for every group of that side, in the order of its manifest.
     #[error("the {side} has {expected} groups, but the request has {found} block tables for it")]
     TableCount {
         /// Whose tables.
@@ -85,6 +87,8 @@ pub enum RequestError {
         found: usize,
     },
     /// Not one cached length for every group.
+    ///
+    /// What to do: hand in one cached length for every group of the destination.
     #[error("the destination has {expected} groups, but the request has {found} cached lengths")]
     CachedCount {
         /// Groups.
@@ -93,6 +97,8 @@ pub enum RequestError {
         found: usize,
     },
     /// More is said to be held than there is.
+    ///
+    /// What to do: count only tokens of this request as cached.
     #[error(
         "group {group} of the destination cannot hold {cached} tokens of a request of {tokens}"
     )]
@@ -105,6 +111,9 @@ pub enum RequestError {
         tokens: u64,
     },
     /// A block id that does not exist.
+    ///
+    /// What to do: check that the table belongs to this engine and group, and that the manifest's number of
+    /// blocks is the engine's.
     #[error(
         "{side} group {group}: the table names block {id} at position {position}, but there are only {blocks} blocks"
     )]
@@ -121,6 +130,9 @@ pub enum RequestError {
         blocks: u32,
     },
     /// A needed position is not in the table.
+    ///
+    /// What to do: hand in the blocks of every token that is needed; a clipped table must say at which position
+    /// it starts.
     #[error(
         "{side} group {group}: position {position} is needed, but the table has {entries} entries from position {first} on"
     )]
@@ -137,6 +149,9 @@ pub enum RequestError {
         entries: usize,
     },
     /// A needed position is marked dead.
+    ///
+    /// What to do: keep the blocks of all tokens that the destination needs until it has confirmed them; on the
+    /// destination, allocate a block for this position.
     #[error("{side} group {group}: position {position} is needed, but the table marks it dead")]
     DeadBlock {
         /// Whose table.
@@ -147,6 +162,9 @@ pub enum RequestError {
         position: u64,
     },
     /// A group whose block holds a whole sequence has one slot, not several.
+    ///
+    /// What to do: for a group of recurrent states hand in a table of one entry: the slot that the request
+    /// runs in.
     #[error(
         "{side} group {group}: a block holds a whole sequence, so the table must be its one running slot, not {entries} entries from position {first} on"
     )]
@@ -161,6 +179,8 @@ pub enum RequestError {
         entries: usize,
     },
     /// Two entries of the destination would be written to the same bytes.
+    ///
+    /// What to do: allocate every block once: groups that share memory share their block ids, too.
     #[error(
         "destination block {id} is used twice: in group {first_group} and in group {second_group}"
     )]
@@ -172,4 +192,20 @@ pub enum RequestError {
         /// The other; may be the same.
         second_group: usize,
     },
+}
+
+impl RequestError {
+    /// Which error it is, in one word that stays the same from release to release.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::TableCount { .. } => "table_count",
+            Self::CachedCount { .. } => "cached_count",
+            Self::CachedBeyondEnd { .. } => "cached_beyond_end",
+            Self::NoSuchBlock { .. } => "no_such_block",
+            Self::TableTooShort { .. } => "table_too_short",
+            Self::DeadBlock { .. } => "dead_block",
+            Self::NotOneSlot { .. } => "not_one_slot",
+            Self::BlockTwice { .. } => "block_twice",
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! What describing, compiling and yielding cost, as ratios to the least that any implementation pays.
 //!
-//! `cargo bench -p kvferry-plan`
+//! `cargo bench -p kvferry-testkit`
 
 use std::hint::black_box;
 use std::time::Instant;
