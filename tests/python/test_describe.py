@@ -9,17 +9,8 @@ import kvferry.vllm
 import pytest
 import torch
 from kvferry.vllm import Unsupported, probe, refusal
-from pools import (
-    Attention,
-    Engine,
-    Indexer,
-    Latent,
-    Topology,
-    delta_net,
-    linear,
-    mamba2,
-    short_conv,
-)
+from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
+from pools import Engine
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -95,6 +86,36 @@ def test_a_back_end_whose_order_is_not_known_is_refused(gqa):
         describe(gqa, backends=dict.fromkeys(gqa.layers, "ROCM_ATTN"))
     with pytest.raises(Unsupported, match="back end None"):
         describe(gqa, backends={})
+
+
+def needs(manifest):
+    pieces = [p for g in manifest.to_dict()["groups"] for p in g["pieces"]]
+    return {p["state"]: p["need"] and p["need"]["tokens"] for p in pieces if p["state"].endswith("/k")}
+
+
+def test_sliding_layers_that_are_kept_in_full_need_their_window():
+    layers = [Attention(4), Attention(4, window=24)]
+    engine = Engine("engine", layers, Topology(hma=False))
+    # vLLM merges the specs: that of the group has a window, which not all of its layers have.
+    assert engine.groups[0].kv_cache_spec.sliding_window == 24
+    own = {"layer_specs": engine.specs}
+    assert needs(describe(engine, **own)) == {"layers.0/k": None, "layers.1/k": 24}
+    assert needs(describe(engine, prefix_caching=True, **own)) == {"layers.0/k": None, "layers.1/k": None}
+    # A layer that nobody can ask needs everything.
+    assert set(needs(describe(engine)).values()) == {None}
+    # From the layers of the process.
+    asked = {
+        layer: SimpleNamespace(get_kv_cache_spec=lambda config, spec=spec: spec)
+        for layer, spec in engine.specs.items()
+    }
+    engine.config.compilation_config = SimpleNamespace(static_forward_context=asked)
+    assert needs(describe(engine)) == {"layers.0/k": None, "layers.1/k": 24}
+    # Where vLLM keeps a spec for each layer, it is the layer's own.
+    other = Engine("engine", [Attention(4), Attention(2, window=24)], Topology(hma=False))
+    assert needs(describe(other, layer_specs={})) == {"layers.0/k": None, "layers.1/k": 24}
+    # With the hybrid manager the group itself slides.
+    hybrid = Engine("engine", layers, Topology())
+    assert set(needs(describe(hybrid, layer_specs=hybrid.specs)).values()) == {None}
 
 
 def test_quantised_pages_are_records_of_their_own_format(gqa):

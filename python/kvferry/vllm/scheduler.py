@@ -18,10 +18,11 @@ from .logs import logger
 from .messages import Orders
 from .metrics import Stats
 from .options import Options
-from .specs import first_spec, is_state_group, keeps_window
 
 #: Where our part of `kv_transfer_params` lies; the rest is vLLM's own contract.
 KEY = "kvferry"
+#: Caches that keep no more than what the next token can see.
+WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
 
 
 @dataclass
@@ -57,12 +58,12 @@ class SchedulerSide:
             kv_cache_config.kv_cache_groups[group].kv_cache_spec
             for group in kv_cache_config.transfer_group_ids
         ]
-        self.recurrent = [is_state_group(spec) for spec in self.groups]
+        self.recurrent = [type(_first(spec)).__name__ == "MambaSpec" for spec in self.groups]
         # The last tokens of a prompt are D's to compute: a recurrent state must not have seen them, a
         # window must reach as far back as they look (once all tokens are computed, vLLM keeps it for the
         # one after them), one that is replayed must be laid out for them, and what several draft modules
         # write for them is a guess.
-        sliding = any(keeps_window(spec) for spec in self.groups)
+        sliding = any(type(_first(spec)).__name__ in WINDOWED for spec in self.groups)
         everything = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         replayed = any(spec.prefix_replay_tokens > 0 for spec in everything)
         lookahead = vllm_config.num_prefill_lookahead_tokens
@@ -204,7 +205,7 @@ class SchedulerSide:
         blocks = list(ids)
         if not self.recurrent[group]:
             return blocks
-        at = (tokens - 1) // first_spec(self.groups[group]).block_size
+        at = (tokens - 1) // _first(self.groups[group]).block_size
         return blocks[at : at + 1]
 
     def orders(self, scheduled: Iterable[str]) -> Orders:
@@ -307,3 +308,8 @@ def _wanted(params: dict[str, Any]) -> Wanted:
     ):
         raise ValueError("they are incomplete")
     return Wanted(ticket, tokens, blocks, first)
+
+
+def _first(spec: Any) -> Any:
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return spec if by_layer is None else next(iter(by_layer.values()))

@@ -104,6 +104,11 @@ def keeps_window(spec: Any) -> bool:
     return window_of(first_spec(spec)) != FULL
 
 
+def is_replayed(spec: Any) -> bool:
+    """Whether a group's cache is rebuilt from the last tokens of a prefix that is already there."""
+    return bool(spec.prefix_replay_tokens > 0)
+
+
 def window_of(spec: Any) -> Fact:
     """The tokens that a spec keeps."""
     name = type(spec).__name__

@@ -221,6 +221,10 @@ impl PlacedLayer {
     ) {
         let cache = &model.caches[self.cache];
         let held = |state: &State| state.held(rank.into(), topology.tp.into());
+        // A sliding layer that is kept in full looks no further back than its window, which is all that
+        // it needs unless another request may use its blocks again.
+        let sight = cache.window();
+        let need = (!topology.caching && sight != group.window).then_some(sight);
         let mut offset = self.offset;
         for tensor in &cache.tensors {
             let start = offset;
@@ -261,7 +265,7 @@ impl PlacedLayer {
                     kind: kind_index(kinds, &state.kind),
                     bounds: held(state),
                     phase: Phase::ALL,
-                    need: None,
+                    need,
                     view: View {
                         region: 0,
                         offset,
