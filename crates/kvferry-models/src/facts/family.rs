@@ -167,19 +167,22 @@ impl Family {
         fields: &Fields<'_>,
     ) -> Result<Description, ConfigError> {
         let (layers, format) = (fields.layers()?, states.model_format(fields)?);
-        let mut sized: BTreeMap<&str, Sized<'_>> = BTreeMap::new();
+        // In the order in which the definition names them.
+        let mut sized: Vec<(&str, Sized<'_>)> = vec![];
         let draft = self.draft.iter().flat_map(|draft| &draft.are);
         for name in self.layers.iter().flat_map(Pattern::modules).chain(draft) {
-            if !sized.contains_key(name.as_str()) {
+            if !sized.iter().any(|(known, _)| known == name) {
                 let module = self.module(shared, name).expect("checked when it was read");
-                sized.insert(name, module.sized(states, fields, &format)?);
+                sized.push((name, module.sized(states, fields, &format)?));
             }
         }
         let pattern = self.layers.iter().find(|pattern| pattern.is_there(fields));
         let pattern = pattern.or(self.layers.last()).expect("checked when it was read");
         let caches = |at: Place, modules: &[String], into: &mut Vec<Cache>| {
             for name in modules {
-                let Sized { kind, sizes, formats, window, .. } = &sized[name.as_str()];
+                let found = sized.iter().find(|(known, _)| known == name);
+                let (_, Sized { kind, sizes, formats, window, .. }) =
+                    found.expect("all modules have their sizes");
                 let formats: Vec<_> =
                     formats.iter().map(|(role, format)| (*role, format)).collect();
                 into.push(states.cache(kind, at, sizes, &formats, *window)?);
@@ -198,7 +201,6 @@ impl Family {
             caches(Place::Layer(layer), modules, &mut description.caches)?;
             used.extend(modules.iter().map(String::as_str));
         }
-        // In the order of the definition, attention first: that is how engines meet them.
         for (name, module) in &sized {
             if used.contains(name) {
                 description.limits.extend(module.limits.iter().cloned());
