@@ -13,9 +13,11 @@ __all__ = [
     "Summary",
     "Worker",
     "compile",
+    "facts",
     "log_level",
     "log_lines",
     "metrics",
+    "states",
     "version",
 ]
 
@@ -25,6 +27,26 @@ _Path = str | os.PathLike[str]
 
 def version() -> str:
     """The version of the compiled part."""
+
+def facts() -> dict[str, Any]:
+    """Everything that is known of states and families, as plain data: `formats`, `identity` (the keys
+    of a manifest's identity), `kinds` (of states), `modules` and `families`."""
+
+def states(
+    kind: str,
+    sizes: Mapping[str, int],
+    formats: Mapping[str, tuple[str, int]],
+    *,
+    rank: int,
+    ranks: int,
+) -> list[dict[str, Any]]:
+    """The tensors of a kind of states and what one tensor-parallel rank of `ranks` holds of them.
+
+    `sizes` are those of the whole model, by the names that the kind has for them; `formats` are names
+    and bytes by role. Each tensor has `packing` (`plain`, `planes` or `convolution`), `spare` (whether
+    columns for speculative tokens stand behind the live ones), and `states`: `name` without a layer,
+    `kind` and `bounds` as in a manifest. Raises `ValueError` when the sizes do not fit the kind.
+    """
 
 def log_level(level: str) -> None:
     """What is less important than `level` (`off`, `error`, `warning`, `info` or `debug`) is not said.

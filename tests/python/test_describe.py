@@ -8,18 +8,9 @@ import kvferry
 import kvferry.vllm
 import pytest
 import torch
-from kvferry.vllm import Unsupported, facts, packing
-from pools import (
-    Attention,
-    Engine,
-    Indexer,
-    Latent,
-    Topology,
-    delta_net,
-    linear,
-    mamba2,
-    short_conv,
-)
+from kvferry.vllm import Unsupported, probe, refusal
+from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
+from pools import Engine
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -95,6 +86,36 @@ def test_a_back_end_whose_order_is_not_known_is_refused(gqa):
         describe(gqa, backends=dict.fromkeys(gqa.layers, "ROCM_ATTN"))
     with pytest.raises(Unsupported, match="back end None"):
         describe(gqa, backends={})
+
+
+def needs(manifest):
+    pieces = [p for g in manifest.to_dict()["groups"] for p in g["pieces"]]
+    return {p["state"]: p["need"] and p["need"]["tokens"] for p in pieces if p["state"].endswith("/k")}
+
+
+def test_sliding_layers_that_are_kept_in_full_need_their_window():
+    layers = [Attention(4), Attention(4, window=24)]
+    engine = Engine("engine", layers, Topology(hma=False))
+    # vLLM merges the specs: that of the group has a window, which not all of its layers have.
+    assert engine.groups[0].kv_cache_spec.sliding_window == 24
+    own = {"layer_specs": engine.specs}
+    assert needs(describe(engine, **own)) == {"layers.0/k": None, "layers.1/k": 24}
+    assert needs(describe(engine, prefix_caching=True, **own)) == {"layers.0/k": None, "layers.1/k": None}
+    # A layer that nobody can ask needs everything.
+    assert set(needs(describe(engine)).values()) == {None}
+    # From the layers of the process.
+    asked = {
+        layer: SimpleNamespace(get_kv_cache_spec=lambda config, spec=spec: spec)
+        for layer, spec in engine.specs.items()
+    }
+    engine.config.compilation_config = SimpleNamespace(static_forward_context=asked)
+    assert needs(describe(engine)) == {"layers.0/k": None, "layers.1/k": 24}
+    # Where vLLM keeps a spec for each layer, it is the layer's own.
+    other = Engine("engine", [Attention(4), Attention(2, window=24)], Topology(hma=False))
+    assert needs(describe(other, layer_specs={})) == {"layers.0/k": None, "layers.1/k": 24}
+    # With the hybrid manager the group itself slides.
+    hybrid = Engine("engine", layers, Topology())
+    assert set(needs(describe(hybrid, layer_specs=hybrid.specs)).values()) == {None}
 
 
 def test_quantised_pages_are_records_of_their_own_format(gqa):
@@ -201,7 +222,7 @@ def test_defaults_come_from_the_process(gqa, monkeypatch):
     config, tensors = gqa.stages[0]
     made = kvferry.vllm.manifest(gqa.config, config, tensors[1])
     assert (made.engine, made.rank, made.label) == ("prefill-7", 1, "tp1")
-    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bfloat16"}
+    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bf16"}
     assert made.to_dict()["groups"][0]["pieces"][0]["bounds"] == [[2, 4], [0, 32]]
 
 
@@ -213,11 +234,26 @@ def test_identity(gqa):
     assert made.identity == {
         "model": "served",
         "family": "tiny",
-        "format": "bfloat16",
+        "format": "bf16",
         "revision": "abc",
         "quantization": "fp8",
         "positions": '{"factor": 2, "rope_theta": 1000000.0}',
     }
+
+
+def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
+    model = gqa.config.model_config
+    model.revision, model.quantization = "abc", "fp8"
+    model.hf_text_config.rope_parameters = {"rope_theta": 1e6}
+    draft = SimpleNamespace(model="draft")
+    gqa.config.speculative_config = SimpleNamespace(
+        uses_draft_kv_cache=lambda: True, draft_model_config=draft
+    )
+    told = kvferry._core.facts()["identity"]
+    assert set(describe(gqa).identity) == set(told)
+    gqa.config.speculative_config = None
+    model.revision = model.quantization = model.hf_text_config.rope_parameters = None
+    assert set(describe(gqa).identity) == {key for key, it in told.items() if it["required"]}
 
 
 def test_dumps_for_the_command_line(gqa, tmp_path, monkeypatch):
@@ -236,18 +272,20 @@ def test_gpus_have_their_number():
     device = torch.device("cuda", 3)
     storage = SimpleNamespace(data_ptr=lambda: 4096, nbytes=lambda: 100)
     tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
-    from kvferry.vllm.describe import _Regions
+    from kvferry.vllm.geometry import Regions
 
-    regions = _Regions()
+    regions = Regions()
     assert regions.index(tensor) == regions.index(tensor) == 0
     assert regions.list == [{"base": 4096, "bytes": 100, "place": {"gpu": 3}}]
 
 
-def test_the_indexer_needs_its_size(monkeypatch):
+def test_the_indexer_needs_its_size():
     engine = Engine("engine", [Latent(), Indexer()], Topology())
-    engine.config.model_config.hf_text_config.index_head_dim = 64
-    with pytest.raises(Unsupported, match="record of 132 bytes"):
-        describe(engine)
+    text = engine.config.model_config.hf_text_config
+    for size, problem in [(64, "a multiple of 128"), (256, "132 bytes"), (None, "132 bytes")]:
+        text.index_head_dim = size
+        with pytest.raises(Unsupported, match=f"'model.layers.1.mixer': .*{problem}"):
+            describe(engine)
 
 
 class TestRuns:
@@ -255,25 +293,25 @@ class TestRuns:
 
     def test_what_is_even_is_one_run(self):
         offsets = torch.arange(32).view(4, 8)
-        assert packing._runs(offsets) == [packing.Run(0, 8, 0, 0, 0, 8, 1)]
-        assert packing._runs(offsets.T) == [packing.Run(0, 4, 0, 0, 0, 1, 8)]
+        assert probe._runs(offsets) == [probe.Run(0, 8, 0, 0, 0, 8, 1)]
+        assert probe._runs(offsets.T) == [probe.Run(0, 4, 0, 0, 0, 1, 8)]
 
     def test_tiles(self):
         # Tiles of 2 tokens; pairs of numbers.
         t, d = torch.arange(4).view(4, 1), torch.arange(4).view(1, 4)
         offsets = 100 + t // 2 * 8 + t % 2 * 2 + d // 2 * 4 + d % 2
-        runs = packing._runs(offsets)
-        assert runs == [packing.Run(0, 2, 100, 2, 8, 2, 1), packing.Run(2, 4, 104, 2, 8, 2, 1)]
+        runs = probe._runs(offsets)
+        assert runs == [probe.Run(0, 2, 100, 2, 8, 2, 1), probe.Run(2, 4, 104, 2, 8, 2, 1)]
 
     def test_what_is_not_even_is_none(self):
-        assert packing._runs(torch.tensor([[0, 1], [1, 3]])) is None
-        assert packing._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
+        assert probe._runs(torch.tensor([[0, 1], [1, 3]])) is None
+        assert probe._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
 
 
 def test_unsupported_survives_a_pickle():
     import pickle
 
-    error = pickle.loads(pickle.dumps(facts.refuse("model.layers.1", "no")))
+    error = pickle.loads(pickle.dumps(refusal.refuse("model.layers.1", "no")))
     assert (error.kind, error.layer, str(error)) == (
         "unsupported",
         "model.layers.1",

@@ -13,10 +13,8 @@ from dataclasses import replace
 import kvferry
 import pytest
 import torch
-from pools import (
+from kept import (
     Attention,
-    Cannot,
-    Engine,
     Indexer,
     Latent,
     Topology,
@@ -25,9 +23,9 @@ from pools import (
     linear,
     mamba1,
     mamba2,
-    poison,
     short_conv,
 )
+from pools import Cannot, Engine, poison
 
 
 def transfer(source, target, tokens, draw, cached=None):
@@ -54,14 +52,19 @@ def transfer(source, target, tokens, draw, cached=None):
                 ctypes.memmove(end, start, length)
             count += len(copies)
     moved = [rank.memory.clone() for rank in target.ranks]
-    check(target, moved, before, lambda: target.write(own, states, tokens, cached))
+    # What P has forgotten cannot come.
+    there = {
+        layer: source.window(source.group_of(layer))(tokens) for layer in source.layers
+    }
+    check(target, moved, before, lambda: target.write(own, states, tokens, cached, there=there))
     # With the rest of the request's own blocks zeroed, as vLLM wants it.
     for rank, plan, memory in zip(target.ranks, plans, moved):
         rank.memory.copy_(memory)
         for start, length in plan.rest(**request).tolist():
             ctypes.memset(start, 0, length)
     zeroed = [rank.memory.clone() for rank in target.ranks]
-    check(target, zeroed, before, lambda: target.write(own, states, tokens, cached, zero=True))
+    written = lambda: target.write(own, states, tokens, cached, zero=True, there=there)  # noqa: E731
+    check(target, zeroed, before, written)
     return count
 
 
@@ -233,12 +236,20 @@ class TestWhatOthersRefuseOrGetWrong:
         transfer(source, target, tokens, random.Random(3), cached)
 
     def test_a_side_without_the_hybrid_manager(self):
-        # It keeps every token of a sliding window; the pair fits all the same, in both directions
-        # where what is needed is there.
-        pair("sliding", T(hma=False), T(), 90)
-        with pytest.raises(kvferry.Incompatible) as caught:
-            pair("sliding", T(), T(hma=False), 90)
-        assert caught.value.kind == "window"
+        # It keeps every token of a sliding window; the pair fits all the same, in both directions.
+        for model in ("sliding", "sliding, other heads", "chunked"):
+            for tokens in (5, 33, 90):
+                pair(model, T(hma=False), T(), tokens)
+                pair(model, T(hma=False), T(hma=False, tp=2), tokens)
+                pair(model, T(), T(hma=False), tokens)
+                pair(model, T(tp=2, block=48), T(hma=False, block=32, layout="LBNHC"), tokens)
+
+    def test_a_side_without_the_hybrid_manager_that_uses_blocks_again(self):
+        # Another request may share a shorter prefix, and look at what never came.
+        pair("sliding", T(hma=False), T(hma=False, caching=True), 90)
+        with pytest.raises(kvferry.Incompatible, match="turn prefix caching off") as caught:
+            pair("sliding", T(), T(hma=False, caching=True), 90)
+        assert (caught.value.kind, caught.value.state) == ("window", "layers.1/k")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

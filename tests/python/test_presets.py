@@ -96,7 +96,7 @@ def facts(manifest):
             # The stride of a single index says nothing.
             view["axes"] = [stride for stride, n in zip(view["axes"], lengths) if n > 1]
             kind = manifest["kinds"][piece["kind"]]
-            pieces[piece["state"]] = (kind, piece["bounds"], piece["phase"], view)
+            pieces[piece["state"]] = (kind, piece["bounds"], piece["phase"], piece["need"], view)
         facts = {key: group[key] for key in ("blocks", "null_block", "tokens_per_block")}
         if pieces:
             facts["window"] = group["window"]

@@ -11,6 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import modules
 import pytest
 import reference
 
@@ -29,6 +30,9 @@ TOPOLOGIES = [
     *(f"tp={tp},conv=ds,spec={spec}" for tp, spec in ((1, 0), (2, 3), (4, 1))),
     *(f"tp={tp},conv=sd,spec={spec}" for tp, spec in ((2, 2), (8, 4))),
     "tp=2,blocks=18525",
+    "tp=2,hma=off",
+    "tp=2,hma=off,caching=off,layout=BLHNC",
+    "tp=1,caching=off",
 ]
 CONFIGS = ROOT / "tests/vllm/configs"
 DRAFTS = [
@@ -141,7 +145,7 @@ def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
         layer = layers[name]
         mine = [pieces[state] for state in states[name]]
         where = (topology, rank, states[name])
-        if layer["sort"] in reference.ATTENTION:
+        if layer["sort"] in modules.ATTENTION:
             blocks, keeps = answer["blocks"], name in answer["sliding"]
             check_attention(where, layer, mine, views[0], rank, tp, blocks, keeps)
         else:
@@ -173,6 +177,10 @@ def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window):
             assert bounds[0] == [first, first + heads], where
             window = {"tokens": layer["window"] if keeps_window else None, "chunk": 1, "extra": 0}
             assert group["window"] == window, where
+            # A layer that looks less far than its group keeps says so, unless blocks are used again.
+            looks = {"tokens": layer["window"], "chunk": 1, "extra": 0}
+            less = "caching=off" in where[0] and looks != window
+            assert piece["need"] == (looks if less else None), where
         elif layer["sort"] == "mla":
             assert placed["axes"] == [number] and bounds == [[0, layer["size"]]], where
         else:
@@ -247,7 +255,7 @@ def test_sections_equal_vllms_split():
             theirs = reference.answer(name, None, topology)
             ours = ask_kvferry(name, None, [topology])[0]["manifests"][0]["manifest"]
             states = theirs["stages"][0]["views"]
-            layer = next(n for n, l in theirs["layers"].items() if l["sort"] not in reference.ATTENTION)
+            layer = next(n for n, l in theirs["layers"].items() if l["sort"] not in modules.ATTENTION)
             kind = theirs["layers"][layer]["sort"]
             shapes = [view["shape"][1:] for view in states[layer]]
             sizes = {2: reference.torch.bfloat16, 4: reference.torch.float32}

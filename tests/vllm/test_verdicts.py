@@ -1,10 +1,10 @@
 """The refusals that kvferry's verdicts name, asked of the installed vLLM's own functions."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import reference
+from stand_in import order_convolutions as order
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import (
     derive_mamba_conv_split,
@@ -18,11 +18,6 @@ def topology(**facts):
     for name, value in facts.items():
         object.__setattr__(made, name, value)
     return made
-
-
-def order(name):
-    os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = name
-    mamba_utils.get_conv_state_layout.cache_clear()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(3, 2), (6, 4), (2, 3)])

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm::{self, Pools, verdict};
-use kvferry_models::{ConfigError, Model, Topology, families, presets};
+use kvferry_models::{ConfigError, Facts, Model, Topology, families, presets};
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -33,10 +33,13 @@ pub(crate) struct PairArgs {
     /// the model brings along.
     #[arg(long, value_name = "NAME|FILE|mtp")]
     draft: Option<String>,
-    /// The prefill engine: tp, pp, block, kernel, layout, conv, spec, blocks.
+    /// Kinds of states and families of one's own, as JSON: see docs/new-model.md.
+    #[arg(long, value_name = "FILE")]
+    facts: Option<std::path::PathBuf>,
+    /// The prefill engine: tp, pp, block, kernel, layout, conv, spec, blocks, hma, caching.
     #[arg(long, value_name = "TOPOLOGY", default_value = "tp=1")]
     prefill: String,
-    /// The decode engine: tp, pp, block, kernel, layout, conv, spec, blocks.
+    /// The decode engine: tp, pp, block, kernel, layout, conv, spec, blocks, hma, caching.
     #[arg(long, value_name = "TOPOLOGY", default_value = "tp=1")]
     decode: String,
     /// Tokens of the request.
@@ -72,7 +75,8 @@ impl PairArgs {
     /// Makes the manifests of both sides.
     pub(crate) fn resolve(&self) -> Result<Pair, Failure> {
         let asked = asked(self.tokens, self.cached, self.contiguous)?;
-        let mut model = load(&self.model)?;
+        let facts = self.facts()?;
+        let mut model = load(&self.model, &facts)?;
         match self.draft.as_deref() {
             None => {}
             Some("mtp") => {
@@ -81,7 +85,7 @@ impl PairArgs {
                     || Failure::input(format!("{name} brings no draft layers of its own"));
                 model = model.with_own_draft().ok_or_else(missing)?;
             }
-            Some(draft) => model = model.with_draft(&load(draft)?),
+            Some(draft) => model = model.with_draft(&load(draft, &facts)?),
         }
         let engine = |name: &str, text: &str| {
             let mut topology: Topology =
@@ -100,6 +104,18 @@ impl PairArgs {
         let (prefill, decode) =
             (engine("prefill", &self.prefill)?, engine("decode", &self.decode)?);
         Ok(Pair { model, prefill, decode, asked })
+    }
+}
+
+impl PairArgs {
+    /// What is known of models: what comes with kvferry, and what the user adds.
+    fn facts(&self) -> Result<Facts, Failure> {
+        let Some(path) = &self.facts else { return Ok(Facts::shipped().clone()) };
+        let problem = |error: &dyn std::fmt::Display| {
+            Failure::input(format!("--facts {}: {error}", path.display()))
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
+        Facts::shipped().with(&text).map_err(|error| problem(&error))
     }
 }
 
@@ -122,7 +138,7 @@ fn too_long(asked: &Asked) -> Failure {
 }
 
 /// Reads a model: a file where there is one, and a preset otherwise.
-fn load(name: &str) -> Result<Model, Failure> {
+fn load(name: &str, facts: &Facts) -> Result<Model, Failure> {
     let path = Path::new(name);
     let is_path = name.contains(['/', '\\'])
         || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
@@ -138,7 +154,7 @@ fn load(name: &str) -> Result<Model, Failure> {
         Some(folder) if stem == "config" => folder,
         _ => stem,
     };
-    families::read(&called, &text)
+    families::read_with(facts, &called, &text)
         .map_err(|error: ConfigError| Failure::input(format!("{name}: {error}")))
 }
 

@@ -55,9 +55,9 @@ fn topologies() {
     };
     plan("tp=5", &["vLLM 0.32 cannot run", "32 attention heads do not divide by 5"]);
     plan("tp=64", &["cannot run", "do not divide by 64"]);
-    plan("tp=100000", &["'100000' is no value for 'tp'"]);
-    plan("tp=0", &["'0' is no value for 'tp'"]);
-    plan("tp=four", &["'four' is no value for 'tp'"]);
+    plan("tp=100000", &["'100000' is not a value for 'tp'"]);
+    plan("tp=0", &["'0' is not a value for 'tp'"]);
+    plan("tp=four", &["'four' is not a value for 'tp'"]);
     plan("blok=16", &["no key 'blok'", "did you mean 'block'?"]);
     plan("tp=2,tp=4", &["given twice"]);
     plan("tp", &["key=value"]);

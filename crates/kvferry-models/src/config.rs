@@ -1,13 +1,12 @@
 //! Typed access to the fields of a `config.json`.
 
-use kvferry_layout::Format;
 use serde_json::{Map, Value};
 
 use crate::error::ConfigError;
 
 /// The most that any dimension or count may be: far above every real model, and low enough that a
 /// product of four of them is a number of bytes.
-const MAX_COUNT: u64 = 1 << 20;
+pub(crate) const MAX_COUNT: u64 = 1 << 20;
 /// The most layers that a configuration may name.
 const MAX_LAYERS: u64 = 4096;
 
@@ -84,6 +83,17 @@ impl<'a> Fields<'a> {
         self.get(field).map(|value| self.as_count(field, value)).transpose()
     }
 
+    /// A positive number, if it is there; `field` may name one inside an object, as `object.field`.
+    /// "auto" says as much as nothing.
+    pub(crate) fn count_at(&self, field: &str) -> Result<Option<u64>, ConfigError> {
+        let value = match field.split_once('.') {
+            None => self.get(field),
+            Some((outer, inner)) => self.get(outer).and_then(|value| value.get(inner)),
+        };
+        let value = value.filter(|value| value.as_str() != Some("auto") && !value.is_null());
+        value.map(|value| self.as_count(field, value)).transpose()
+    }
+
     /// The first of several fields that is there.
     pub(crate) fn count_of(&self, fields: &[&str]) -> Result<Option<u64>, ConfigError> {
         for field in fields {
@@ -156,13 +166,19 @@ impl<'a> Fields<'a> {
         list.iter().map(word).collect::<Result<_, _>>().map(Some)
     }
 
-    /// A list of words, one for each layer.
+    /// A list of words (or numbers), one for each layer.
     pub(crate) fn layer_words(
         &self,
         field: &str,
         layers: u64,
-    ) -> Result<Option<Vec<&'a str>>, ConfigError> {
-        let Some(words) = self.words(field)? else { return Ok(None) };
+    ) -> Result<Option<Vec<String>>, ConfigError> {
+        let Some(list) = self.list(field)? else { return Ok(None) };
+        let word = |value: &Value| match value {
+            Value::String(word) => Ok(word.clone()),
+            Value::Number(number) => Ok(number.to_string()),
+            other => Err(self.bad(field, other, "a list of words")),
+        };
+        let words: Vec<String> = list.iter().map(word).collect::<Result<_, _>>()?;
         if words.len() as u64 != layers {
             let found = format!("{} entries", words.len());
             return Err(self.bad(field, found, format!("one entry for each of {layers} layers")));
@@ -180,27 +196,5 @@ impl<'a> Fields<'a> {
                 .ok_or_else(|| self.bad(field, value, format!("a list of numbers below {limit}")))
         };
         list.iter().map(number).collect::<Result<_, _>>().map(Some)
-    }
-
-    /// The format of the model's numbers: what the configuration says, or else the format that engines
-    /// fall back to.
-    pub(crate) fn format(&self) -> Result<Format, ConfigError> {
-        for field in ["dtype", "torch_dtype"] {
-            if let Some(name) = self.text(field)? {
-                return self.format_named(field, name);
-            }
-        }
-        Ok(Format::new("bf16", 2))
-    }
-
-    /// A format by its name in a configuration.
-    pub(crate) fn format_named(&self, field: &str, name: &str) -> Result<Format, ConfigError> {
-        let (short, bytes) = match name.strip_prefix("torch.").unwrap_or(name) {
-            "bfloat16" => ("bf16", 2),
-            "float16" | "half" => ("f16", 2),
-            "float32" | "float" => ("f32", 4),
-            _ => return Err(self.bad(field, name, "bfloat16, float16 or float32")),
-        };
-        Ok(Format::new(short, bytes))
     }
 }

@@ -20,13 +20,15 @@
 
 mod config;
 mod error;
+mod facts;
 pub mod families;
 mod model;
 pub mod presets;
 pub mod rules;
 pub mod suggest;
 
-pub use error::{ConfigError, RulesError, TopologyError};
+pub use error::{ConfigError, FactsError, RulesError, TopologyError};
+pub use facts::{Facts, StateKind, States};
 pub use model::{
     Cache, Footprint, Limit, Model, Packing, Recurrence, Rule, Sort, Split, State, Tensor,
 };

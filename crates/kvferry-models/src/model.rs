@@ -1,8 +1,10 @@
 //! What a model keeps of a prompt, free of any parallelism.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use kvferry_layout::{Axis, Format, Kind, Law, Span, StateBox, Window};
+use kvferry_layout::{Format, Kind, Law, Span, StateBox, Window};
+use serde::{Deserialize, Serialize};
 
 /// A model's memory of a prompt: every state of every layer, and what tensor parallelism may split.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,7 +42,7 @@ pub struct Cache {
 }
 
 /// Kinds of memory, as far as an engine treats them differently.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sort {
     /// Keys and values of every token that the window still sees.
     Attention {
@@ -58,22 +60,9 @@ pub enum Sort {
     Recurrent(Recurrence),
 }
 
-/// Kinds of recurrent layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Recurrence {
-    /// Selective state space, first generation: channels, no heads.
-    Mamba1,
-    /// Selective state space with heads and groups.
-    Mamba2,
-    /// Gated delta net.
-    DeltaNet,
-    /// Kimi delta attention.
-    Kda,
-    /// A short convolution, nothing else.
-    ShortConv,
-    /// Linear ("lightning") attention.
-    Linear,
-}
+/// A kind of recurrent layers, by its name among the facts: `mamba2`, `gdn`, or a user's own.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Recurrence(Arc<str>);
 
 /// Numbers that are packed as one tensor: keys beside values, the sections of a convolution. All but
 /// the joined axis have the same length in all of its states.
@@ -170,7 +159,7 @@ impl Cache {
 
 impl Sort {
     /// A word for tables.
-    pub fn word(&self) -> &'static str {
+    pub fn word(&self) -> &str {
         match self {
             Self::Attention { window: None } => "attention",
             Self::Attention { window: Some(_) } => "sliding",
@@ -187,24 +176,50 @@ impl Sort {
 }
 
 impl Recurrence {
-    /// A word for tables.
-    pub fn word(&self) -> &'static str {
-        match self {
-            Self::Mamba1 => "mamba1",
-            Self::Mamba2 => "mamba2",
-            Self::DeltaNet => "gdn",
-            Self::Kda => "kda",
-            Self::ShortConv => "short conv",
-            Self::Linear => "linear",
-        }
+    pub(crate) fn new(name: &str) -> Self {
+        Self(name.into())
+    }
+
+    /// Its name among the facts.
+    pub fn word(&self) -> &str {
+        &self.0
     }
 }
+
+/// Where a cache stands.
+#[derive(Clone, Copy)]
+pub(crate) enum Place {
+    Layer(u64),
+    /// The n-th draft layer of a model with so many layers.
+    Draft {
+        number: u64,
+        layers: u64,
+    },
+}
+
+impl Place {
+    /// What a module keeps here. The states in `tensors` are named without a layer.
+    pub(crate) fn cache(self, sort: Sort, mut tensors: Vec<Tensor>) -> Cache {
+        let (layer, draft, prefix) = match self {
+            Self::Layer(layer) => (layer, false, format!("layers.{layer}")),
+            Self::Draft { number, layers } => (layers - 1, true, format!("{DRAFT}layers.{number}")),
+        };
+        for state in tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
+            state.name = format!("{prefix}/{}", state.name);
+        }
+        let layer = u32::try_from(layer).expect("the number of layers is limited");
+        Cache { layer, draft, sort, tensors }
+    }
+}
+
+/// What the names of a draft's states start with.
+const DRAFT: &str = "draft/";
 
 /// Something that tensor parallelism has to divide.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limit {
     /// What it is, in the plural: "KV heads".
-    pub what: &'static str,
+    pub what: String,
     /// How many there are.
     pub count: u64,
     /// What is allowed.
@@ -212,20 +227,23 @@ pub struct Limit {
 }
 
 /// How a number relates to the number of tensor-parallel ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub enum Rule {
     /// It must divide by it.
+    #[serde(rename = "divides")]
     Divides,
     /// It must divide by it, or it by the number.
+    #[serde(rename = "either divides")]
     EitherDivides,
     /// It must divide by it, or be one.
+    #[serde(rename = "divides or one")]
     DividesOrOne,
 }
 
 impl Limit {
     /// Why `ranks` ranks cannot share it, if they cannot.
     pub fn refuses(&self, ranks: u64) -> Option<String> {
-        let (what, count) = (self.what, self.count);
+        let (what, count) = (&self.what, self.count);
         let divides = count % ranks == 0;
         match self.rule {
             Rule::Divides if !divides => {
@@ -325,7 +343,7 @@ impl Model {
             cache.layer = last;
             cache.draft = true;
             for state in cache.tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
-                state.name = format!("draft/{}", state.name);
+                state.name = format!("{DRAFT}{}", state.name);
             }
             self.caches.push(cache);
         }
@@ -346,12 +364,6 @@ impl Model {
     }
 }
 
-/// A kind from its parts.
-pub(crate) fn kind<const N: usize>(format: &Format, axes: [(&str, u64); N], law: Law) -> Kind {
-    let axes = axes.into_iter().map(|(name, length)| Axis::new(name, length)).collect();
-    Kind { format: format.clone(), axes, law }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -368,7 +380,7 @@ mod tests {
 
     #[test]
     fn limits_say_what_they_refuse() {
-        let limit = |count, rule| Limit { what: "heads", count, rule };
+        let limit = |count, rule| Limit { what: "heads".to_owned(), count, rule };
         assert!(limit(8, Rule::EitherDivides).refuses(16).is_none());
         assert!(limit(8, Rule::EitherDivides).refuses(12).is_some());
         assert!(limit(8, Rule::EitherDivides).refuses(3).is_some());

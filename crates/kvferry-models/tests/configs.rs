@@ -70,7 +70,7 @@ fn families_say_what_they_miss() {
         ("qwen3_next", "linear_num_key_heads"),
         ("nemotron_h", "hybrid_override_pattern"),
         ("falcon_h1", "mamba_expand"),
-        ("jamba", "attn_layer_period"),
+        ("jamba", "mamba_expand"),
         ("lfm2", "conv_L_cache"),
         ("minimax_text_01", "attn_type_list"),
         ("zamba2", "layers_block_type"),

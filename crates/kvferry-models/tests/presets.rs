@@ -1,12 +1,12 @@
 //! The presets against figures that were derived from the same configurations by other means.
 
-use kvferry_models::{Model, Recurrence, Sort, Topology, presets, rules::vllm};
+use kvferry_models::{Model, Sort, Topology, presets, rules::vllm};
 use serde_json::Value;
 
 const DERIVED: &str = include_str!("data/DERIVED.json");
 
-fn count(model: &Model, is: impl Fn(Sort) -> bool) -> u64 {
-    model.caches.iter().filter(|cache| is(cache.sort)).count() as u64
+fn count(model: &Model, is: impl Fn(&Sort) -> bool) -> u64 {
+    model.caches.iter().filter(|cache| is(&cache.sort)).count() as u64
 }
 
 #[test]
@@ -16,13 +16,13 @@ fn layer_counts_and_state_sizes_are_as_derived() {
         let (model, facts) = (preset.model().unwrap(), &derived[preset.name]);
         assert!(facts.is_object(), "{} has no derived figures", preset.name);
         let number = |key: &str| facts[key].as_u64().unwrap_or(0);
-        let full = count(&model, |sort| sort == Sort::Attention { window: None });
+        let full = count(&model, |sort| *sort == Sort::Attention { window: None });
         assert_eq!(full, number("full"), "{}: attention layers", preset.name);
         let sliding = count(&model, |sort| matches!(sort, Sort::Attention { window: Some(_) }));
         assert_eq!(sliding, number("swa"), "{}: sliding layers", preset.name);
         let latent = count(&model, |sort| matches!(sort, Sort::Latent { .. }));
         assert_eq!(latent, number("mla"), "{}: latent layers", preset.name);
-        assert_eq!(count(&model, |sort| sort.is_recurrent()), number("lin"), "{}", preset.name);
+        assert_eq!(count(&model, Sort::is_recurrent), number("lin"), "{}", preset.name);
         if let Some(total) = facts["total"].as_u64() {
             assert_eq!(u64::from(model.layers), total, "{}: layers", preset.name);
         }
@@ -35,19 +35,19 @@ fn layer_counts_and_state_sizes_are_as_derived() {
                 let list = facts[key].as_array().unwrap_or_else(|| panic!("{key}"));
                 list.iter().map(|value| value.as_u64().unwrap()).collect()
             };
-            match cache.sort {
+            match &cache.sort {
                 Sort::Attention { window } => {
                     let expected = numbers(if window.is_some() { "kv_swa" } else { "kv" });
                     assert_eq!(lengths("/k").unwrap(), expected[..2], "{}", preset.name);
                     let value = *expected.last().unwrap();
                     assert_eq!(lengths("/v").unwrap(), [expected[0], value], "{}", preset.name);
                     if let Some(window) = window {
-                        assert_eq!(window, number("window"), "{}", preset.name);
+                        assert_eq!(*window, number("window"), "{}", preset.name);
                     }
                 }
                 Sort::Latent { indexed } => {
                     assert_eq!(lengths("/latent").unwrap(), [number("latent")], "{}", preset.name);
-                    assert_eq!(indexed, facts["indexer"].as_u64().is_some(), "{}", preset.name);
+                    assert_eq!(*indexed, facts["indexer"].as_u64().is_some(), "{}", preset.name);
                 }
                 // 128 numbers of 8 bits and one 32-bit scale.
                 Sort::Indexer => assert_eq!(cache.entry_bytes(), 132, "{}", preset.name),
@@ -65,10 +65,10 @@ fn layer_counts_and_state_sizes_are_as_derived() {
                     let state = elements(&|name| name.ends_with("/ssm"));
                     assert_eq!(Some(conv), ssm["conv_elems"].as_u64(), "{}", preset.name);
                     assert_eq!(Some(state), ssm["ssm_elems"].as_u64(), "{}", preset.name);
-                    let word = match kind {
-                        Recurrence::ShortConv => "short_conv",
-                        Recurrence::Linear => "lightning",
-                        other => other.word(),
+                    let word = match kind.word() {
+                        "short conv" => "short_conv",
+                        "linear" => "lightning",
+                        other => other,
                     };
                     assert_eq!(Some(word), ssm["kind"].as_str(), "{}", preset.name);
                 }

@@ -84,7 +84,9 @@ pub enum Incompatible {
     /// its model looks back at, let its manifest say so (`need`).
     #[error(
         "state '{state}': the source ({source_rank}) keeps {kept}, the destination needs {needed}. \
-         Give the source at least the destination's window."
+         Give the source at least the destination's window. Where the destination's model looks back \
+         no further than the source keeps, turn prefix caching off there, or let its hybrid cache \
+         allocator run."
     )]
     Window {
         /// The state.

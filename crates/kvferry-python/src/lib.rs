@@ -4,6 +4,7 @@
 mod agent;
 mod convert;
 mod errors;
+mod facts;
 mod log;
 mod manifest;
 mod plan;
@@ -18,6 +19,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::agent::{Ending, Scheduler, Worker, metrics};
+    #[pymodule_export]
+    use super::facts::{facts, states};
     #[pymodule_export]
     use super::log::{log_level, log_lines};
     #[pymodule_export]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .connector import FerryConnector
     from .describe import dump, manifest
-    from .facts import Unsupported
+    from .refusal import Unsupported
 
 __all__ = ["FerryConnector", "Unsupported", "dump", "manifest"]
 
@@ -14,7 +14,7 @@ __all__ = ["FerryConnector", "Unsupported", "dump", "manifest"]
 #: need nothing else of this package.
 _WHERE = {
     "FerryConnector": "connector",
-    "Unsupported": "facts",
+    "Unsupported": "refusal",
     "dump": "describe",
     "manifest": "describe",
 }

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .specs import first_spec, is_replayed, is_state_group, keeps_window
+
 
 class Groups:
     """The groups whose blocks are moved, by their index in block tables and manifests."""
@@ -61,30 +63,3 @@ class Groups:
             return 0
         held = (block.block_hash_num_tokens for block in reversed(blocks))
         return min(computed, next((tokens for tokens in held if tokens), 0))
-
-
-def is_replayed(spec: Any) -> bool:
-    """Whether the last tokens of a prefix are computed again although it is held."""
-    return bool(spec.prefix_replay_tokens > 0)
-
-
-# What vLLM's classes are called.
-
-#: Caches that keep no more than what the next token can see.
-WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec")
-
-
-def is_state_group(spec: Any) -> bool:
-    """Whether a group keeps states of a fixed size, one slot for a sequence."""
-    return type(first_spec(spec)).__name__ == "MambaSpec"
-
-
-def keeps_window(spec: Any) -> bool:
-    """Whether a group keeps no more than what the next token can see."""
-    return type(first_spec(spec)).__name__ in WINDOWED
-
-
-def first_spec(spec: Any) -> Any:
-    """The spec of a group, or of one of its layers where each has its own."""
-    by_layer = getattr(spec, "kv_cache_specs", None)
-    return spec if by_layer is None else next(iter(by_layer.values()))

@@ -11,7 +11,7 @@ from .._core import Ending, Worker
 from .._errors import Error
 from . import metrics
 from .describe import dump, manifest
-from .facts import refuse
+from .refusal import refuse
 from .logs import logger
 from .messages import Orders
 from .options import Options

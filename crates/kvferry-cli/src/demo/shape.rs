@@ -19,7 +19,7 @@ pub(crate) fn reduced(name: &str, fewest: u32) -> Result<Model, String> {
     let mut seen = vec![];
     for cache in model.caches.iter().filter(|cache| !cache.draft) {
         if !seen.contains(&cache.sort) {
-            seen.push(cache.sort);
+            seen.push(cache.sort.clone());
             layers = layers.max(cache.layer + 1);
         }
     }

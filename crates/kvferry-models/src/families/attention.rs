@@ -1,10 +1,10 @@
-//! Families that only attend: dense, sliding, latent.
+//! Families that only attend, with or without sliding windows.
 
-use super::Description;
-use super::parts::{Heads, Latents, Place, attention_heads};
+use super::parts::{Heads, attention_heads, states};
 use crate::config::Fields;
 use crate::error::ConfigError;
-use crate::model::{Limit, Rule};
+use crate::facts::Description;
+use crate::model::{Limit, Place, Rule};
 
 /// The sliding window where the configuration switches it on.
 fn window(fields: &Fields<'_>) -> Result<Option<u64>, ConfigError> {
@@ -14,7 +14,7 @@ fn window(fields: &Fields<'_>) -> Result<Option<u64>, ConfigError> {
 /// Whether each layer's window slides, from `layer_types`.
 fn sliding_layers(fields: &Fields<'_>, layers: u64) -> Result<Option<Vec<bool>>, ConfigError> {
     let Some(words) = fields.layer_words("layer_types", layers)? else { return Ok(None) };
-    let slides = |word: &&str| match *word {
+    let slides = |word: &String| match word.as_str() {
         "sliding_attention" => Ok(true),
         "full_attention" | "attention" => Ok(false),
         other => Err(fields.bad("layer_types", other, "sliding_attention or full_attention")),
@@ -34,7 +34,7 @@ fn attention_model(
     }
     let caches = (0..layers).map(|layer| heads.cache(Place::Layer(layer), window(layer)));
     Ok(Description {
-        caches: caches.collect(),
+        caches: caches.collect::<Result<_, _>>()?,
         limits: heads.limits(fields)?,
         format: heads.format,
         layers,
@@ -97,7 +97,7 @@ pub(super) fn gemma4(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let mut limits = heads.limits(fields)?;
     limits.push(global.limit("global KV heads"));
     Ok(Description {
-        caches: caches.collect(),
+        caches: caches.collect::<Result<_, _>>()?,
         limits,
         format: heads.format,
         layers,
@@ -108,7 +108,7 @@ pub(super) fn gemma4(fields: &Fields<'_>) -> Result<Description, ConfigError> {
 pub(super) fn mimo(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let layers = fields.layers()?;
     let tokens = fields.count("sliding_window")?;
-    let format = fields.format()?;
+    let format = states().model_format(fields)?;
     let full = Heads {
         format: format.clone(),
         count: fields.count("num_key_value_heads")?,
@@ -132,7 +132,7 @@ pub(super) fn mimo(fields: &Fields<'_>) -> Result<Description, ConfigError> {
         _ => sliding.cache(Place::Layer(layer), Some(tokens)),
     });
     let swa_heads = Limit {
-        what: "attention heads of sliding layers",
+        what: "attention heads of sliding layers".to_owned(),
         count: fields.count("swa_num_attention_heads")?,
         rule: Rule::Divides,
     };
@@ -142,22 +142,11 @@ pub(super) fn mimo(fields: &Fields<'_>) -> Result<Description, ConfigError> {
         swa_heads,
         sliding.limit("KV heads of sliding layers"),
     ];
-    Ok(Description { caches: caches.collect(), limits, format, layers, own_draft: vec![] })
-}
-
-pub(super) fn latent(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let (layers, latents) = (fields.layers()?, Latents::read(fields)?);
-    let (mut caches, mut own_draft) = (vec![], vec![]);
-    for layer in 0..layers {
-        latents.caches(Place::Layer(layer), &mut caches);
-    }
-    let drafts = fields.number("num_nextn_predict_layers")?;
-    if drafts > 0 {
-        fields.check_layers("num_nextn_predict_layers", drafts)?;
-    }
-    for number in 0..drafts {
-        latents.caches(Place::Draft { number, layers }, &mut own_draft);
-    }
-    let limits = vec![attention_heads(fields)?];
-    Ok(Description { format: latents.format, layers, caches, limits, own_draft })
+    Ok(Description {
+        caches: caches.collect::<Result<_, _>>()?,
+        limits,
+        format,
+        layers,
+        own_draft: vec![],
+    })
 }

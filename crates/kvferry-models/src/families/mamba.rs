@@ -1,14 +1,12 @@
-//! Families with Mamba layers, of both generations.
+//! Families with Mamba layers whose order no plain pattern gives.
 
 use kvferry_layout::Format;
 
-use super::Description;
-use super::parts::{
-    Heads, Place, Section, attention_heads, conv, expanded, kernel, mixed, recurrent,
-};
+use super::parts::{Heads, attention_heads, columns, states};
 use crate::config::Fields;
 use crate::error::ConfigError;
-use crate::model::{Cache, Limit, Recurrence, Rule, Sort};
+use crate::facts::Description;
+use crate::model::{Cache, Limit, Place};
 
 /// Mamba2 states.
 struct Mamba2 {
@@ -19,113 +17,29 @@ struct Mamba2 {
     head: u64,
     groups: u64,
     state: u64,
-    kernel: u64,
+    columns: u64,
 }
 
 impl Mamba2 {
-    fn check(self, fields: &Fields<'_>, heads: &str) -> Result<Self, ConfigError> {
-        if self.heads.checked_mul(self.head) != Some(self.inner) {
-            let expected =
-                format!("the inner width {} divided by the head size {}", self.inner, self.head);
-            return Err(fields.bad(heads, self.heads, expected));
-        }
-        Ok(self)
-    }
-
-    fn cache(&self, at: Place) -> Cache {
-        let section = |name, channels, units| Section { name, channels, units };
-        let sections = [
-            section("conv.x", self.inner, self.heads),
-            section("conv.b", self.groups * self.state, self.groups),
-            section("conv.c", self.groups * self.state, self.groups),
-        ];
-        let axes = [("head", self.heads), ("dim", self.head), ("state", self.state)];
-        let tensors = vec![
-            conv(at, &self.format, &sections, self.kernel, true),
-            recurrent(at, &self.state_format, axes, self.heads),
-        ];
-        at.cache(Sort::Recurrent(Recurrence::Mamba2), tensors)
-    }
-
-    fn limits(&self) -> [Limit; 2] {
+    fn sizes(&self) -> [(&'static str, u64); 6] {
         [
-            Limit { what: "Mamba heads", count: self.heads, rule: Rule::Divides },
-            Limit { what: "Mamba groups", count: self.groups, rule: Rule::DividesOrOne },
+            ("inner", self.inner),
+            ("heads", self.heads),
+            ("head", self.head),
+            ("groups", self.groups),
+            ("state", self.state),
+            ("columns", self.columns),
         ]
     }
-}
 
-/// The Mamba2 fields that Bamba, Granite and Falcon share.
-fn bamba_states(fields: &Fields<'_>, inner: u64) -> Result<Mamba2, ConfigError> {
-    let heads = fields.count("mamba_n_heads")?;
-    let head = match fields.text("mamba_d_head") {
-        Ok(Some("auto")) => inner / heads,
-        _ => fields.count("mamba_d_head")?,
-    };
-    let format = fields.format()?;
-    Mamba2 {
-        state_format: format.clone(),
-        format,
-        inner,
-        heads,
-        head,
-        groups: fields.count("mamba_n_groups")?,
-        state: fields.count("mamba_d_state")?,
-        kernel: kernel(fields, "mamba_d_conv")?,
+    fn cache(&self, at: Place) -> Result<Cache, ConfigError> {
+        let formats = [("model", &self.format), ("state", &self.state_format)];
+        Ok(states().cache("mamba2", at, &self.sizes(), &formats, None)?)
     }
-    .check(fields, "mamba_n_heads")
-}
 
-pub(super) fn bamba(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let mamba = bamba_states(fields, expanded(fields, "mamba_expand")?)?;
-    let attention = fields.numbers("attn_layer_indices", layers)?.unwrap_or_default();
-    let each = |layer| {
-        let at = Place::Layer(layer);
-        Ok(Some(match attention.contains(&layer) {
-            true => heads.cache(at, None),
-            false => mamba.cache(at),
-        }))
-    };
-    mixed(fields, layers, &heads, each, mamba.limits())
-}
-
-pub(super) fn granite_hybrid(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let mamba = bamba_states(fields, expanded(fields, "mamba_expand")?)?;
-    let words = fields.layer_words("layer_types", layers)?;
-    let words = words.ok_or_else(|| fields.missing("layer_types"))?;
-    let each = |layer: u64| {
-        let at = Place::Layer(layer);
-        match words[layer as usize] {
-            "attention" | "full_attention" => Ok(Some(heads.cache(at, None))),
-            "mamba" | "linear_attention" => Ok(Some(mamba.cache(at))),
-            other => Err(fields.bad("layer_types", other, "attention or mamba")),
-        }
-    };
-    mixed(fields, layers, &heads, each, mamba.limits())
-}
-
-pub(super) fn falcon_h1(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let inner = match fields.count_if_any("mamba_d_ssm")? {
-        Some(inner) => inner,
-        None => expanded(fields, "mamba_expand")?,
-    };
-    let mamba = bamba_states(fields, inner)?;
-    let each = |layer| {
-        let at = Place::Layer(layer);
-        [heads.cache(at, None), mamba.cache(at)]
-    };
-    let mut limits = heads.limits(fields)?;
-    limits.extend(mamba.limits());
-    Ok(Description {
-        caches: (0..layers).flat_map(each).collect(),
-        limits,
-        format: heads.format,
-        layers,
-        own_draft: vec![],
-    })
+    fn limits(&self) -> Result<Vec<Limit>, ConfigError> {
+        Ok(states().limits("mamba2", &self.sizes())?)
+    }
 }
 
 pub(super) fn nemotron_h(fields: &Fields<'_>) -> Result<Description, ConfigError> {
@@ -140,25 +54,26 @@ pub(super) fn nemotron_h(fields: &Fields<'_>) -> Result<Description, ConfigError
         return Err(fields.bad("num_hidden_layers", stated, expected));
     }
     // The engine keeps this family's state in 32 bits unless the configuration says otherwise.
-    let state_format = fields.text("mamba_ssm_cache_dtype")?.unwrap_or("float32");
+    let state_format = states().format_in(fields, "mamba_ssm_cache_dtype")?;
     let (count, head) = (fields.count("mamba_num_heads")?, fields.count("mamba_head_dim")?);
     let mamba = Mamba2 {
-        format: fields.format()?,
-        state_format: fields.format_named("mamba_ssm_cache_dtype", state_format)?,
+        format: heads.format.clone(),
+        state_format: state_format.unwrap_or_else(|| Format::new("f32", 4)),
         inner: count * head,
         heads: count,
         head,
         groups: fields.count("n_groups")?,
         state: fields.count("ssm_state_size")?,
-        kernel: kernel(fields, "conv_kernel")?,
+        columns: columns(fields, "conv_kernel")?,
     };
     let cache = |at, block: Block| match block {
         Block::Mamba => Some(mamba.cache(at)),
         Block::Attention => Some(heads.cache(at, None)),
         Block::Other => None,
     };
-    let each = |layer: u64| Ok(cache(Place::Layer(layer), blocks[layer as usize]));
-    let mut description = mixed(fields, layers, &heads, each, mamba.limits())?;
+    let layered = (0u64..).zip(&blocks);
+    let caches = layered.filter_map(|(layer, &block)| cache(Place::Layer(layer), block));
+    let caches = caches.collect::<Result<_, _>>()?;
     let drafts = nemotron_blocks(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")?;
     let rounds = fields.number("num_nextn_predict_layers")?;
     if rounds > 0 {
@@ -167,11 +82,13 @@ pub(super) fn nemotron_h(fields: &Fields<'_>) -> Result<Description, ConfigError
     let drafts = drafts.unwrap_or_default();
     fields.check_layers("num_nextn_predict_layers", 1 + rounds * drafts.len() as u64)?;
     let drafts = (0..rounds).flat_map(|_| drafts.iter().copied());
-    description.own_draft = drafts
+    let own_draft = drafts
         .zip(0u64..)
         .filter_map(|(block, number)| cache(Place::Draft { number, layers }, block))
-        .collect();
-    Ok(description)
+        .collect::<Result<_, _>>()?;
+    let mut limits = heads.limits(fields)?;
+    limits.extend(mamba.limits()?);
+    Ok(Description { format: heads.format.clone(), layers, caches, limits, own_draft })
 }
 
 #[derive(Clone, Copy)]
@@ -212,22 +129,20 @@ pub(super) fn zamba2(fields: &Fields<'_>) -> Result<Description, ConfigError> {
     let heads = Heads { count: fields.count("num_attention_heads")?, ..Heads::read(fields)? };
     let words = fields.layer_words("layers_block_type", layers)?;
     let words = words.ok_or_else(|| fields.missing("layers_block_type"))?;
-    let format = fields.format()?;
     let mamba = Mamba2 {
-        state_format: format.clone(),
-        format,
-        inner: expanded(fields, "mamba_expand")?,
+        state_format: heads.format.clone(),
+        format: heads.format.clone(),
+        inner: fields.count("mamba_expand")? * fields.count("hidden_size")?,
         heads: fields.count("n_mamba_heads")?,
         head: fields.count("mamba_headdim")?,
         groups: fields.count("mamba_ngroups")?,
         state: fields.count("mamba_d_state")?,
-        kernel: kernel(fields, "mamba_d_conv")?,
-    }
-    .check(fields, "n_mamba_heads")?;
+        columns: columns(fields, "mamba_d_conv")?,
+    };
     let blocks = fields.count_if_any("num_mem_blocks")?.unwrap_or(1);
     let mut calls = vec![];
     for (layer, word) in (0u64..).zip(words) {
-        match word {
+        match word.as_str() {
             "hybrid" => calls.push(layer),
             "mamba" | "linear_attention" => {}
             other => return Err(fields.bad("layers_block_type", other, "hybrid or mamba")),
@@ -240,89 +155,10 @@ pub(super) fn zamba2(fields: &Fields<'_>) -> Result<Description, ConfigError> {
             .filter(move |(call, _)| call % blocks == block)
             .map(|(_, layer)| *layer)
     });
-    let mut caches: Vec<Cache> =
-        order.map(|layer| heads.cache(Place::Layer(layer), None)).collect();
-    caches.extend((0..layers).map(|layer| mamba.cache(Place::Layer(layer))));
+    let attention = order.map(|layer| heads.cache(Place::Layer(layer), None));
+    let mixers = (0..layers).map(|layer| mamba.cache(Place::Layer(layer)));
+    let caches = attention.chain(mixers).collect::<Result<_, _>>()?;
     let mut limits = vec![attention_heads(fields)?];
-    limits.extend(mamba.limits());
+    limits.extend(mamba.limits()?);
     Ok(Description { format: heads.format, layers, caches, limits, own_draft: vec![] })
-}
-
-pub(super) fn mamba2(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let layers = fields.layers()?;
-    let format = fields.format()?;
-    let mamba = Mamba2 {
-        state_format: format.clone(),
-        format,
-        inner: expanded(fields, "expand")?,
-        heads: fields.count("num_heads")?,
-        head: fields.count("head_dim")?,
-        groups: fields.count("n_groups")?,
-        state: fields.count("state_size")?,
-        kernel: kernel(fields, "conv_kernel")?,
-    }
-    .check(fields, "num_heads")?;
-    let caches = (0..layers).map(|layer| mamba.cache(Place::Layer(layer))).collect();
-    let limits = mamba.limits().to_vec();
-    Ok(Description { format: mamba.format, layers, caches, limits, own_draft: vec![] })
-}
-
-/// Mamba1 states.
-struct Mamba1 {
-    format: Format,
-    inner: u64,
-    state: u64,
-    kernel: u64,
-}
-
-impl Mamba1 {
-    fn cache(&self, at: Place) -> Cache {
-        let sections = [Section { name: "conv.x", channels: self.inner, units: self.inner }];
-        // The engine keeps no columns for speculative tokens here.
-        let conv = conv(at, &self.format, &sections, self.kernel, false);
-        let axes = [("channel", self.inner), ("state", self.state)];
-        let tensors = vec![conv, recurrent(at, &self.format, axes, self.inner)];
-        at.cache(Sort::Recurrent(Recurrence::Mamba1), tensors)
-    }
-
-    fn limit(&self) -> Limit {
-        Limit { what: "Mamba channels", count: self.inner, rule: Rule::Divides }
-    }
-}
-
-pub(super) fn mamba1(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let layers = fields.layers()?;
-    let inner = match fields.count_if_any("intermediate_size")? {
-        Some(inner) => inner,
-        None => expanded(fields, "expand")?,
-    };
-    let mamba = Mamba1 {
-        format: fields.format()?,
-        inner,
-        state: fields.count("state_size")?,
-        kernel: kernel(fields, "conv_kernel")?,
-    };
-    let caches = (0..layers).map(|layer| mamba.cache(Place::Layer(layer))).collect();
-    let limits = vec![mamba.limit()];
-    Ok(Description { format: mamba.format, layers, caches, limits, own_draft: vec![] })
-}
-
-pub(super) fn jamba(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let (layers, heads) = (fields.layers()?, Heads::read(fields)?);
-    let (period, offset) =
-        (fields.count("attn_layer_period")?, fields.number("attn_layer_offset")?);
-    let mamba = Mamba1 {
-        format: fields.format()?,
-        inner: expanded(fields, "mamba_expand")?,
-        state: fields.count("mamba_d_state")?,
-        kernel: kernel(fields, "mamba_d_conv")?,
-    };
-    let each = |layer| {
-        let at = Place::Layer(layer);
-        Ok(Some(match layer % period == offset {
-            true => heads.cache(at, None),
-            false => mamba.cache(at),
-        }))
-    };
-    mixed(fields, layers, &heads, each, [mamba.limit()])
 }

@@ -105,6 +105,12 @@ pub struct Topology {
     pub spec: u32,
     /// Blocks in the pool.
     pub blocks: Option<u32>,
+    /// Whether layers with different windows get block tables of their own (the hybrid allocator).
+    /// Without it, sliding layers are kept in full.
+    pub hma: bool,
+    /// Whether later requests may use blocks again (prefix caching). Then a layer needs all that its
+    /// block table keeps, and not only what it looks at.
+    pub caching: bool,
 }
 
 impl Default for Topology {
@@ -118,11 +124,14 @@ impl Default for Topology {
             conv: None,
             spec: 0,
             blocks: None,
+            hma: true,
+            caching: true,
         }
     }
 }
 
-const KEYS: [&str; 8] = ["tp", "pp", "block", "kernel", "layout", "conv", "spec", "blocks"];
+const KEYS: [&str; 10] =
+    ["tp", "pp", "block", "kernel", "layout", "conv", "spec", "blocks", "hma", "caching"];
 
 impl Topology {
     /// Number of ranks.
@@ -187,6 +196,8 @@ impl FromStr for Topology {
                 }
                 "spec" => topology.spec = number(0..=64)?,
                 "blocks" => topology.blocks = Some(number(2..=u32::MAX)?),
+                "hma" => topology.hma = word(&["off", "on"])? == 1,
+                "caching" => topology.caching = word(&["off", "on"])? == 1,
                 _ => {
                     return Err(TopologyError::UnknownKey {
                         found: key.to_owned(),
@@ -238,6 +249,11 @@ impl fmt::Display for Topology {
         if let Some(blocks) = self.blocks {
             write!(f, ",blocks={blocks}")?;
         }
+        for (key, on) in [("hma", self.hma), ("caching", self.caching)] {
+            if !on {
+                write!(f, ",{key}=off")?;
+            }
+        }
         Ok(())
     }
 }
@@ -248,9 +264,11 @@ mod tests {
 
     #[test]
     fn what_is_printed_is_read_back() {
-        for text in
-            ["tp=1", "tp=4,pp=2", "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9"]
-        {
+        for text in [
+            "tp=1",
+            "tp=4,pp=2",
+            "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9,hma=off,caching=off",
+        ] {
             assert_eq!(text.parse::<Topology>().unwrap().to_string(), text);
         }
         assert_eq!("layout=nhd".parse::<Topology>().unwrap().layout, Some(Layout::Lbnhc));
@@ -264,6 +282,7 @@ mod tests {
         assert!(error("tp=0").contains("a number from 1"));
         assert!(error("tp=2,tp=2").contains("twice"));
         assert!(error("layout=LBHCN").contains("did you mean"));
+        assert!(error("hma=no").contains("one of off, on"));
         assert!(error("block=24,kernel=16").contains("does not divide"));
         assert!(error("tp=1024,pp=1024").contains("4096"));
     }

@@ -58,18 +58,34 @@ pub(super) fn group(specs: Vec<Spec>, layout: Layout) -> Result<Vec<SpecGroup>, 
     }
 }
 
-/// The way out where latents stand beside sliding windows whose pages cannot be made equal: windows are
-/// kept as if they never slid, and all layers share a block table.
-fn keep_all(mut specs: Vec<Spec>) -> Option<Vec<SpecGroup>> {
-    let full = |spec: &&Spec| !matches!(spec.class.sort, Sort::Attention { window: Some(_) });
-    let block = specs.iter().find(full)?.class.block;
-    for spec in &mut specs {
-        if let Sort::Attention { window: window @ Some(_) } = &mut spec.class.sort {
-            *window = None;
-            spec.class.block = block;
+/// What the engine makes of its layers without the hybrid allocator: windows are kept as if they never
+/// slid, so that all layers can share a block table.
+pub(super) fn promote(mut specs: Vec<Spec>) -> Result<Vec<Spec>, String> {
+    if is_one_type(&specs) {
+        return Ok(specs);
+    }
+    let full = |spec: &&Spec| {
+        let sort = &spec.class.sort;
+        !sort.is_recurrent() && !matches!(sort, Sort::Attention { window: Some(_) })
+    };
+    if let Some(block) = specs.iter().find(full).map(|spec| spec.class.block) {
+        for spec in &mut specs {
+            if let Sort::Attention { window: window @ Some(_) } = &mut spec.class.sort {
+                *window = None;
+                spec.class.block = block;
+            }
         }
     }
-    is_one_type(&specs).then(|| vec![SpecGroup { members: specs, by_layer: true }])
+    match is_one_type(&specs) {
+        true => Ok(specs),
+        false => Err("its layers cannot share one block table".to_owned()),
+    }
+}
+
+/// The way out where latents stand beside sliding windows whose pages cannot be made equal.
+fn keep_all(specs: Vec<Spec>) -> Option<Vec<SpecGroup>> {
+    let members = promote(specs).ok()?;
+    Some(vec![SpecGroup { members, by_layer: true }])
 }
 
 /// Whether all layers need the same number of token slots.
@@ -77,7 +93,7 @@ fn is_one_type(specs: &[Spec]) -> bool {
     let first = &specs[0];
     specs.iter().all(|spec| {
         spec.class.block == first.class.block
-            && match (first.class.sort, spec.class.sort) {
+            && match (&first.class.sort, &spec.class.sort) {
                 (Sort::Recurrent(_), Sort::Recurrent(_)) => first.page() == spec.page(),
                 (Sort::Recurrent(_), _) | (_, Sort::Recurrent(_)) => false,
                 (

@@ -72,6 +72,11 @@ pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
     let conv = topology.conv.unwrap_or(Conv::Sd);
     let blocks = topology.blocks.unwrap_or(DEFAULT_BLOCKS);
     let specs = spec::specs(model, topology, &kernels)?;
+    let specs = match topology.hma {
+        true => specs,
+        false => group::promote(specs)
+            .map_err(|reason| cannot_run(model, "hma=off".to_owned(), reason))?,
+    };
     let specs = group::group(specs, layout)
         .map_err(|reason| cannot_run(model, format!("layout={layout}"), reason))?;
     let mut groups = vec![];

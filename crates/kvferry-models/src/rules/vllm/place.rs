@@ -221,6 +221,10 @@ impl PlacedLayer {
     ) {
         let cache = &model.caches[self.cache];
         let held = |state: &State| state.held(rank.into(), topology.tp.into());
+        // A sliding layer that is kept in full looks no further back than its window, which is all that
+        // it needs unless another request may use its blocks again.
+        let sight = cache.window();
+        let need = (!topology.caching && sight != group.window).then_some(sight);
         let mut offset = self.offset;
         for tensor in &cache.tensors {
             let start = offset;
@@ -237,7 +241,7 @@ impl PlacedLayer {
                 let size = u64::from(state.kind.format.bytes);
                 let lengths = lengths(state);
                 let mut entry = if cache.sort.is_recurrent() { 0 } else { self.token };
-                let (axes, advance) = match (tensor.packing, cache.sort) {
+                let (axes, advance) = match (tensor.packing, &cache.sort) {
                     (Packing::Convolution { .. }, _) => match pools.conv {
                         Conv::Sd => (vec![size, channels * size], lengths[0] * size),
                         Conv::Ds => {
@@ -261,7 +265,7 @@ impl PlacedLayer {
                     kind: kind_index(kinds, &state.kind),
                     bounds: held(state),
                     phase: Phase::ALL,
-                    need: None,
+                    need,
                     view: View {
                         region: 0,
                         offset,

@@ -4,7 +4,7 @@ use kvferry_layout::Format;
 
 use super::cannot_run;
 use crate::error::RulesError;
-use crate::model::{Cache, Model, Packing, Recurrence, Sort};
+use crate::model::{Cache, Model, Packing, Sort};
 use crate::rules::topology::Topology;
 
 /// No page may be larger than this: far above every real one, and low enough that a pool's bytes fit
@@ -163,15 +163,15 @@ fn class(cache: &Cache, topology: &Topology) -> Class {
             shapes.push((shape, state.kind.format.clone()));
         }
     }
-    Class { sort: cache.sort, block: 0, heads, content, shapes, padded: None }
+    Class { sort: cache.sort.clone(), block: 0, heads, content, shapes, padded: None }
 }
 
 /// Bytes of a state as the engine counts them when it fits blocks to states: it forgets the columns
 /// that a short convolution keeps for speculative tokens.
 fn counted_bytes(cache: &Cache, topology: &Topology) -> u64 {
     let without = Topology { spec: 0, ..topology.clone() };
-    match cache.sort {
-        Sort::Recurrent(Recurrence::ShortConv) => class(cache, &without).content,
+    match &cache.sort {
+        Sort::Recurrent(kind) if kind.word() == "short conv" => class(cache, &without).content,
         _ => class(cache, topology).content,
     }
 }

@@ -8,7 +8,7 @@
 use std::fmt;
 
 use super::Pools;
-use crate::model::{Model, Packing, Recurrence, Sort};
+use crate::model::{Model, Packing, Sort};
 use crate::rules::topology::{Conv, Topology};
 
 /// What becomes of a pair.
@@ -91,11 +91,13 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::Refuses,
-        applies: |pair| pair.keeps(&[Recurrence::ShortConv, Recurrence::Linear]),
-        reason: |_| {
-            "its connector has no split for short convolutions and linear attention \
-             (NotImplementedError at the start)"
-                .to_owned()
+        applies: |pair| pair.without_split().is_some(),
+        reason: |pair| {
+            format!(
+                "its connector has no split for states of the kind '{}' (NotImplementedError at the \
+                 start)",
+                pair.without_split().unwrap_or_default()
+            )
         },
     },
     Rule {
@@ -266,6 +268,9 @@ const RULES: &[Rule] = &[
     },
 ];
 
+/// The recurrent kinds that its connector knows how to split.
+const SPLIT: [&str; 4] = ["mamba1", "mamba2", "gdn", "kda"];
+
 /// Families that earlier versions carried and this one does not.
 const GONE: [&str; 3] = ["bamba", "minimax", "minimax_text_01"];
 
@@ -301,11 +306,12 @@ impl Pair<'_> {
         (self.prefill.topology.tp, self.decode.topology.tp)
     }
 
-    fn keeps(&self, kinds: &[Recurrence]) -> bool {
-        self.model
-            .caches
-            .iter()
-            .any(|cache| matches!(cache.sort, Sort::Recurrent(kind) if kinds.contains(&kind)))
+    /// A recurrent kind that its connector does not know.
+    fn without_split(&self) -> Option<&str> {
+        self.model.caches.iter().find_map(|cache| match &cache.sort {
+            Sort::Recurrent(kind) if !SPLIT.contains(&kind.word()) => Some(kind.word()),
+            _ => None,
+        })
     }
 
     fn is_recurrent(&self) -> bool {
@@ -346,7 +352,7 @@ impl Pair<'_> {
 
     fn has_one_mamba_group(&self) -> bool {
         self.model.caches.iter().any(|cache| {
-            cache.sort == Sort::Recurrent(Recurrence::Mamba2)
+            matches!(&cache.sort, Sort::Recurrent(kind) if kind.word() == "mamba2")
                 && cache.states().any(|state| state.split.is_some_and(|split| split.units == 1))
         })
     }

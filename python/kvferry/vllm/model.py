@@ -8,19 +8,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from .._errors import Error
-
-
-class Unsupported(Error):
-    """A cache that kvferry cannot describe: which layer, why, and what to do."""
-
-    #: The layer's name in vLLM; empty where it is about the engine as a whole.
-    layer: str
-
-
-def refuse(layer: str, message: str) -> Unsupported:
-    place = f"layer '{layer}': " if layer else ""
-    return Unsupported(place + message, kind="unsupported", layer=layer)
+from .refusal import refuse
+from .specs import format_of
 
 
 class Model:
@@ -93,13 +82,13 @@ class Model:
         return int(conv // columns - heads * size) // (2 * state)
 
     def identity(self) -> dict[str, str]:
-        """What makes equal shapes mean equal things."""
+        """What makes equal shapes mean equal things: the keys are those of the facts."""
         model = self._config.model_config
         text = model.hf_text_config
         identity = {
             "model": str(model.model),
             "family": str(model.hf_config.model_type),
-            "format": str(model.dtype).removeprefix("torch."),
+            "format": format_of("", model.dtype)[0],
         }
         if getattr(model, "revision", None):
             identity["revision"] = str(model.revision)
@@ -113,6 +102,13 @@ class Model:
         if speculative is not None and speculative.uses_draft_kv_cache():
             identity["draft"] = str(speculative.draft_model_config.model)
         return identity
+
+
+def own_spec(vllm_config: Any, layer: str) -> Any | None:
+    """The spec that a layer of the running process asks for. Its group may keep more than that."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    module = getattr(compilation, "static_forward_context", {}).get(layer)
+    return module.get_kv_cache_spec(vllm_config) if module is not None else None
 
 
 def backend_names(vllm_config: Any, layers: list[str]) -> Mapping[str, str]:

@@ -1,4 +1,5 @@
-"""In which order attention back ends keep the keys and values of a block.
+"""In which order attention back ends keep the keys and values of a block, asked of vLLM's own kernel
+where nothing else says it.
 
 vLLM hands every back end a block as `[heads, tokens, content]`, but a back end is free in what it
 makes of the bytes. Two sides fit only if each says what it makes of them.
@@ -10,21 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .facts import refuse
-
-#: Back ends that keep a token's keys and values one after the other in its content.
-SIDE_BY_SIDE = frozenset(
-    {
-        "FLASH_ATTN",
-        "FLASH_ATTN_DIFFKV",
-        "FLASHINFER",
-        "FLEX_ATTENTION",
-        "HPC_ATTN",
-        "TRITON_ATTN",
-        "TRITON_ATTN_DIFFKV",
-    }
-)
-
+from .refusal import refuse
 
 @dataclass(frozen=True)
 class Run:

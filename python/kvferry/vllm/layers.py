@@ -1,0 +1,350 @@
+"""One layer's cache as pieces: kvferry's facts say which states it keeps and what of them a rank
+holds; vLLM's spec says how large they are, and its tensor where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from .._core import states
+from . import probe, specs
+from .geometry import Regions, View
+from .model import Model
+from .refusal import refuse
+from .specs import Fact, Pages
+
+#: Every entry of a state.
+ALL_ENTRIES = {"modulus": 1, "held": [0, 1]}
+
+
+class Layers:
+    """The layers of one rank."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        tp_rank: int,
+        conv_order: str,
+        backends: Mapping[str, str],
+        sights: Mapping[str, Fact],
+        kv_heads: Mapping[str, int],
+        mamba_groups: int | None,
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        self.tp_size: int = parallel.tensor_parallel_size
+        self.tp_rank = tp_rank
+        self.dcp_size: int = getattr(parallel, "decode_context_parallel_size", 1)
+        self.turn: int = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+        #: Whether convolution states are stored columns first.
+        self.by_column = conv_order == "SD"
+        self.backends = backends
+        #: How far back each layer looks.
+        self.sights = sights
+        self.kv_heads = kv_heads
+        self.mamba_groups = mamba_groups
+        self.config = vllm_config
+        self.model = Model(vllm_config, self.tp_size)
+        self.regions = Regions()
+        self.kinds: list[Fact] = []
+
+    def describe(
+        self, name: str, layer: str, spec: Any, tensor: Any, blocks: int, need: Fact | None
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The pieces of a layer and the scratch beside them. Its states are called after `name`;
+        `need` is what it looks at where that is less than what its group keeps."""
+        described = {
+            Pages.ATTENTION: self._attention,
+            Pages.LATENT: self._latent,
+            Pages.INDEXER: self._indexer,
+            Pages.STATES: self._recurrent,
+        }[specs.pages_of(layer, spec)]
+        pieces, scratch = described(layer, spec, tensor, View(self.regions, tensor, blocks))
+        for piece in pieces:
+            piece["state"] = f"{name}/{piece['state']}"
+            piece["need"] = need
+        return pieces, scratch
+
+    def turns(self, spec: Any) -> int:
+        """Ranks that take turns at a block's tokens."""
+        return self.dcp_size if spec.dcp_sharded else 1
+
+    def _attention(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Keys and values of heads."""
+        heads = self.kv_heads.get(layer)
+        if heads is None:
+            sliding = specs.slides(self.sights[layer])
+            heads = self.model.kv_heads(layer, spec.num_kv_heads, sliding)
+        packed = spec.state_content_bytes is not None or spec.kv_quant_mode.name != "NONE"
+        if packed:
+            kind, sizes = "attention records", {"heads": heads}
+            formats = {"record": self._record(layer, spec)}
+        else:
+            kind = "attention"
+            sizes = {"heads": heads, "key": spec.head_size, "value": spec.head_size_v}
+            formats = {"model": _format(layer, spec.dtype, tensor)}
+        (made,) = self._states(layer, kind, sizes, formats, self.tp_size)
+        first, end = made["states"][0]["bounds"][0]
+        if end - first != spec.num_kv_heads or tensor.shape[1] != spec.num_heads:
+            raise refuse(
+                layer,
+                f"a rank of {self.tp_size} should hold {end - first} of {heads} KV heads, but this "
+                f"one holds {spec.num_kv_heads}, in {tensor.shape[1]} slots",
+            )
+        if packed:
+            (state,) = made["states"]
+            return [self._piece(layer, spec, state, view.at(0, [view.head]))], []
+        pieces = []
+        for state, runs in zip(made["states"], self._runs(layer, spec, tensor, view), strict=True):
+            for run in runs:
+                size = state["kind"]["format"]["bytes"]
+                where = view.at(
+                    run.offset * size,
+                    [view.head, run.number * size],
+                    token=run.token * size,
+                    tile=(run.tile, run.tile_stride * size),
+                )
+                part = {**state, "bounds": [state["bounds"][0], [run.start, run.end]]}
+                pieces.append(self._piece(layer, spec, part, where))
+        return pieces, []
+
+    def _record(self, layer: str, spec: Any) -> tuple[str, int]:
+        """The format of quantised keys and values with their scales, for each token and head."""
+        mode = spec.kv_quant_mode.name.lower()
+        if spec.num_head_slots is not None and spec.num_head_slots != spec.num_kv_heads:
+            raise refuse(layer, f"{mode} pages keep keys and values in heads of their own, which is "
+                                "not described yet; use another cache data type")
+        if self.backends.get(layer) == specs.CPU:
+            raise refuse(layer, "quantised caches of the CPU back end are not described yet; use "
+                                "cache data type 'auto'")
+        if getattr(self.config.cache_config, "calculate_kv_scales", False):
+            raise refuse(layer, "scales that an engine computes for itself mean nothing to another; "
+                                "load them from the checkpoint instead")
+        name = f"{mode} {spec.head_size}+{spec.head_size_v} {self.config.cache_config.cache_dtype}"
+        return name, spec.state_content_size_bytes
+
+    def _runs(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[probe.Run], list[probe.Run]]:
+        """Where keys and values lie in a block."""
+        backend = self.backends.get(layer)
+        if backend == specs.CPU:
+            tokens = tensor.shape[2]
+            if view.kernel is not None or view.token != tensor.shape[3] * tensor.element_size():
+                raise refuse(layer, "the CPU back end keeps whole blocks, heads outermost")
+            return probe.cpu(layer, spec.dtype, tokens, spec.head_size, spec.head_size_v)
+        if backend not in specs.SIDE_BY_SIDE:
+            raise refuse(
+                layer,
+                f"it is not known in which order the attention back end {backend} keeps keys and "
+                f"values; choose one of {', '.join(sorted(specs.SIDE_BY_SIDE))} or {specs.CPU}",
+            )
+        token = view.token // tensor.element_size()
+        return probe.side_by_side(spec.head_size, spec.head_size_v, token)
+
+    def _latent(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """One vector for each token, the same on every rank."""
+        if spec.model_version is not None:
+            raise refuse(layer, f"the pages of {spec.model_version} are not described yet")
+        plain = spec.cache_dtype_str in (None, "auto", "bfloat16", "float16")
+        if spec.state_content_bytes is None and plain:
+            form = _format(layer, spec.dtype, tensor)
+            kind, sizes, formats = "latent", {"size": spec.head_size}, {"model": form}
+            strides = [form[1]]
+        else:
+            form = (str(spec.cache_dtype_str), spec.state_content_size_bytes)
+            kind, sizes, formats, strides = "latent records", {}, {"record": form}, []
+        (made,) = self._states(layer, kind, sizes, formats, 1)
+        (state,) = made["states"]
+        return [self._piece(layer, spec, state, view.at(0, strides))], []
+
+    def _indexer(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The keys of a sparse-attention indexer. The tensor looks as if each token had a record of
+        its own, but vLLM's kernels keep all keys of a kernel block first and all its scales behind
+        them."""
+        from vllm.platforms import current_platform
+
+        content = spec.state_content_size_bytes
+        size = getattr(self.config.model_config.hf_text_config, "index_head_dim", None)
+        if spec.tokens_per_state != 1:
+            raise refuse(layer, "the pages of a compressed indexer are not described yet")
+        if current_platform.is_rocm():
+            raise refuse(layer, "the shuffled indexer pages of ROCm are not described yet")
+        if view.token != content:
+            raise refuse(layer, "an indexer's block must lie in one piece")
+        made = self._states(layer, "indexer", {"size": size}, {}, 1)[0] if size else {"states": []}
+        pieces, offset = [], 0
+        for state in made["states"]:
+            bytes_ = _bytes(state)
+            strides = [state["kind"]["format"]["bytes"]]
+            where = view.at(offset, strides, token=bytes_)
+            pieces.append(self._piece(layer, spec, state, where))
+            offset += bytes_ * tensor.shape[2]
+        if offset != content * tensor.shape[2]:
+            raise refuse(layer, f"an indexer's record of {content} bytes is not described yet")
+        return pieces, []
+
+    def _recurrent(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """States of a fixed size for the whole sequence, one after the other in a page."""
+        if view.kernel is not None:
+            raise refuse(layer, "a state's block cannot be divided")
+        ranks = 1 if spec.tp_replicated else self.tp_size
+        kind = specs.recurrent_kind(layer, spec)
+        told = specs.KINDS[kind]["tensors"]
+        formats = {
+            tensor["states"][0]["format"]: specs.format_of(layer, dtype)
+            for tensor, dtype in zip(told, spec.dtypes, strict=True)
+        }
+        sizes = specs.recurrent_sizes(spec, kind, ranks, self.by_column)
+        spare = 0
+        if any(tensor["spare"] for tensor in told):
+            # After a prefill, speculative tokens have not used their columns yet.
+            spare = self.config.num_speculative_tokens
+            columns = sizes["columns"]
+            sizes["columns"] = columns - spare
+            if columns <= spare:
+                raise refuse(layer, f"a convolution of {columns} columns has none left beside the "
+                                    f"{spare} for speculative tokens")
+        if "channels" in sizes and "channels" not in specs.KINDS[kind]["sizes"]:
+            self._solve(layer, kind, sizes, ranks, sizes["columns"] + spare)
+        pieces, scratch, offset = [], [], 0
+        tensors = self._states(layer, kind, sizes, formats, ranks)
+        for made, shape in zip(tensors, spec.shapes, strict=True):
+            size = made["states"][0]["kind"]["format"]["bytes"]
+            if made["packing"] == "convolution":
+                found, unused = self._convolution(layer, made, shape, spare, offset, view)
+                pieces += found
+                scratch += unused
+            else:
+                (state,) = made["states"]
+                if [end - start for start, end in state["bounds"]] != list(shape):
+                    raise refuse(layer, f"a state of shape {shape} is no share of {sizes}")
+                strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
+                if self._is_transposed(layer):
+                    strides[1:] = [size, shape[1] * size]
+                where = view.at(offset, strides, token=0)
+                pieces.append(self._piece(layer, None, state, where))
+            offset += prod(shape) * size
+        return pieces, scratch
+
+    def _solve(
+        self, layer: str, kind: str, sizes: dict[str, int], ranks: int, columns: int
+    ) -> None:
+        """The sizes that follow from the width of a convolution with several sections."""
+        channels = sizes.pop("channels")
+        if kind == "mamba2":
+            heads, head, state = sizes["heads"], sizes["head"], sizes["state"]
+            own = (channels - heads // ranks * head) // 2
+            groups = self.mamba_groups
+            if groups is None:
+                groups = self.model.mamba_groups(layer, heads, head, state, columns)
+            if max(1, groups // ranks) * state != own or channels != heads // ranks * head + 2 * own:
+                raise refuse(
+                    layer,
+                    f"its convolution has {channels} channels on this rank, which does not fit "
+                    f"{groups} groups on {ranks} ranks; say how many groups there are with "
+                    "`mamba_groups`",
+                )
+            sizes.update(inner=heads * head, groups=groups)
+        else:
+            values = sizes["values"] // ranks * sizes["value"]
+            own = (channels - values) // 2
+            if own % sizes["key"] or channels != values + 2 * own:
+                raise refuse(layer, f"{channels} channels are no queries, keys and values of "
+                                    f"{sizes['values'] // ranks} heads of {sizes['value']} by "
+                                    f"{sizes['key']}")
+            sizes.update(keys=own // sizes["key"] * ranks)
+
+    def _is_transposed(self, layer: str) -> bool:
+        """Whether a delta net's state lies in memory by key and then by value, which its shape does not
+        say: vLLM's kernels for CPUs look at it so. (Kimi's nets share the name, but have none.)"""
+        from vllm.platforms import current_platform
+
+        return self.backends.get(layer) == specs.DELTA_NET and bool(current_platform.is_cpu())
+
+    def _convolution(
+        self, layer: str, made: Fact, shape: tuple[int, ...], spare: int, offset: int, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The sections of a convolution's channels, and the columns that speculative tokens use."""
+        spare = spare if made["spare"] else 0
+        columns, channels = shape if self.by_column else tuple(reversed(shape))
+        size = made["states"][0]["kind"]["format"]["bytes"]
+        channel, column = (size, channels * size) if self.by_column else (columns * size, size)
+        pieces, at, live = [], offset, columns - spare
+        for state in made["states"]:
+            (first, end), _ = state["bounds"]
+            where = view.at(at, [channel, column], token=0)
+            pieces.append(self._piece(layer, None, state, where))
+            at += (end - first) * channel
+        if at - offset != channels * channel:
+            held = (at - offset) // channel
+            raise refuse(layer, f"its convolution has {channels} channels on this rank, but the "
+                                f"sections that it should be made of have {held}")
+        if not spare:
+            return pieces, []
+        scratch = {
+            "region": view.region,
+            "offset": view.offset + offset + live * column,
+            "block": view.block,
+            "run": spare * (channels * size if self.by_column else size),
+            "dims": [] if self.by_column else [[channels, columns * size]],
+        }
+        return pieces, [scratch]
+
+    def _states(
+        self,
+        layer: str,
+        kind: str,
+        sizes: dict[str, int],
+        formats: dict[str, tuple[str, int]],
+        ranks: int,
+    ) -> list[Fact]:
+        """What this rank of `ranks` holds of a kind of states."""
+        try:
+            rank = self.tp_rank if ranks > 1 else 0
+            return states(kind, sizes, formats, rank=rank, ranks=ranks)
+        except ValueError as error:
+            raise refuse(layer, str(error)) from error
+
+    def _piece(self, layer: str, spec: Any | None, state: Fact, view: Fact) -> Fact:
+        """A piece whose state is named without its layer. `spec` is that of a cache that grows with
+        tokens."""
+        kind = state["kind"]
+        if spec is not None:
+            kind = {**kind, "law": specs.law_of(layer, spec)}
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        return {
+            "state": state["name"],
+            "kind": self.kinds.index(kind),
+            "bounds": state["bounds"],
+            "phase": self._phase(spec),
+            "view": view,
+        }
+
+    def _phase(self, spec: Any | None) -> Fact:
+        ranks = 1 if spec is None else self.turns(spec)
+        if ranks == 1:
+            return ALL_ENTRIES
+        first = self.tp_rank % ranks * self.turn
+        return {"modulus": ranks * self.turn, "held": [first, first + self.turn]}
+
+
+def _format(layer: str, dtype: Any, tensor: Any) -> tuple[str, int]:
+    if tensor.dtype != dtype:
+        raise refuse(layer, f"its spec says {dtype}, but its tensor holds {tensor.dtype}")
+    return specs.format_of(layer, dtype)
+
+
+def _bytes(state: Fact) -> int:
+    """Bytes of one entry of what is held of a state."""
+    lengths = (end - start for start, end in state["bounds"])
+    return int(prod(lengths) * state["kind"]["format"]["bytes"])

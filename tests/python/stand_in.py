@@ -1,0 +1,56 @@
+"""What stands in for a running engine: the process's environment, and an attention back end of which
+only the block sizes matter."""
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    CUDA_VISIBLE_DEVICES="",
+)
+
+from vllm.model_executor.layers.mamba import mamba_utils  # noqa: E402
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf  # noqa: E402
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: E402
+
+
+class Backend(AttentionBackend):
+    """An attention back end of which only the block sizes matter."""
+
+    sizes: list = [MultipleOf(16)]
+
+    @staticmethod
+    def get_name():
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls():
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls():
+        raise NotImplementedError
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
+        return cls.sizes
+
+
+def order_convolutions(order):
+    """vLLM looks at the process for the order of convolution states."""
+    os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = order
+    mamba_utils.get_conv_state_layout.cache_clear()
+
+
+def per_layer(group, layer):
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def first_spec(group):
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec
