@@ -12,4 +12,5 @@ if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; the
     DEBIAN_FRONTEND=noninteractive apt-get install -q -y chromium chromium-driver
   } >&2
 fi
-exec cargo test --package kvferry-cli --test explain -- --include-ignored "$@"
+# The whole workspace is named so that nothing is built again: features are unified as in the other tests.
+exec cargo test --workspace --test explain -- --include-ignored "$@"

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod bench;
-mod check;
 mod demo;
 mod explain;
 mod failure;
@@ -15,9 +14,10 @@ mod output;
 mod own_output;
 mod plan;
 mod report;
-mod request;
+mod sides;
 mod status;
-mod table;
+mod tables;
+mod text;
 
 /// Move what a language model remembers of a prompt from prefill to decode.
 ///
@@ -32,8 +32,8 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Models(models::Args),
+    #[command(visible_alias = "check")]
     Plan(plan::Args),
-    Check(check::Args),
     Explain(explain::Args),
     Bench(bench::Bench),
     Demo(demo::Demo),
@@ -58,7 +58,6 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Models(args) => failure::exit(models::run(&args)),
         Command::Plan(args) => failure::exit(plan::run(&args)),
-        Command::Check(args) => failure::exit(check::run(&args)),
         Command::Explain(args) => failure::exit(explain::run(&args)),
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
