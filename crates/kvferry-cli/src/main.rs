@@ -11,7 +11,6 @@ mod failure;
 mod models;
 mod nixl;
 mod output;
-mod own_output;
 mod plan;
 mod report;
 mod sides;
@@ -38,7 +37,7 @@ enum Command {
     Bench(bench::Bench),
     Demo(demo::Demo),
     /// One process of a demo.
-    #[command(hide = true)]
+    #[command(hide = true, name = kvferry_demo::PROCESS)]
     DemoProcess,
     Nixl(nixl::Nixl),
     Status(status::Status),
@@ -61,7 +60,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => failure::exit(explain::run(&args)),
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
-        Command::DemoProcess => demo::run_child(),
+        Command::DemoProcess => kvferry_demo::run_process(),
         Command::Nixl(nixl) => nixl.run(),
         Command::Status(status) => status.run(),
     }

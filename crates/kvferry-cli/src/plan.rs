@@ -133,8 +133,7 @@ pub(crate) fn name(pair: &Pair) -> String {
 
 /// An engine in one line.
 pub(crate) fn describe(engine: &Engine) -> String {
-    let count =
-        |count: usize, word: &str| format!("{count} {word}{}", if count == 1 { "" } else { "s" });
+    let count = |count: usize, word| text::many(count as u64, word);
     let mut blocks: Vec<String> = vec![];
     for group in groups(engine) {
         let (Some(block), Some(kernel)) = (group.block, group.kernel) else { continue };

@@ -13,7 +13,8 @@ use crate::tables::{self, Spread};
 /// A pair of engines and a request.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PairArgs {
-    /// The model: a preset (any unambiguous part of its name; see 'kvferry models') or a config.json.
+    /// The model: a preset (any unambiguous part of its name; see 'kvferry models'), or a config.json
+    /// or the folder that it is in.
     /// Not needed where both sides are manifests.
     #[arg(long, value_name = "NAME|FILE")]
     model: Option<String>,
@@ -136,7 +137,9 @@ fn is_path(word: &str) -> bool {
 
 /// Reads a model: a file where there is one, and a preset otherwise.
 fn load(name: &str) -> Result<Model, Failure> {
-    let path = Path::new(name);
+    // A folder may be a model's own, as it was downloaded.
+    let config = Path::new(name).join("config.json");
+    let path = if config.is_file() { &config } else { Path::new(name) };
     if !is_path(name) || path.is_dir() {
         return presets::find(name).and_then(|preset| preset.model()).map_err(Failure::input);
     }

@@ -91,6 +91,11 @@ pub(crate) fn number(count: u64) -> String {
     text
 }
 
+/// A number of things: `1 rank`, `2 ranks`.
+pub(crate) fn many(count: u64, word: &str) -> String {
+    format!("{} {word}{}", number(count), if count == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

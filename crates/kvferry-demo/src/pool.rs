@@ -1,7 +1,7 @@
 //! A rank's memory, whose every byte is known.
 
-use kvferry_agent::BlockTable;
 use kvferry_layout::{Manifest, Piece, Place};
+use kvferry_plan::BlockTable;
 
 /// A pool, and beside it what it should hold.
 pub(crate) struct Pool {
@@ -248,8 +248,8 @@ mod tests {
     use kvferry_models::Topology;
     use kvferry_plan::{Plan, Request, Table};
 
-    use super::super::shape;
     use super::*;
+    use crate::shape;
 
     /// One request from a pool of one rank to another, by plain copies.
     struct Moved {
@@ -283,8 +283,7 @@ mod tests {
             .collect();
         source.fill(SEED, TOKENS, &tables);
         pool.scrub(&tables);
-        let borrowed: Vec<Table<'_>> =
-            tables.iter().map(|t| Table { first: t.first, blocks: &t.blocks }).collect();
+        let borrowed: Vec<Table<'_>> = tables.iter().map(BlockTable::borrow).collect();
         let request = Request {
             tokens: TOKENS,
             cached: &vec![0; tables.len()],

@@ -4,9 +4,9 @@ use kvferry_agent::{BlockTable, Load, Outcome, Phases, Ticket};
 use serde::{Deserialize, Serialize};
 
 /// How a rank's memory is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum By {
+pub enum TransportKind {
     /// Another process's memory, directly.
     Local,
     /// Sockets.
@@ -24,7 +24,7 @@ pub(crate) struct Setup {
     pub(crate) engine: String,
     /// `None`: the engine's scheduler.
     pub(crate) rank: Option<u32>,
-    pub(crate) transport: By,
+    pub(crate) transport: TransportKind,
     pub(crate) key: String,
     pub(crate) term_ms: u64,
 }

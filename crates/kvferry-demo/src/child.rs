@@ -20,13 +20,12 @@ use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Region, Transport};
 
 use crate::own_output;
-
-use super::pool::Pool;
-use super::shape;
-use super::words::{By, Command, End, Reply, Setup};
+use crate::pool::Pool;
+use crate::shape;
+use crate::words::{Command, End, Reply, Setup, TransportKind};
 
 /// Plays its part until standard input ends: whatever becomes of the demo, no process stays behind.
-pub(crate) fn run() -> ExitCode {
+pub fn run() -> ExitCode {
     let output = own_output::take().map(|output| OUTPUT.set(Mutex::new(output)));
     if !matches!(output, Ok(Ok(()))) {
         return ExitCode::FAILURE;
@@ -174,7 +173,7 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
     )
 }
 
-fn carrier(by: By, pool: &Pool) -> Result<Arc<dyn Carrier>, String> {
+fn carrier(kind: TransportKind, pool: &Pool) -> Result<Arc<dyn Carrier>, String> {
     fn registered<T: Transport + std::fmt::Debug>(
         transport: Result<T, kvferry_transport::Error>,
         pool: &Pool,
@@ -186,10 +185,10 @@ fn carrier(by: By, pool: &Pool) -> Result<Arc<dyn Carrier>, String> {
             .map_err(|error| error.to_string())?;
         Ok(carry(Arc::new(transport)))
     }
-    match by {
-        By::Local => registered(Local::new(LocalOptions::default()), pool),
-        By::Tcp => registered(Tcp::new(TcpOptions::default()), pool),
-        By::Nixl => registered(Nixl::new(&NixlOptions::default()), pool),
+    match kind {
+        TransportKind::Local => registered(Local::new(LocalOptions::default()), pool),
+        TransportKind::Tcp => registered(Tcp::new(TcpOptions::default()), pool),
+        TransportKind::Nixl => registered(Nixl::new(&NixlOptions::default()), pool),
     }
 }
 
