@@ -169,3 +169,22 @@ fn manifests() {
     plan(&["tp=2"], &good, &["--prefill: 'tp=2' is a topology: give the model too (--model)"]);
     plan(&["dumps"], &good, &["--prefill: ", "nor is there a file or folder 'dumps'"]);
 }
+
+#[test]
+fn addresses() {
+    refuses(&["status", "nohost"], &["'nohost' is not an address: give host:port"]);
+    refuses(&["status", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
+    let missing = ["status", "127.0.0.1:1", "--key-file", "/no/such/key"];
+    refuses(&missing, &["cannot read the key file /no/such/key", "No such file"]);
+}
+
+#[test]
+fn measurements() {
+    let bench = |option: &str, value: &str, parts: &[&str]| {
+        refuses(&["bench", "transfer", option, value], parts);
+    };
+    bench("--rounds", "0", &["nothing to measure: --rounds 0, --mib 256; at least 1 each"]);
+    bench("--mib", "0", &["nothing to measure: --rounds 9, --mib 0; at least 1 each"]);
+    bench("--mib", "99999999999999999", &["--mib 99999999999999999: that is too much"]);
+    bench("--pieces", "7", &["--pieces 7: pieces of 7 KiB do not fill 256 MiB evenly"]);
+}

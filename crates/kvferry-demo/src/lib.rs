@@ -17,6 +17,7 @@
 
 mod child;
 mod crew;
+mod options;
 pub mod own_output;
 mod pool;
 mod report;
@@ -24,35 +25,8 @@ mod shape;
 mod show;
 mod words;
 
-use kvferry_models::Topology;
-
 pub use child::run as run_process;
+pub use options::Options;
 pub use report::Report;
 pub use show::run;
-pub use words::TransportKind;
-
-/// The argument with which a process of a demo is started.
-pub const PROCESS: &str = "demo-process";
-
-/// What to show.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The model: a preset's name, or a part of it that no other has.
-    pub model: String,
-    /// The prefill engine.
-    pub prefill: Topology,
-    /// The decode engines, at least one.
-    pub decode: Vec<Topology>,
-    /// How many requests to hand over.
-    pub requests: usize,
-    /// How bytes are moved.
-    pub transport: TransportKind,
-    /// Kill and stop ranks at random, abort requests, let leases expire.
-    pub chaos: bool,
-    /// At least so many of the model's layers.
-    pub layers: u32,
-    /// The same seed draws the same requests.
-    pub seed: u64,
-    /// Show a progress bar on standard error.
-    pub progress: bool,
-}
+pub use words::{PROCESS, TransportKind};

@@ -17,9 +17,10 @@ use kvferry_layout::Manifest;
 use self::engine::{Engine, longest};
 use self::request::{Request, Stage};
 use crate::crew::{Crew, MemberId};
+use crate::options::Options;
 use crate::report::{ChaosReport, Report, times};
+use crate::shape;
 use crate::words::{Command, Setup};
-use crate::{Options, shape};
 
 /// Plays the demo to its end. The error says what keeps it from being played at all; what goes wrong
 /// while it is played is in the report.

@@ -3,6 +3,9 @@
 use kvferry_agent::{BlockTable, Load, Outcome, Phases, Ticket};
 use serde::{Deserialize, Serialize};
 
+/// The argument with which a process of a demo is started.
+pub const PROCESS: &str = "demo-process";
+
 /// How a rank's memory is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
