@@ -5,19 +5,18 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod bench;
-mod check;
 mod demo;
 mod explain;
 mod failure;
 mod models;
 mod nixl;
 mod output;
-mod own_output;
 mod plan;
 mod report;
-mod request;
+mod sides;
 mod status;
-mod table;
+mod tables;
+mod text;
 
 /// Move what a language model remembers of a prompt from prefill to decode.
 ///
@@ -32,13 +31,13 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Models(models::Args),
+    #[command(visible_alias = "check")]
     Plan(plan::Args),
-    Check(check::Args),
     Explain(explain::Args),
     Bench(bench::Bench),
     Demo(demo::Demo),
     /// One process of a demo.
-    #[command(hide = true)]
+    #[command(hide = true, name = kvferry_demo::PROCESS)]
     DemoProcess,
     Nixl(nixl::Nixl),
     Status(status::Status),
@@ -58,11 +57,10 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Models(args) => failure::exit(models::run(&args)),
         Command::Plan(args) => failure::exit(plan::run(&args)),
-        Command::Check(args) => failure::exit(check::run(&args)),
         Command::Explain(args) => failure::exit(explain::run(&args)),
         Command::Bench(bench) => bench.run(),
         Command::Demo(demo) => demo.run(),
-        Command::DemoProcess => demo::run_child(),
+        Command::DemoProcess => kvferry_demo::run_process(),
         Command::Nixl(nixl) => nixl.run(),
         Command::Status(status) => status.run(),
     }

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::output;
-use crate::table::{self, Table};
+use crate::text::{self, Columns};
 
 /// List the known models: their layers by kind, and what they keep of a prompt.
 #[derive(Debug, clap::Args)]
@@ -32,20 +32,20 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         output::print(&format!("{:#}\n", json!({ "models": list })));
         return Ok(());
     }
-    let mut table =
-        Table::new(&["model", "layers", ">per token", ">per sequence", "sliding window"]);
+    let mut columns =
+        Columns::new(&["model", "layers", ">per token", ">per sequence", "sliding window"]);
     for (preset, model) in &found {
         let sizes = model.footprint();
         let kinds: Vec<String> =
             model.layers_by_kind().iter().map(|(kind, count)| format!("{count} {kind}")).collect();
-        let some = |bytes| if bytes == 0 { "–".to_owned() } else { table::bytes(bytes) };
+        let some = |bytes| if bytes == 0 { "–".to_owned() } else { text::bytes(bytes) };
         let window = match window(model) {
             Some(tokens) => {
-                format!("{tokens} tokens, {} each", table::bytes(sizes.per_window_token))
+                format!("{tokens} tokens, {} each", text::bytes(sizes.per_window_token))
             }
             None => String::new(),
         };
-        table.row([
+        columns.row([
             preset.name.to_owned(),
             kinds.join(", "),
             some(sizes.per_token),
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
             window,
         ]);
     }
-    output::print(&table.render());
+    output::print(&columns.render());
     Ok(())
 }
 

@@ -17,11 +17,11 @@ pub(crate) struct Nixl {
 enum Command {
     /// Fetch NIXL's wheel with pip, check its hash, and unpack it into the user's cache.
     Install {
-        /// The Python whose pip is used.
+        /// The Python whose pip fetches it; without this option, the one that 'python3' names.
         #[arg(long, value_name = "PATH")]
         python: Option<PathBuf>,
     },
-    /// Tell where NIXL is found.
+    /// Print where NIXL's library is.
     Where,
 }
 
@@ -33,7 +33,7 @@ impl Nixl {
         };
         match found {
             Ok(library) => {
-                println!("{}", library.display());
+                crate::output::print(&format!("{}\n", library.display()));
                 ExitCode::SUCCESS
             }
             Err(error) => {

@@ -1,249 +1,141 @@
 //! `kvferry plan`: will a pair work, and what would it move?
 
-use std::path::Path;
+use std::collections::BTreeSet;
 
 use kvferry_layout::Manifest;
-use kvferry_models::rules::vllm::{self, Pools, verdict};
-use kvferry_models::{ConfigError, Facts, Model, Topology, families, presets};
-use serde_json::json;
+use kvferry_models::rules::vllm::{self, verdict};
+use serde_json::{Value, json};
 
 use crate::failure::Failure;
 use crate::output;
-use crate::report::{self, Asked, Problem, Report};
-use crate::request::{self, Spread};
-use crate::table;
+use crate::report::Answer;
+use crate::sides::{Engine, Pair, PairArgs, name_parts};
+use crate::text;
 
-/// Tell whether a pair of engines works, how many bytes a request moves, and in how many pieces.
+/// Tell whether a pair of engines works, how many bytes a request moves, and in how many copies.
+///
+/// The engines are named by a model and two topologies, or by the manifests that running servers
+/// dumped (KVFERRY_DUMP_MANIFEST=FOLDER):
+///
+///   kvferry plan --model kimi-linear --prefill tp=4 --decode tp=2,pp=2
+///
+///   kvferry plan --prefill dumps/prefill --decode dumps/decode
 #[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub(crate) struct Args {
     #[command(flatten)]
-    pub(crate) pair: PairArgs,
+    pair: PairArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// A model and two engines that run it.
-#[derive(Debug, clap::Args)]
-pub(crate) struct PairArgs {
-    /// A preset (any unambiguous part of its name), or a config.json.
-    #[arg(long, value_name = "NAME|FILE")]
-    model: String,
-    /// A draft model for speculative decoding: a preset, a config.json, or 'mtp' for the layers that
-    /// the model brings along.
-    #[arg(long, value_name = "NAME|FILE|mtp")]
-    draft: Option<String>,
-    /// Kinds of states and families of one's own, as JSON: see docs/new-model.md.
-    #[arg(long, value_name = "FILE")]
-    facts: Option<std::path::PathBuf>,
-    /// The prefill engine: tp, pp, block, kernel, layout, conv, spec, blocks, hma, caching.
-    #[arg(long, value_name = "TOPOLOGY", default_value = "tp=1")]
-    prefill: String,
-    /// The decode engine: tp, pp, block, kernel, layout, conv, spec, blocks, hma, caching.
-    #[arg(long, value_name = "TOPOLOGY", default_value = "tp=1")]
-    decode: String,
-    /// Tokens of the request.
-    #[arg(long, default_value_t = 8192)]
-    tokens: u64,
-    /// Tokens of it that the decode side holds already.
-    #[arg(long, default_value_t = 0)]
-    cached: u64,
-    /// Take both sides' blocks one after the other, the best case, instead of scattered.
-    #[arg(long)]
-    contiguous: bool,
-}
-
-/// The most tokens that a made-up request may have.
-const MAX_TOKENS: u64 = 1 << 28;
-
-/// A pair whose manifests are made.
-pub(crate) struct Pair {
-    pub(crate) model: Model,
-    pub(crate) prefill: Engine,
-    pub(crate) decode: Engine,
-    pub(crate) asked: Asked,
-}
-
-/// One engine of a pair.
-pub(crate) struct Engine {
-    pub(crate) topology: Topology,
-    pub(crate) pools: Pools,
-    pub(crate) ranks: Vec<Manifest>,
-}
-
-impl PairArgs {
-    /// Makes the manifests of both sides.
-    pub(crate) fn resolve(&self) -> Result<Pair, Failure> {
-        let asked = asked(self.tokens, self.cached, self.contiguous)?;
-        let facts = self.facts()?;
-        let mut model = load(&self.model, &facts)?;
-        match self.draft.as_deref() {
-            None => {}
-            Some("mtp") => {
-                let name = model.name.clone();
-                let missing =
-                    || Failure::input(format!("{name} brings no draft layers of its own"));
-                model = model.with_own_draft().ok_or_else(missing)?;
-            }
-            Some(draft) => model = model.with_draft(&load(draft, &facts)?),
-        }
-        let engine = |name: &str, text: &str| {
-            let mut topology: Topology =
-                text.parse().map_err(|error| Failure::input(format!("--{name}: {error}")))?;
-            let problem = |error| Failure::input(format!("--{name}: {error}"));
-            let mut ranks = vllm::manifests(&model, &topology, name).map_err(problem)?;
-            // A pool that is not told its size is large enough.
-            let needed = request::blocks_needed(&ranks[0], asked.tokens).saturating_mul(2);
-            if topology.blocks.is_none() && needed > u64::from(vllm::DEFAULT_BLOCKS) {
-                topology.blocks = Some(u32::try_from(needed).map_err(|_| too_long(&asked))?);
-                ranks = vllm::manifests(&model, &topology, name).map_err(problem)?;
-            }
-            let pools = vllm::pools(&model, &topology).map_err(problem)?;
-            Ok(Engine { topology, pools, ranks })
-        };
-        let (prefill, decode) =
-            (engine("prefill", &self.prefill)?, engine("decode", &self.decode)?);
-        Ok(Pair { model, prefill, decode, asked })
-    }
-}
-
-impl PairArgs {
-    /// What is known of models: what comes with kvferry, and what the user adds.
-    fn facts(&self) -> Result<Facts, Failure> {
-        let Some(path) = &self.facts else { return Ok(Facts::shipped().clone()) };
-        let problem = |error: &dyn std::fmt::Display| {
-            Failure::input(format!("--facts {}: {error}", path.display()))
-        };
-        let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
-        Facts::shipped().with(&text).map_err(|error| problem(&error))
-    }
-}
-
-/// Checks what is asked for.
-pub(crate) fn asked(tokens: u64, cached: u64, contiguous: bool) -> Result<Asked, Failure> {
-    let spread = if contiguous { Spread::Contiguous } else { Spread::Scattered };
-    let asked = Asked { tokens, cached, spread };
-    if tokens > MAX_TOKENS {
-        return Err(too_long(&asked));
-    }
-    if cached > tokens {
-        let problem = format!("--cached {cached} is more than --tokens {tokens}");
-        return Err(Failure::input(problem));
-    }
-    Ok(asked)
-}
-
-fn too_long(asked: &Asked) -> Failure {
-    Failure::input(format!("--tokens {} is too long; at most {MAX_TOKENS}", asked.tokens))
-}
-
-/// Reads a model: a file where there is one, and a preset otherwise.
-fn load(name: &str, facts: &Facts) -> Result<Model, Failure> {
-    let path = Path::new(name);
-    let is_path = name.contains(['/', '\\'])
-        || path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
-    if !is_path && !path.is_file() {
-        return presets::find(name).and_then(|preset| preset.model()).map_err(Failure::input);
-    }
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Failure::input(format!("{name}: {error}")))?;
-    let stem = path.file_stem().map_or_else(|| name.into(), |stem| stem.to_string_lossy());
-    // A file in a folder of its own is called after the folder.
-    let folder = path.parent().and_then(Path::file_name).map(|folder| folder.to_string_lossy());
-    let called = match folder {
-        Some(folder) if stem == "config" => folder,
-        _ => stem,
-    };
-    families::read_with(facts, &called, &text)
-        .map_err(|error: ConfigError| Failure::input(format!("{name}: {error}")))
-}
-
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
-    let answer = Answer::of(&pair.prefill.ranks, &pair.decode.ranks, &pair.asked)?;
-    let text = if args.json {
-        format!("{:#}\n", as_json(&pair, &answer))
-    } else {
-        let verdict = verdict(&pair);
-        let line = format!("{} {}: {}\n", vllm::ENGINE, verdict.outcome, verdict.reason);
-        format!("{}{}{line}", heading(&pair), answer.text())
-    };
-    output::print(&text);
+    let answer = Answer::of(&pair)?;
+    output::print(&match args.json {
+        true => format!("{:#}\n", as_json(&pair, &answer)),
+        false => heading(&pair) + &conclusion(&pair, &answer),
+    });
     answer.end()
 }
 
-/// Whether a pair fits: what it moves, or why it is refused.
-pub(crate) struct Answer(pub(crate) Result<Report, String>);
-
-impl Answer {
-    /// Asks. Input that cannot be answered for is a failure.
-    pub(crate) fn of(
-        prefill: &[Manifest],
-        decode: &[Manifest],
-        asked: &Asked,
-    ) -> Result<Self, Failure> {
-        match report::report(prefill, decode, asked) {
-            Ok(report) => Ok(Self(Ok(report))),
-            Err(Problem::Incompatible { rank, reason }) => {
-                Ok(Self(Err(format!("decode rank {rank}: {reason}"))))
-            }
-            Err(Problem::TooFewBlocks { engine, needed }) => Err(Failure::input(format!(
-                "the request needs {needed} blocks, more than the {engine} engine has"
-            ))),
-            Err(Problem::Request(error)) => Err(Failure::input(error)),
-        }
+/// What the leading engine's own connector would do with the pair; unknown where a side is manifests,
+/// which do not carry what that depends on.
+fn verdict(pair: &Pair) -> Option<verdict::Verdict> {
+    fn side(engine: &Engine) -> Option<verdict::EngineSide<'_>> {
+        let run = engine.run.as_ref()?;
+        Some(verdict::EngineSide { topology: &run.topology, pools: &run.pools })
     }
-
-    /// The table and what follows from it; nothing where the pair is refused.
-    pub(crate) fn text(&self) -> String {
-        match &self.0 {
-            Ok(report) => {
-                format!("\n{}\n{}\nkvferry   works\n", report.table(), report.minimum_line())
-            }
-            Err(_) => String::new(),
-        }
-    }
-
-    /// The way the command ends.
-    pub(crate) fn end(self) -> Result<(), Failure> {
-        self.0.map(|_| ()).map_err(Failure::Refused)
-    }
-}
-
-/// What the leading engine would do with the pair.
-pub(crate) fn verdict(pair: &Pair) -> verdict::Verdict {
-    fn side(engine: &Engine) -> verdict::EngineSide<'_> {
-        verdict::EngineSide { topology: &engine.topology, pools: &engine.pools }
-    }
-    verdict::judge(&pair.model, side(&pair.prefill), side(&pair.decode), pair.asked.cached)
+    let (model, prefill, decode) =
+        (pair.model.as_ref()?, side(&pair.prefill)?, side(&pair.decode)?);
+    Some(verdict::judge(model, prefill, decode, pair.asked.cached))
 }
 
 fn heading(pair: &Pair) -> String {
-    let kinds: Vec<String> =
-        pair.model.layers_by_kind().iter().map(|(kind, count)| format!("{count} {kind}")).collect();
-    let mut text = format!("model     {}: {}\n", pair.model.name, kinds.join(", "));
-    for (name, engine) in [("prefill", &pair.prefill), ("decode", &pair.decode)] {
-        text.push_str(&format!("{name:<9} {}\n", describe(engine)));
-    }
     let asked = &pair.asked;
     let cached = match asked.cached {
         0 => "none cached".to_owned(),
-        cached => format!("{} cached", table::number(cached)),
+        cached => format!("{} cached", text::number(cached)),
     };
-    text.push_str(&format!(
-        "request   {} tokens, {cached}, {} blocks\n",
-        table::number(asked.tokens),
-        asked.spread.word()
-    ));
+    let tokens = text::number(asked.tokens);
+    line("model", &model(pair))
+        + &line("prefill", &describe(&pair.prefill))
+        + &line("decode", &describe(&pair.decode))
+        + &line("request", &format!("{tokens} tokens, {cached}, {} blocks", asked.spread.word()))
+}
+
+/// What it moves, and what becomes of it: with kvferry, and without.
+fn conclusion(pair: &Pair, answer: &Answer) -> String {
+    let mut text = String::from("\n");
+    match answer {
+        Answer::Works { report, .. } => {
+            text += &format!("{}\n", report.table());
+            text += &line("moves", &report.against_minimum());
+            text += &line("kvferry", "works: every byte that decode needs lands in its place");
+        }
+        Answer::Refused(_) => {
+            text +=
+                &line("kvferry", "refuses this pair before the first byte moves (reason below)");
+        }
+    }
+    let Some(verdict) = verdict(pair) else { return text };
+    let (what, why) = match verdict.outcome {
+        verdict::Outcome::Works => ("works: its own connector is not known to fail here", None),
+        verdict::Outcome::Refuses => {
+            ("refuses: its own connector stops with an error", Some(&verdict.reason))
+        }
+        verdict::Outcome::SilentlyWrong => (
+            "is silently wrong: its own connector reports success, but decode gets wrong bytes",
+            Some(&verdict.reason),
+        ),
+    };
+    text += &line(vllm::ENGINE, what);
+    if let Some(why) = why {
+        text += &line("", &format!("because {why}"));
+    }
     text
+}
+
+/// A line of text under a name in the margin; several lines where it is long.
+fn line(name: &str, text: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let last = lines.len() - 1;
+        let room = (COLUMNS - MARGIN).saturating_sub(word.chars().count() + 1);
+        match lines[last].as_str() {
+            "" => lines[last].push_str(word),
+            line if line.chars().count() <= room => lines[last].extend([" ", word]),
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    let name = format!("{name:<MARGIN$}");
+    name + &lines.join(&format!("\n{:MARGIN$}", "")) + "\n"
+}
+
+/// Columns of text, and those of its margin.
+const COLUMNS: usize = 100;
+const MARGIN: usize = 11;
+
+/// The model in one line.
+fn model(pair: &Pair) -> String {
+    let Some(model) = &pair.model else { return name(pair) };
+    let kinds = model.layers_by_kind();
+    let kinds: Vec<String> = kinds.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+    format!("{}: {}", model.name, kinds.join(", "))
+}
+
+/// The model's name, as the manifests have it.
+pub(crate) fn name(pair: &Pair) -> String {
+    let identity = pair.decode.ranks[0].identity();
+    identity.get("model").cloned().unwrap_or_else(|| "a model without a name".to_owned())
 }
 
 /// An engine in one line.
 pub(crate) fn describe(engine: &Engine) -> String {
-    let count =
-        |count: usize, word: &str| format!("{count} {word}{}", if count == 1 { "" } else { "s" });
+    let count = |count: usize, word| text::many(count as u64, word);
     let mut blocks: Vec<String> = vec![];
-    for group in &engine.pools.groups {
+    for group in groups(engine) {
         let (Some(block), Some(kernel)) = (group.block, group.kernel) else { continue };
         let text = match block / kernel {
             1 => format!("{block} tokens a block"),
@@ -253,53 +145,87 @@ pub(crate) fn describe(engine: &Engine) -> String {
             blocks.push(text);
         }
     }
-    let mut parts = vec![
-        engine.topology.to_string(),
-        count(engine.ranks.len(), "rank"),
-        count(engine.pools.groups.len(), "group"),
-    ];
+    let called = match &engine.run {
+        Some(run) => run.topology.to_string(),
+        None => format!("engine '{}'", engine.ranks[0].engine()),
+    };
+    let ranks = &engine.ranks;
+    let mut parts =
+        vec![called, count(ranks.len(), "rank"), count(ranks[0].groups().len(), "group")];
     parts.extend(blocks);
     parts.join(" · ")
 }
 
-/// The report for programs.
-pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> serde_json::Value {
+/// A group of an engine: what its ranks say of it together.
+pub(crate) struct EngineGroup {
+    pub(crate) name: String,
+    pub(crate) layers: usize,
+    /// Tokens in a block; `None` where a block holds a whole sequence.
+    pub(crate) block: Option<u64>,
+    /// Tokens in a kernel block.
+    pub(crate) kernel: Option<u64>,
+    /// Tokens that stay live, where not all do.
+    pub(crate) window: Option<u64>,
+}
+
+/// The groups of an engine. Pipeline stages hold different layers of a group.
+pub(crate) fn groups(engine: &Engine) -> Vec<EngineGroup> {
+    let ranks = &engine.ranks;
+    let group = |number: usize| {
+        let group = &ranks[0].groups()[number];
+        let mut layers = BTreeSet::new();
+        let mut kernels = 1;
+        for rank in ranks {
+            for (index, piece) in rank.groups()[number].pieces.iter().enumerate() {
+                layers.insert(name_parts(&piece.state).0);
+                if let Some(kernel) = piece.view.kernel {
+                    kernels = kernels.max(rank.entries_per_block(number, index) / kernel.entries);
+                }
+            }
+        }
+        EngineGroup {
+            name: group.name.clone(),
+            layers: layers.len(),
+            block: group.tokens_per_block,
+            kernel: group.tokens_per_block.map(|tokens| tokens / kernels),
+            window: group.window.tokens,
+        }
+    };
+    (0..ranks[0].groups().len()).map(group).collect()
+}
+
+/// The answer for programs.
+pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> Value {
     let engine = |engine: &Engine| {
-        let groups: Vec<_> = engine
-            .pools
-            .groups
+        let groups: Vec<Value> = groups(engine)
             .iter()
             .map(|group| {
                 json!({
                     "name": group.name,
-                    "layers": group.caches.len(),
+                    "layers": group.layers,
                     "block": group.block,
                     "kernel": group.kernel,
-                    "page": group.pages.iter().max(),
+                    "window": group.window,
                 })
             })
             .collect();
+        let blocks = engine.ranks[0].groups().iter().map(|group| group.blocks).min();
+        let run = engine.run.as_ref();
         json!({
-            "topology": engine.topology.to_string(),
-            "ranks": engine.ranks.len(),
-            "layout": engine.pools.layout.name(),
-            "blocks": engine.pools.blocks,
+            "engine": engine.ranks[0].engine(),
+            "topology": run.map(|run| run.topology.to_string()),
+            "layout": run.map(|run| run.pools.layout.name()),
+            "ranks": engine.ranks.iter().map(Manifest::label).collect::<Vec<_>>(),
+            "blocks": blocks,
             "groups": groups,
         })
     };
-    let verdict = verdict(pair);
-    json!({
-        "model": pair.model.name,
-        "draft": pair.model.draft,
-        "prefill": engine(&pair.prefill),
-        "decode": engine(&pair.decode),
-        "tokens": pair.asked.tokens,
-        "cached": pair.asked.cached,
-        "blocks": pair.asked.spread.word(),
-        "works": answer.0.is_ok(),
-        "reason": answer.0.as_ref().err(),
-        "transfer": answer.0.as_ref().ok(),
-        "engine": {
+    let (report, reason) = match answer {
+        Answer::Works { report, .. } => (Some(report), None),
+        Answer::Refused(reason) => (None, Some(reason)),
+    };
+    let verdict = verdict(pair).map(|verdict| {
+        json!({
             "name": vllm::ENGINE,
             "outcome": match verdict.outcome {
                 verdict::Outcome::Works => "works",
@@ -307,6 +233,19 @@ pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> serde_json::Value {
                 verdict::Outcome::SilentlyWrong => "silently wrong",
             },
             "reason": verdict.reason,
-        },
+        })
+    });
+    json!({
+        "model": name(pair),
+        "draft": pair.decode.ranks[0].identity().get("draft"),
+        "prefill": engine(&pair.prefill),
+        "decode": engine(&pair.decode),
+        "tokens": pair.asked.tokens,
+        "cached": pair.asked.cached,
+        "blocks": pair.asked.spread.word(),
+        "works": report.is_some(),
+        "reason": reason,
+        "transfer": report,
+        "engine": verdict,
     })
 }

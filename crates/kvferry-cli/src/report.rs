@@ -3,20 +3,48 @@
 use std::collections::HashMap;
 
 use kvferry_layout::{Manifest, Phase, StateBox};
-use kvferry_plan::{Incompatible, Plan, Request, RequestError, Summary};
+use kvferry_plan::{Plan, Request, Summary};
 use serde::Serialize;
 
-use crate::request::{Spread, Tables};
-use crate::table::{self, Table};
+use crate::failure::Failure;
+use crate::sides::{Asked, Engine, Pair};
+use crate::tables::{self, TooFew};
+use crate::text::{self, Columns};
 
-/// A request to be moved.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Asked {
-    pub(crate) tokens: u64,
-    /// Tokens that the decode side holds already.
-    pub(crate) cached: u64,
-    #[serde(skip)]
-    pub(crate) spread: Spread,
+/// Whether a pair fits.
+pub(crate) enum Answer {
+    /// It does: the plans of all decode ranks, and what they move.
+    Works { plans: Vec<Plan>, report: Report },
+    /// It does not, for this reason.
+    Refused(String),
+}
+
+impl Answer {
+    /// Compiles the plans of a pair and counts what they move. Input that cannot be answered for is a
+    /// failure.
+    pub(crate) fn of(pair: &Pair) -> Result<Self, Failure> {
+        let (prefill, decode) = (&pair.prefill.ranks, &pair.decode.ranks);
+        let sources: Vec<&Manifest> = prefill.iter().collect();
+        let mut plans = vec![];
+        for rank in decode {
+            match Plan::compile(rank, &sources) {
+                Ok(plan) => plans.push(plan),
+                Err(reason) => {
+                    return Ok(Self::Refused(format!("decode rank {}: {reason}", rank.label())));
+                }
+            }
+        }
+        let report = report(pair, &plans)?;
+        Ok(Self::Works { plans, report })
+    }
+
+    /// The way the command ends.
+    pub(crate) fn end(self) -> Result<(), Failure> {
+        match self {
+            Self::Works { .. } => Ok(()),
+            Self::Refused(reason) => Err(Failure::Refused(reason)),
+        }
+    }
 }
 
 /// What one decode rank reads from one prefill rank.
@@ -44,32 +72,9 @@ pub(crate) struct Report {
     pub(crate) minimum: u64,
 }
 
-/// Why there is no report.
-#[derive(Debug)]
-pub(crate) enum Problem {
-    /// The pair does not fit.
-    Incompatible { rank: String, reason: Box<Incompatible> },
-    /// A pool is too small.
-    TooFewBlocks { engine: String, needed: u64 },
-    /// The request does not fit the pair.
-    Request(RequestError),
-}
-
-/// The plans of all decode ranks.
-pub(crate) fn compile(prefill: &[Manifest], decode: &[Manifest]) -> Result<Vec<Plan>, Problem> {
-    let sources: Vec<&Manifest> = prefill.iter().collect();
-    let plan = |rank: &Manifest| {
-        Plan::compile(rank, &sources).map_err(|reason| Problem::Incompatible {
-            rank: rank.label().to_owned(),
-            reason: Box::new(reason),
-        })
-    };
-    decode.iter().map(plan).collect()
-}
-
 /// Tokens that every group of a rank holds already. A state of a fixed size is held only when nothing
 /// is missing.
-pub(crate) fn cached(rank: &Manifest, asked: &Asked) -> Vec<u64> {
+fn cached(rank: &Manifest, asked: &Asked) -> Vec<u64> {
     let held = |group: &kvferry_layout::Group| match group.tokens_per_block {
         None if asked.cached < asked.tokens => 0,
         _ => asked.cached,
@@ -77,31 +82,28 @@ pub(crate) fn cached(rank: &Manifest, asked: &Asked) -> Vec<u64> {
     rank.groups().iter().map(held).collect()
 }
 
-/// What a request moves between all ranks of two engines.
-pub(crate) fn report(
-    prefill: &[Manifest],
-    decode: &[Manifest],
-    asked: &Asked,
-) -> Result<Report, Problem> {
-    let plans = compile(prefill, decode)?;
-    let tables = |ranks: &[Manifest]| {
-        Tables::new(&ranks[0], asked.tokens, asked.spread).map_err(|needed| Problem::TooFewBlocks {
-            engine: ranks[0].engine().to_owned(),
-            needed,
-        })
+/// What the request moves between all ranks of two engines.
+fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
+    let (prefill, decode, asked) = (&pair.prefill.ranks, &pair.decode.ranks, &pair.asked);
+    let tables = |name: &str, engine: &Engine| {
+        tables::for_request(&engine.ranks[0], asked.tokens, asked.spread).map_err(
+            |TooFew { needed, blocks }| {
+                Failure::input(format!(
+                    "the request needs {needed} blocks, but the {name} engine has {blocks}: ask for \
+                     fewer --tokens, or give it more blocks"
+                ))
+            },
+        )
     };
-    let (from, to) = (tables(prefill)?, tables(decode)?);
+    let (from, to) = (tables("prefill", &pair.prefill)?, tables("decode", &pair.decode)?);
+    let (from, to) = (tables::borrowed(&from), tables::borrowed(&to));
     let mut pairs = vec![];
     let mut total = Summary::default();
-    for (rank, plan) in decode.iter().zip(&plans) {
+    for (rank, plan) in decode.iter().zip(plans) {
         let cached = cached(rank, asked);
-        let request = Request {
-            tokens: asked.tokens,
-            cached: &cached,
-            source: &from.tables(),
-            destination: &to.tables(),
-        };
-        let transfer = plan.transfer(&request).map_err(Problem::Request)?;
+        let request =
+            Request { tokens: asked.tokens, cached: &cached, source: &from, destination: &to };
+        let transfer = plan.transfer(&request).map_err(Failure::input)?;
         for (source, other) in prefill.iter().enumerate() {
             let part = transfer.summary(source);
             if part.copies == 0 {
@@ -170,41 +172,42 @@ impl Report {
     /// The table of rank pairs, with totals.
     pub(crate) fn table(&self) -> String {
         let heading = ["decode", "prefill", ">bytes", ">copies", ">shortest", ">mean", ">longest"];
-        let mut table = Table::new(&heading);
+        let mut columns = Columns::new(&heading);
         for row in &self.pairs {
-            table.row([
+            columns.row([
                 row.decode.clone(),
                 row.prefill.clone(),
-                table::bytes(row.bytes),
-                table::number(row.copies),
-                table::bytes(row.shortest),
-                table::bytes(row.mean.round() as u64),
-                table::bytes(row.longest),
+                text::bytes(row.bytes),
+                text::number(row.copies),
+                text::bytes(row.shortest),
+                text::bytes(row.mean.round() as u64),
+                text::bytes(row.longest),
             ]);
         }
-        table.rule();
-        table.row([
+        columns.rule();
+        columns.row([
             "all".to_owned(),
             String::new(),
-            table::bytes(self.bytes),
-            table::number(self.copies),
-            table::bytes(self.shortest),
-            table::bytes(self.mean.round() as u64),
-            table::bytes(self.longest),
+            text::bytes(self.bytes),
+            text::number(self.copies),
+            text::bytes(self.shortest),
+            text::bytes(self.mean.round() as u64),
+            text::bytes(self.longest),
         ]);
-        table.render()
+        columns.render()
     }
 
     /// The moved bytes against the least that must move.
-    pub(crate) fn minimum_line(&self) -> String {
-        let (moved, least) = (table::bytes(self.bytes), table::bytes(self.minimum));
+    pub(crate) fn against_minimum(&self) -> String {
+        let (moved, least) = (text::bytes(self.bytes), text::bytes(self.minimum));
         if self.bytes == self.minimum {
-            return format!("moves     {moved}: every byte once, the least that must move");
+            return format!("{moved}: every byte once, the least that must move");
         }
         let ratio = self.bytes as f64 / self.minimum.max(1) as f64;
-        format!(
-            "moves     {moved}: {ratio:.2} times the {least} that must move, since decode ranks hold \
-             replicas"
-        )
+        let more = match ratio < 1.01 {
+            true => format!("{} more than", text::bytes(self.bytes - self.minimum)),
+            false => format!("{ratio:.2} times"),
+        };
+        format!("{moved}: {more} the {least} that must move, since decode ranks hold replicas")
     }
 }

@@ -7,16 +7,18 @@ use std::time::Duration;
 use clap::Args;
 use kvferry_agent::{Key, Tls, TlsFiles, Trust, ask_status};
 
+use crate::text;
+
 /// Ask a running agent for its peers, its leases and the requests that it waits for.
 ///
-/// The agent answers only to who holds its key: from a file, or from the environment (KVFERRY_KEY).
-/// Without a key only agents on this machine that have none answer.
+/// An agent only answers those who hold its key: hand it in as a file, or in the environment
+/// (KVFERRY_KEY). Without a key, only agents on this machine that have none either will answer.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// Where the agent listens: host:port.
+    /// Where the agent listens, as host:port. The server's log says it at the start.
     address: String,
     /// A file that holds the shared key.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "tls_certificate")]
     key_file: Option<PathBuf>,
     /// This side's certificate, where the agent uses TLS (PEM).
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_authority"])]
@@ -28,7 +30,7 @@ pub(crate) struct Status {
     #[arg(long, value_name = "FILE", requires = "tls_certificate")]
     tls_authority: Option<PathBuf>,
     /// How long to wait for an answer, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,
     /// Print the answer as JSON.
     #[arg(long)]
@@ -39,7 +41,7 @@ impl Status {
     pub(crate) fn run(self) -> ExitCode {
         match self.ask() {
             Ok(text) => {
-                print!("{text}");
+                crate::output::print(&text);
                 ExitCode::SUCCESS
             }
             Err(problem) => {
@@ -50,6 +52,11 @@ impl Status {
     }
 
     fn ask(self) -> Result<String, String> {
+        let has_port =
+            self.address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+        if !has_port {
+            return Err(format!("'{}' is not an address: give host:port", self.address));
+        }
         let trust = match (self.key_file, self.tls_certificate, self.tls_key, self.tls_authority) {
             (Some(path), ..) => Key::from_file(&path).map(Trust::Key),
             (None, Some(certificate), Some(private_key), Some(authority)) => {
@@ -58,9 +65,9 @@ impl Status {
             _ => Trust::from_environment(),
         };
         let trust = trust.map_err(|error| error.to_string())?;
-        let patience = Duration::from_secs(self.timeout.clamp(1, 3600));
+        let patience = Duration::from_secs(self.timeout);
         let status = ask_status(&self.address, &trust, patience)
-            .map_err(|error| format!("{}: {error}", self.address))?;
+            .map_err(|error| format!("{} does not answer: {error}", self.address))?;
         if self.json {
             let json = serde_json::to_string_pretty(&status).map_err(|error| error.to_string())?;
             return Ok(json + "\n");
@@ -68,22 +75,22 @@ impl Status {
         let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
         let mut lines = vec![
             format!(
-                "{} ({}), protocol {}, up {}, {} ranks",
+                "{} ({}), protocol {}, up for {}, {}",
                 status.engine,
                 status.incarnation,
                 status.protocol,
                 seconds(status.uptime_ms),
-                status.ranks
+                text::many(status.ranks as u64, "rank"),
             ),
             format!("leases: {}", status.leases.len()),
         ];
         lines.extend(status.leases.iter().map(|lease| {
             format!(
-                "  {}: for {}, expires in {}, confirmed by {} ranks",
+                "  {}: held for {}, expires in {}, confirmed by {}",
                 lease.request,
                 seconds(lease.age_ms),
                 seconds(lease.left_ms),
-                lease.confirmed
+                text::many(lease.confirmed as u64, "rank"),
             )
         }));
         for (title, reading) in [("waiting", false), ("reading", true)] {
@@ -101,7 +108,11 @@ impl Status {
                 format!("  {} from {}, protocol {}", peer.who, peer.from, peer.protocol)
             }),
         );
-        lines.push(format!("connected to: {}", status.connected_to.join(", ")));
+        let connected = match status.connected_to.as_slice() {
+            [] => "nobody".to_owned(),
+            some => some.join(", "),
+        };
+        lines.push(format!("connected to: {}", connected));
         Ok(lines.join("\n") + "\n")
     }
 }

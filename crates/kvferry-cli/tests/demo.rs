@@ -27,23 +27,32 @@ fn is_exact(report: &Value, requests: u64) {
     assert!(count("exact") > 0 && count("bytes") > 0 && count("audited_bytes") > 0);
 }
 
-#[test]
-fn hybrid_models_between_engines_of_different_shape() {
-    for (model, prefill, decode, transport) in [
-        ("kimi-linear-48b-a3b", "tp=2", vec!["tp=1,pp=2", "tp=4"], "local"),
-        ("nemotron-3-nano-30b-a3b", "tp=2,pp=2", vec!["tp=1"], "tcp"),
-        ("gemma-3-27b", "tp=1", vec!["tp=2,block=32"], "local"),
-    ] {
-        let mut arguments = vec!["--requests", "20", "--model", model, "--prefill", prefill];
-        for engine in &decode {
-            arguments.extend(["--decode", engine]);
-        }
-        arguments.extend(["--transport", transport]);
-        let (success, report) = demo(&arguments);
-        is_exact(&report, 20);
-        assert!(success, "{report:#}");
-        assert!(report["failed"].as_object().unwrap().is_empty());
+/// Hands 20 requests over between engines of different shape: all are exact.
+fn hands_over(model: &str, prefill: &str, decode: &[&str], transport: &str) {
+    let mut arguments = vec!["--requests", "20", "--model", model, "--prefill", prefill];
+    for engine in decode {
+        arguments.extend(["--decode", engine]);
     }
+    arguments.extend(["--transport", transport]);
+    let (success, report) = demo(&arguments);
+    is_exact(&report, 20);
+    assert!(success, "{report:#}");
+    assert!(report["failed"].as_object().unwrap().is_empty());
+}
+
+#[test]
+fn delta_attention_and_latents_go_to_two_engines() {
+    hands_over("kimi-linear-48b-a3b", "tp=2", &["tp=1,pp=2", "tp=4"], "local");
+}
+
+#[test]
+fn mamba_and_attention_go_from_pipeline_stages_over_tcp() {
+    hands_over("nemotron-3-nano-30b-a3b", "tp=2,pp=2", &["tp=1"], "tcp");
+}
+
+#[test]
+fn windows_go_to_other_blocks() {
+    hands_over("gemma-3-27b", "tp=1", &["tp=2,block=32"], "local");
 }
 
 #[test]
@@ -71,18 +80,20 @@ fn chaos_loses_nothing() {
 
 #[test]
 fn what_cannot_be_is_refused_with_the_reason() {
-    for (arguments, word) in [
-        (vec!["--model", "no-such-model"], "no-such-model"),
-        (vec!["--prefill", "tp=3"], "tp=3"),
-        (vec!["--prefill", "pt=3"], "pt"),
+    for (arguments, words) in [
+        (vec!["--model", "no-such-model"], "there is no preset 'no-such-model'"),
+        (vec!["--prefill", "tp=3"], "cannot run kimi-linear-48b-a3b with tp=3"),
+        (vec!["--prefill", "pt=3"], "no key 'pt'"),
+        (vec!["--requests", "0"], "0 is not in 1.."),
+        (vec!["--prefill", "tp=2,blocks=2"], "give the engines more blocks"),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg("demo")
             .args(&arguments)
             .output()
             .unwrap();
-        assert!(!output.status.success());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(text.contains(word), "{text}");
+        assert!(text.contains(words), "{text}");
     }
 }

@@ -5,7 +5,7 @@
 mod webdriver;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use kvferry_layout::Manifest;
@@ -41,7 +41,27 @@ fn kvferry(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn page(folder: &std::path::Path, number: usize, case: &Case) -> PathBuf {
+/// Writes the manifests of an engine into a folder of its own, as a running server would.
+fn dump(folder: &Path, model: &str, topology: &str, engine: &str) -> PathBuf {
+    let model = presets::find(model).unwrap().model().unwrap();
+    let topology: Topology = topology.parse().unwrap();
+    let folder = folder.join(engine);
+    std::fs::create_dir_all(&folder).unwrap();
+    for rank in vllm::manifests(&model, &topology, engine).unwrap() {
+        let name = format!("{engine}-{}.json", rank.label().replace(' ', "-"));
+        std::fs::write(folder.join(name), rank.to_json()).unwrap();
+    }
+    folder
+}
+
+/// The data that a page draws.
+fn data(page: &Path) -> Value {
+    let text = std::fs::read_to_string(page).unwrap();
+    let (_, rest) = text.split_once("<script type=\"application/json\" id=\"data\">").unwrap();
+    serde_json::from_str(rest.split_once("</script>").unwrap().0).unwrap()
+}
+
+fn page(folder: &Path, number: usize, case: &Case) -> PathBuf {
     let path = folder.join(format!("page-{number}.html"));
     let out = path.to_str().unwrap();
     let pair = ["--model", case.model, "--prefill", case.prefill, "--decode", case.decode];
@@ -132,6 +152,10 @@ fn what_is_drawn_is_what_the_plan_says() {
     for (number, case) in CASES.iter().enumerate() {
         let path = page(&folder, number, case);
         browser.open(&format!("file://{}", path.display()));
+        // The title says what becomes of the pair.
+        let title = browser.run("return document.title");
+        let title = title.as_str().unwrap();
+        assert!(title.contains(": kvferry works, vLLM 0.32 "), "{title}");
         let model = presets::find(case.model).unwrap().model().unwrap();
         let ranks = |topology: &str, engine| {
             let topology: Topology = topology.parse().unwrap();
@@ -161,11 +185,14 @@ fn what_is_drawn_is_what_the_plan_says() {
             .collect();
         assert_eq!(cells, Value::Array(expected), "{}", case.model);
 
-        // Choose ranks with the keyboard, and every group of each.
+        // Choose ranks with the keyboard, and every group of each, with all of its layers.
+        browser.run(
+            "const select = document.getElementById('layer');
+             select.value = '-1'; select.dispatchEvent(new Event('change'));",
+        );
+        tab_to(&browser, "rank");
         let last = decode.len() - 1;
         for (rank, manifest) in decode.iter().enumerate() {
-            browser.run("document.activeElement.blur(); window.scrollTo(0, 0)");
-            tab_to(&browser, "rank");
             let wanted = json!(rank.to_string());
             while browser.run("return document.getElementById('rank').value") != wanted {
                 browser.press(ARROW_DOWN);
@@ -247,6 +274,36 @@ fn the_page_is_self_contained() {
     let bare = text.replace("http://www.w3.org/2000/svg", "");
     for sign in ["http:", "https:", "<link", "src=", "@import", "/*DATA*/"] {
         assert!(!bare.contains(sign), "{sign}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Manifests are all that a picture needs: dumped ones give the same as a model's name.
+#[test]
+fn dumped_manifests_are_drawn_like_models() {
+    let folder = std::env::temp_dir().join(format!("kvferry-dumps-{}", std::process::id()));
+    for (number, case) in CASES.iter().enumerate() {
+        let folder = folder.join(number.to_string());
+        let prefill = dump(&folder, case.model, case.prefill, "prefill");
+        let decode = dump(&folder, case.model, case.decode, "decode");
+        let named = data(&page(&folder, number, case));
+        let path = folder.join("dumped.html");
+        let (prefill, decode) = (prefill.to_str().unwrap(), decode.to_str().unwrap());
+        let sides = ["--prefill", prefill, "--decode", decode];
+        kvferry(&[&["explain"], &sides[..], &["--out", path.to_str().unwrap()]].concat());
+        let dumped = data(&path);
+        for key in ["model", "draft", "tokens", "cached", "blocks", "works", "transfer", "moves"] {
+            assert_eq!(dumped[key], named[key], "{} {key}", case.model);
+        }
+        for side in ["prefill", "decode"] {
+            for key in ["ranks", "frames", "groups"] {
+                assert_eq!(dumped[side][key], named[side][key], "{} {side} {key}", case.model);
+            }
+        }
+        // What vLLM's own connector would do depends on more than manifests say.
+        assert!(dumped["engine"].is_null() && named["engine"].is_object());
+        let files = folder.join("decode").read_dir().unwrap();
+        assert_eq!(files.count(), named["decode"]["ranks"].as_array().unwrap().len());
     }
     std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -111,35 +111,59 @@ fn totals_equal_what_the_models_say() {
     }
 }
 
-/// `kvferry check` on the manifests of both sides says the same as `kvferry plan`.
+/// The manifests of both sides, named as files or as folders, say the same as a model and topologies.
 #[test]
-fn check_agrees_with_plan() {
+fn manifests_are_judged_like_models() {
     let folder = std::env::temp_dir().join(format!("kvferry-golden-{}", std::process::id()));
-    fs::create_dir_all(&folder).unwrap();
     let model = presets::find("kimi-linear").unwrap().model().unwrap();
-    let write = |side: &str, topology: &str| -> String {
+    let write = |side: &str, topology: &str| -> Vec<String> {
         let topology: Topology = topology.parse().unwrap();
+        fs::create_dir_all(folder.join(side)).unwrap();
         let mut paths = vec![];
         for rank in vllm::manifests(&model, &topology, side).unwrap() {
-            let path = folder.join(format!("{side}-{}.json", rank.rank()));
+            let path = folder.join(side).join(format!("{}.json", rank.rank()));
             fs::write(&path, rank.to_json()).unwrap();
             paths.push(path.display().to_string());
         }
-        paths.join(" ")
+        paths
     };
     let (prefill, decode) = (write("prefill", "tp=4"), write("decode", "tp=2,pp=2"));
-    let (code, checked, _) = kvferry(&format!("check {prefill} --with {decode} --json"));
-    assert_eq!(code, 0);
+    let (prefill_folder, decode_folder) = (folder.join("prefill"), folder.join("decode"));
+    let (prefill_folder, decode_folder) = (prefill_folder.display(), decode_folder.display());
+    let read = |text: &str| serde_json::from_str::<Value>(text).unwrap();
     let (_, planned, _) =
         kvferry("plan --model kimi-linear --prefill tp=4 --decode tp=2,pp=2 --json");
-    let read = |text: &str| serde_json::from_str::<Value>(text).unwrap()["transfer"].clone();
-    assert_eq!(read(&checked), read(&planned));
+    let planned = read(&planned);
+    for sides in [
+        format!("--prefill {} --decode {}", prefill.join(" "), decode.join(" ")),
+        format!("--prefill {prefill_folder} --decode {decode_folder}"),
+        // In any order, and one side of a kind.
+        format!(
+            "--prefill {} {} {} {} --decode {decode_folder}",
+            prefill[2], prefill[0], prefill[3], prefill[1]
+        ),
+        format!("--model kimi-linear --prefill tp=4 --decode {decode_folder}"),
+    ] {
+        let (code, found, errors) = kvferry(&format!("plan {sides} --json"));
+        assert_eq!((code, errors.as_str()), (0, ""), "{sides}");
+        assert_eq!(read(&found)["transfer"], planned["transfer"], "{sides}");
+        assert_eq!(read(&found)["decode"]["groups"], planned["decode"]["groups"], "{sides}");
+        assert_eq!(read(&found)["engine"], Value::Null, "{sides}");
+    }
 
     // One of the prefill ranks is missing: refused, with the state that nobody holds.
-    let some = prefill.split_once(' ').unwrap().1;
-    let (code, _, errors) = kvferry(&format!("check {some} --with {decode}"));
+    let some = prefill[1..].join(" ");
+    let (code, output, errors) =
+        kvferry(&format!("check --prefill {some} --decode {decode_folder}"));
     assert_eq!(code, 2, "{errors}");
-    assert!(errors.starts_with("refused: ") && errors.contains("layers."), "{errors}");
+    assert!(
+        output.contains("kvferry    refuses this pair before the first byte moves"),
+        "{output}"
+    );
+    assert!(
+        errors.starts_with("refused: decode rank pp0 tp0: state 'layers.0/conv.q'"),
+        "{errors}"
+    );
 
     // Another model on the decode side.
     let model = presets::find("llama-3.1-8b").unwrap().model().unwrap();
@@ -147,10 +171,9 @@ fn check_agrees_with_plan() {
     let rank = &vllm::manifests(&model, &Topology::default(), "decode").unwrap()[0];
     fs::write(&other, rank.to_json()).unwrap();
     let (code, output, errors) =
-        kvferry(&format!("check {prefill} --with {} --json", other.display()));
+        kvferry(&format!("plan --prefill {prefill_folder} --decode {} --json", other.display()));
     assert_eq!(code, 2);
     assert!(errors.contains("Start both sides with the same model"), "{errors}");
-    let answer: Value = serde_json::from_str(&output).unwrap();
-    assert_eq!(answer["works"], false);
+    assert_eq!(read(&output)["works"], false);
     fs::remove_dir_all(&folder).unwrap();
 }

@@ -66,7 +66,7 @@ fn topologies() {
     plan("block=48,kernel=32", &["does not divide"]);
     plan("block=17", &["cannot run", "multiples of 16"]);
     plan("pp=40", &["only 32 layers"]);
-    plan("tp=2,blocks=10", &["needs 513 blocks"]);
+    plan("tp=2,blocks=10", &["needs 513 blocks, but the prefill engine has 10", "fewer --tokens"]);
     refuses(
         &["plan", "--model", "kimi-k3", "--prefill", "tp=5"],
         &["vLLM 0.32 cannot run kimi-k3 with tp=5", "96 attention heads"],
@@ -88,7 +88,7 @@ fn models() {
     refuses(&["plan", "--model", &missing], &["no field 'num_hidden_layers'", "'llama'"]);
     refuses(
         &["plan", "--model", "llama-3.1-8b", "--draft", "mtp"],
-        &["brings no draft layers of its own"],
+        &["--draft mtp: llama-3.1-8b has no draft layers of its own"],
     );
 }
 
@@ -104,24 +104,29 @@ fn requests() {
 
 #[test]
 fn command_lines() {
-    for arguments in [
-        &["plam"][..],
-        &["plan"],
-        &["plan", "--model", "llama-3.1-8b", "--prefil", "tp=2"],
-        &["plan", "--model", "llama-3.1-8b", "--tokens", "many"],
-        &["check", "a.json"],
-        &[],
+    for (arguments, problem) in [
+        (&["plam"][..], "tip: some similar subcommands exist: 'explain', 'plan'"),
+        (&["plan"], "--prefill: 'tp=1' is a topology: give the model too (--model)"),
+        (
+            &["plan", "--model", "llama-3.1-8b", "--prefil", "tp=2"],
+            "tip: a similar argument exists: '--prefill'",
+        ),
+        (
+            &["plan", "--model", "llama-3.1-8b", "--tokens", "many"],
+            "invalid value 'many' for '--tokens <TOKENS>'",
+        ),
+        (&["check", "a.json"], "unexpected argument 'a.json' found"),
+        (&["explain", "--model", "llama-3.1-8b"], "--out <FILE>"),
+        (&["plan", "--draft", "mtp"], "--model <NAME|FILE>"),
+        (&[], "Usage: kvferry <COMMAND>"),
     ] {
         let (code, output, errors) = kvferry(arguments);
         assert_eq!((code, output.as_str()), (1, ""), "{arguments:?}");
-        assert!(!errors.is_empty(), "{arguments:?}");
+        assert!(errors.contains(problem), "{arguments:?}: {errors}");
     }
-    let (_, _, errors) = kvferry(&["plam"]);
-    assert!(errors.contains("'plan'"), "{errors}");
-    let (_, _, errors) = kvferry(&["plan", "--model", "llama-3.1-8b", "--prefil", "tp=2"]);
-    assert!(errors.contains("'--prefill'"), "{errors}");
-    let (code, output, _) = kvferry(&["--help"]);
-    assert!(code == 0 && output.contains("plan"));
+    let (code, output, errors) = kvferry(&["--help"]);
+    assert_eq!((code, errors.as_str()), (0, ""));
+    assert!(output.contains("Usage: kvferry <COMMAND>"), "{output}");
 }
 
 #[test]
@@ -132,14 +137,54 @@ fn manifests() {
     let ranks = vllm::manifests(&model, &topology, "engine").unwrap();
     let text = ranks[0].to_json();
     let good = folder.file("good.json", &text);
+    let plan = |prefill: &[&str], decode: &str, parts: &[&str]| {
+        let sides = [&["plan", "--prefill"], prefill, &["--decode", decode]];
+        refuses(&sides.concat(), parts);
+    };
     let truncated = folder.file("truncated.json", &text[..text.len() / 2]);
-    refuses(&["check", &truncated, "--with", &good], &["truncated.json"]);
+    plan(&[&truncated], &good, &["--prefill: ", "truncated.json: ", "EOF"]);
     let other = folder.file("other.json", "{\"hello\": 1}");
-    refuses(&["check", &good, "--with", &other], &["other.json"]);
-    refuses(&["check", &good, "--with", "nowhere.json"], &["nowhere.json"]);
-    refuses(&["check", &good, &good, "--with", &good], &["both describe rank 0"]);
+    plan(&[&good], &other, &["--decode: ", "other.json: ", "no 'kvferry_manifest' version"]);
+    plan(&[&good], "nowhere.json", &["--decode: nowhere.json: No such file or directory"]);
+    plan(&[&good, &good], &good, &["both describe rank 0: name the manifests of one engine"]);
     let kimi = presets::find("kimi-linear").unwrap().model().unwrap();
     let rank = &vllm::manifests(&kimi, &topology, "engine").unwrap()[1];
     let foreign = folder.file("foreign.json", &rank.to_json());
-    refuses(&["check", &good, &foreign, "--with", &good], &["do not describe ranks of one engine"]);
+    plan(&[&good, &foreign], &good, &["do not describe ranks of one engine: 1 groups and 4"]);
+    // A folder with the dumps of two engines.
+    let both = Folder::new("both");
+    let decode = &vllm::manifests(&model, &topology, "other").unwrap()[0];
+    both.file("a.json", &text);
+    both.file("b.json", &decode.to_json());
+    let path = both.0.display().to_string();
+    plan(
+        &[&path],
+        &good,
+        &["a.json and ", "b.json both describe rank 0 of engines 'engine' and 'other'"],
+    );
+    let empty = Folder::new("empty");
+    let path = empty.0.display().to_string();
+    plan(&[&path], &good, &["has no manifests (*.json)", "KVFERRY_DUMP_MANIFEST="]);
+    // A topology needs a model.
+    plan(&["tp=2"], &good, &["--prefill: 'tp=2' is a topology: give the model too (--model)"]);
+    plan(&["dumps"], &good, &["--prefill: ", "nor is there a file or folder 'dumps'"]);
+}
+
+#[test]
+fn addresses() {
+    refuses(&["status", "nohost"], &["'nohost' is not an address: give host:port"]);
+    refuses(&["status", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
+    let missing = ["status", "127.0.0.1:1", "--key-file", "/no/such/key"];
+    refuses(&missing, &["cannot read the key file /no/such/key", "No such file"]);
+}
+
+#[test]
+fn measurements() {
+    let bench = |option: &str, value: &str, parts: &[&str]| {
+        refuses(&["bench", "transfer", option, value], parts);
+    };
+    bench("--rounds", "0", &["nothing to measure: --rounds 0, --mib 256; at least 1 each"]);
+    bench("--mib", "0", &["nothing to measure: --rounds 9, --mib 0; at least 1 each"]);
+    bench("--mib", "99999999999999999", &["--mib 99999999999999999: that is too much"]);
+    bench("--pieces", "7", &["--pieces 7: pieces of 7 KiB do not fill 256 MiB evenly"]);
 }

@@ -203,14 +203,33 @@ impl Scene {
         self.nothing_else_changed();
     }
 
-    fn fails(&mut self) -> Value {
+    /// The request fails because its time is up while it is doing this. The transport has the same
+    /// deadline as the agent: whichever sees it first says so.
+    fn fails_late(&mut self, doing: &str) {
+        let failure = self.failure();
+        let Some(late) = failure.get("Deadline") else {
+            assert_eq!((doing, failure), ("reading", json!({"Transport": "the deadline passed"})));
+            return;
+        };
+        let said: Vec<&Value> = late.as_object().unwrap().values().collect();
+        assert_eq!(said, [doing]);
+    }
+
+    /// The request fails, and this is why.
+    fn fails(&mut self, why: &str) {
+        let failure = self.failure();
+        assert!(failure.get(why).is_some(), "not {why}: {failure}");
+    }
+
+    fn failure(&mut self) -> Value {
         let end = self.end();
-        assert!(end["outcome"].get("Failed").is_some(), "{end}");
+        let failure = &end["outcome"]["Failed"];
+        assert!(failure.is_object(), "{end}");
         if end["quarantined"] == true {
             self.d.ranks[0].hear("Settled");
         }
         self.nothing_else_changed();
-        end["outcome"]["Failed"].clone()
+        failure.clone()
     }
 
     fn nothing_else_changed(&mut self) {
@@ -243,7 +262,7 @@ fn a_prefill_rank_is_killed_before_it_is_read() {
     let mut scene = Scene::new(LONG);
     scene.p.ranks[1].kill();
     scene.load("r", LONG);
-    scene.fails();
+    scene.fails("PeerGone");
     scene.p_has_its_blocks_back("abandoned");
 }
 
@@ -260,7 +279,7 @@ fn a_prefill_rank_is_killed_while_it_is_read() {
     let mut scene = Scene::warm(LONG);
     scene.reading(LONG);
     scene.p.ranks[1].kill();
-    scene.fails();
+    scene.fails("PeerGone");
     scene.p_has_its_blocks_back("abandoned");
 }
 
@@ -276,11 +295,7 @@ fn a_prefill_rank_stands_still_while_it_is_read() {
 fn a_prefill_rank_stands_still_for_too_long() {
     let mut scene = Scene::warm(LONG);
     scene.reading(Duration::from_secs(2));
-    let failure = scene.fails();
-    assert!(
-        failure.to_string().contains("deadline") || failure.get("Deadline").is_some(),
-        "{failure}"
-    );
+    scene.fails_late("reading");
     // Late bytes find nothing of this request any more.
     scene.p.ranks[1].go_on();
     thread::sleep(Duration::from_millis(300));
@@ -306,7 +321,7 @@ fn the_prefill_scheduler_is_killed_before_the_handshake() {
     let mut scene = Scene::new(LONG);
     scene.p.scheduler.kill();
     scene.load("r", LONG);
-    scene.fails();
+    scene.fails("PeerGone");
 }
 
 #[test]
@@ -323,7 +338,7 @@ fn the_prefill_scheduler_is_killed_while_it_is_asked() {
     scene.confirming(Duration::from_secs(3));
     scene.p.scheduler.kill();
     // Every byte is there and right, and must not be used: nobody can say so.
-    scene.fails();
+    scene.fails_late("confirming");
 }
 
 #[test]

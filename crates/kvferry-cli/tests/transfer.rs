@@ -80,12 +80,3 @@ fn a_bench_of_all_back_ends_is_json() {
     }
     assert_eq!(results["idle"].as_array().unwrap().len(), 5);
 }
-
-#[test]
-fn a_bench_of_nothing_is_an_error() {
-    for arguments in [["--rounds", "0"], ["--mib", "0"], ["--pieces", "7"]] {
-        let output = kvferry(&["bench", "transfer"]).args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
-        assert!(said(&output).1.starts_with("error: "), "{arguments:?}");
-    }
-}

@@ -8,12 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
+use kvferry_demo::own_output;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
-
-use crate::own_output;
 
 use super::memory::{Memory, word};
 
@@ -280,23 +279,23 @@ impl Worker {
         Ok(())
     }
 
-    fn peer(&self) -> Result<Peer, Failure> {
+    fn source(&self) -> Result<SourceProcess, Failure> {
         let mut child = worker(self.contender, "serve", self.bytes)?
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let output = child.stdout.take().ok_or("no pipe from a peer")?;
+        let output = child.stdout.take().ok_or("no pipe from the process that is read")?;
         let mut line = String::new();
         BufReader::new(output).read_line(&mut line)?;
         let mut words = line.trim_end().split(' ');
-        let mut next = || words.next().ok_or("a peer said too little");
+        let mut next = || words.next().ok_or("the process that is read said too little");
         let pid = next()?.parse()?;
         let base = next()?.parse()?;
         let hex = next()?;
         let description = (0..hex.len() / 2)
             .map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16))
             .collect::<Result<_, _>>()?;
-        Ok(Peer { child, pid, base, description })
+        Ok(SourceProcess { child, pid, base, description })
     }
 
     fn memcpy(&self, talk: Talk) -> Result<(), Failure> {
@@ -316,7 +315,7 @@ impl Worker {
 
     /// Reads through one of kvferry's transports.
     fn read<T: Transport>(&self, talk: Talk, transport: &T) -> Result<(), Failure> {
-        let process = self.peer()?;
+        let process = self.source()?;
         let memory = Memory::new(self.bytes)?;
         // SAFETY: the memory is only touched through its address, and taken back below.
         let region = unsafe { transport.register(memory.region()) }?;
@@ -349,7 +348,7 @@ impl Worker {
     /// Reads by a bare loop over NIXL's C interface, in the way that suits NIXL best: lists are
     /// prepared beforehand, requests are made of their entries, and the loop polls.
     fn bare(&self, talk: Talk) -> Result<(), Failure> {
-        let process = self.peer()?;
+        let process = self.source()?;
         let library = capi::Nixl::load(&nixl::find(None)?)?;
         let mut settings = NixlOptions::default().settings();
         if self.contender != Contender::NixlBare {
@@ -439,14 +438,14 @@ impl Worker {
     }
 }
 
-struct Peer {
+struct SourceProcess {
     child: Child,
     pid: u32,
     base: u64,
     description: Vec<u8>,
 }
 
-impl Drop for Peer {
+impl Drop for SourceProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

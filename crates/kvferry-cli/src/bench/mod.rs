@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-/// Measure kvferry on this machine, beside what else there is.
+/// Measure kvferry on this machine, next to its rivals.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
     #[command(subcommand)]

@@ -14,23 +14,23 @@ use super::contender::{Case, Contender, Order, Running};
 /// Measure the transports between two processes of this machine.
 ///
 /// Every contender reads the same pieces in every round, one contender after the other, and each
-/// time is set against memcpy of the same pieces in the same round. What is printed are medians
-/// over the rounds. NIXL takes part when it is installed, Mooncake when the interpreter has it.
+/// time is set against memcpy of the same pieces in the same round. The numbers printed are
+/// medians over the rounds. NIXL takes part when it is installed, Mooncake when the interpreter has it.
 #[derive(Debug, Args)]
 pub(super) struct Transfer {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Rounds.
+    /// How often everything is measured.
     #[arg(long, default_value_t = 9)]
     rounds: usize,
     /// MiB to move in each transfer.
     #[arg(long, default_value_t = 256)]
     mib: usize,
-    /// Sizes of the pieces in KiB.
+    /// Sizes of the pieces, in KiB, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = [4, 64, 1024])]
     pieces: Vec<usize>,
-    /// Who takes part; all that can, without.
+    /// Who takes part, separated by commas. Without this option: everyone that is installed.
     #[arg(long, value_delimiter = ',')]
     only: Vec<Contender>,
     /// The Python in which to look for Mooncake (mooncake-transfer-engine-non-cuda).
@@ -84,13 +84,23 @@ struct Idle {
 
 impl Transfer {
     pub(super) fn run(self) -> Result<(), Failure> {
-        let bytes = self.mib << 20;
-        let pieces: Vec<usize> = self.pieces.iter().map(|kib| kib << 10).collect();
+        let bytes = self.mib.checked_mul(1 << 20);
+        let bytes = bytes.ok_or_else(|| format!("--mib {}: that is too much", self.mib))?;
+        let pieces: Vec<usize> =
+            self.pieces.iter().map(|kib| kib.saturating_mul(1 << 10)).collect();
         if self.rounds == 0 || bytes == 0 {
-            return Err("nothing to measure: rounds and MiB must be at least 1".into());
+            let (rounds, mib) = (self.rounds, self.mib);
+            return Err(format!(
+                "nothing to measure: --rounds {rounds}, --mib {mib}; at least 1 each"
+            )
+            .into());
         }
         if let Some(piece) = pieces.iter().find(|&&p| p == 0 || !bytes.is_multiple_of(p)) {
-            return Err(format!("pieces of {piece} bytes do not fill {} MiB", self.mib).into());
+            let (kib, mib) = (piece >> 10, self.mib);
+            return Err(format!(
+                "--pieces {kib}: pieces of {kib} KiB do not fill {mib} MiB evenly"
+            )
+            .into());
         }
         let progress = Progress::new();
         let mut absent = Vec::new();

@@ -1,17 +1,20 @@
-//! As much of a WebDriver client as the browser test needs, over a plain socket.
+//! As much of a WebDriver client as the browser test needs.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use ureq::Agent;
 
 /// A headless browser.
 pub(crate) struct Browser {
     driver: Child,
-    port: u16,
+    /// How to reach the driver, and where its sessions are.
+    agent: Agent,
+    sessions: String,
+    /// The session's name, once there is one.
     session: String,
 }
 
@@ -25,7 +28,7 @@ impl Browser {
             .spawn()
             .expect("chromedriver starts: install chromium-driver, or run tools/test-explain.sh");
         let mut lines = BufReader::new(driver.stdout.take().expect("it is piped")).lines();
-        let port = lines
+        let port: u16 = lines
             .find_map(|line| {
                 let line = line.ok()?;
                 let (_, port) = line.split_once("started successfully on port ")?;
@@ -34,7 +37,14 @@ impl Browser {
             .expect("chromedriver says its port");
         // Keep reading, so that it never blocks on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
-        let mut browser = Self { driver, port, session: String::new() };
+        let agent = Agent::config_builder()
+            .timeout_global(Some(Duration::from_secs(120)))
+            // Errors come with a body that says what is wrong.
+            .http_status_as_error(false)
+            .proxy(None)
+            .build();
+        let sessions = format!("http://127.0.0.1:{port}/session");
+        let mut browser = Self { driver, agent: agent.into(), sessions, session: String::new() };
         let profile = folder.join("profile");
         let arguments = [
             "--headless",
@@ -51,7 +61,7 @@ impl Browser {
         let options = json!({ "args": arguments });
         let wanted = json!({ "capabilities": { "alwaysMatch": {
             "browserName": "chrome", "goog:chromeOptions": options } } });
-        let answer = browser.call("POST", "/session", &wanted);
+        let answer = browser.post(&browser.sessions, &wanted);
         browser.session = answer["sessionId"].as_str().expect("a session").to_owned();
         browser
     }
@@ -88,49 +98,24 @@ impl Browser {
     }
 
     fn command(&self, name: &str, body: &Value) -> Value {
-        self.call("POST", &format!("/session/{}/{name}", self.session), body)
+        self.post(&format!("{}/{}/{name}", self.sessions, self.session), body)
     }
 
-    fn call(&self, method: &str, path: &str, body: &Value) -> Value {
-        let answer = self.exchange(method, path, body).expect("chromedriver answers");
+    fn post(&self, url: &str, body: &Value) -> Value {
+        let sent = self.agent.post(url).content_type("application/json").send(body.to_string());
+        let answer = sent.expect("chromedriver answers").into_body().read_to_string();
+        let answer = answer.expect("chromedriver ends its answer");
+        let answer: Value = serde_json::from_str(&answer).expect("chromedriver answers in JSON");
         let value = answer["value"].clone();
-        assert!(value["error"].is_null(), "{path}: {value}");
+        assert!(value["error"].is_null(), "{url}: {value}");
         value
-    }
-
-    fn exchange(&self, method: &str, path: &str, body: &Value) -> std::io::Result<Value> {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
-        stream.set_read_timeout(Some(Duration::from_secs(120)))?;
-        let body = body.to_string();
-        write!(
-            stream,
-            "{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n\
-             Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        )?;
-        let mut reader = BufReader::new(stream);
-        let mut length = 0;
-        loop {
-            let mut line = String::new();
-            reader.read_line(&mut line)?;
-            let line = line.trim_end().to_ascii_lowercase();
-            if line.is_empty() {
-                break;
-            }
-            if let Some(value) = line.strip_prefix("content-length:") {
-                length = value.trim().parse().map_err(std::io::Error::other)?;
-            }
-        }
-        let mut text = vec![0; length];
-        reader.read_exact(&mut text)?;
-        serde_json::from_slice(&text).map_err(std::io::Error::other)
     }
 }
 
 impl Drop for Browser {
     fn drop(&mut self) {
         if !self.session.is_empty() {
-            let _ = self.exchange("DELETE", &format!("/session/{}", self.session), &json!({}));
+            let _ = self.agent.delete(format!("{}/{}", self.sessions, self.session)).call();
         }
         let _ = self.driver.kill();
         let _ = self.driver.wait();

@@ -107,53 +107,64 @@ pub fn manifests(
     topology: &Topology,
     engine: &str,
 ) -> Result<Vec<Manifest>, RulesError> {
-    let pools = pools(model, topology)?;
-    let mut ranks = vec![];
-    for stage in 0..topology.pp {
-        let placed = place::stage(model, &pools, stage)?;
-        for tp in 0..topology.tp {
-            let rank = stage * topology.tp + tp;
-            let mut label = format!("tp{tp}");
-            if topology.pp > 1 {
-                label.insert_str(0, &format!("pp{stage} "));
-            }
-            let mut draft = Draft {
-                identity: model.identity(),
-                engine: engine.to_owned(),
-                rank,
-                label,
-                regions: vec![Region {
-                    base: (1 + u64::from(rank)) << 48,
-                    bytes: placed.bytes,
-                    place: Place::Gpu(rank),
-                }],
-                kinds: vec![],
-                groups: vec![],
-            };
-            for (number, (group, layers)) in pools.groups.iter().zip(&placed.groups).enumerate() {
-                let mut made = Group {
-                    name: group.name.clone(),
-                    blocks: pools.blocks,
-                    null_block: Some(0),
-                    tokens_per_block: group.block,
-                    window: pools.specs[number].window(),
-                    pieces: vec![],
-                    scratch: vec![],
-                };
-                for layer in layers {
-                    layer.describe(model, topology, &pools, tp, &mut draft.kinds, &mut made);
+    pools(model, topology)?.manifests(model, topology, engine)
+}
+
+impl Pools {
+    /// [`manifests`], for pools that are decided already.
+    pub fn manifests(
+        &self,
+        model: &Model,
+        topology: &Topology,
+        engine: &str,
+    ) -> Result<Vec<Manifest>, RulesError> {
+        let pools = self;
+        let mut ranks = vec![];
+        for stage in 0..topology.pp {
+            let placed = place::stage(model, pools, stage)?;
+            for tp in 0..topology.tp {
+                let rank = stage * topology.tp + tp;
+                let mut label = format!("tp{tp}");
+                if topology.pp > 1 {
+                    label.insert_str(0, &format!("pp{stage} "));
                 }
-                draft.groups.push(made);
-            }
-            ranks.push(
-                Manifest::new(draft).map_err(|problem| RulesError::Unsound {
+                let mut draft = Draft {
+                    identity: model.identity(),
+                    engine: engine.to_owned(),
+                    rank,
+                    label,
+                    regions: vec![Region {
+                        base: (1 + u64::from(rank)) << 48,
+                        bytes: placed.bytes,
+                        place: Place::Gpu(rank),
+                    }],
+                    kinds: vec![],
+                    groups: vec![],
+                };
+                for (number, (group, layers)) in pools.groups.iter().zip(&placed.groups).enumerate()
+                {
+                    let mut made = Group {
+                        name: group.name.clone(),
+                        blocks: pools.blocks,
+                        null_block: Some(0),
+                        tokens_per_block: group.block,
+                        window: pools.specs[number].window(),
+                        pieces: vec![],
+                        scratch: vec![],
+                    };
+                    for layer in layers {
+                        layer.describe(model, topology, pools, tp, &mut draft.kinds, &mut made);
+                    }
+                    draft.groups.push(made);
+                }
+                ranks.push(Manifest::new(draft).map_err(|problem| RulesError::Unsound {
                     model: model.name.clone(),
                     problem,
-                })?,
-            );
+                })?);
+            }
         }
+        Ok(ranks)
     }
-    Ok(ranks)
 }
 
 /// The first layer of every pipeline stage, and the end: as even as can be, what is left over going to

@@ -136,7 +136,9 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             let (prefill, decode) = pair.tp();
-            format!("tensor parallelism of {prefill} and {decode}: neither divides the other")
+            format!(
+                "neither degree of tensor parallelism ({prefill} and {decode}) divides the other"
+            )
         },
     },
     Rule {
@@ -147,7 +149,7 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             format!(
-                "the decode side's kernel block ({}) is no multiple of the prefill side's ({})",
+                "the decode side's kernel block ({}) is not a multiple of the prefill side's ({})",
                 pair.decode.kernel().unwrap_or_default(),
                 pair.prefill.kernel().unwrap_or_default()
             )
@@ -166,8 +168,8 @@ const RULES: &[Rule] = &[
         reason: |pair| {
             let heads = pair.kv_heads().next().unwrap_or_default();
             format!(
-                "a bare assertion: more prefill ranks ({}) than KV heads ({heads}), and fewer decode \
-                 ranks",
+                "there are more prefill ranks ({}) than KV heads ({heads}), and fewer decode ranks than \
+                 prefill ranks (a bare assertion)",
                 pair.tp().0
             )
         },
@@ -180,7 +182,7 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             let (prefill, decode) = (pair.prefill.pools.layout, pair.decode.pools.layout);
-            format!("different layouts: {prefill} and {decode}")
+            format!("the layouts of the two sides differ ({prefill} and {decode})")
         },
     },
     Rule {
@@ -194,8 +196,8 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             format!(
-                "different tensor parallelism with layout {}: it must keep a block's heads apart \
-                 (LBHNC)",
+                "between different degrees of tensor parallelism, its connector needs a layout that keeps \
+                 a block's heads apart (LBHNC), not {}",
                 pair.prefill.pools.layout
             )
         },
@@ -211,7 +213,7 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             format!(
-                "more prefill than decode ranks together with different kernel blocks ({} and {})",
+                "there are more prefill than decode ranks, and their kernel blocks differ ({} and {})",
                 pair.prefill.kernel().unwrap_or_default(),
                 pair.decode.kernel().unwrap_or_default()
             )
@@ -226,8 +228,8 @@ const RULES: &[Rule] = &[
         },
         reason: |pair| {
             format!(
-                "a cached prefix, recurrent layers, and {} kernel blocks per block on one side but {} \
-                 on the other",
+                "part of the prompt is cached, some layers are recurrent, and a block has {} kernel \
+                 blocks on the prefill side but {} on the decode side",
                 pair.prefill.kernels_per_block(),
                 pair.decode.kernels_per_block()
             )
@@ -250,8 +252,8 @@ const RULES: &[Rule] = &[
             prefill != decode && pair.has_one_mamba_group()
         },
         reason: |_| {
-            "the one Mamba2 group (n_groups = 1) is replicated, but its connector splits the B and C \
-             parts of the convolution state as if it were not"
+            "every rank has a copy of the one Mamba2 group (n_groups = 1), but its connector splits the \
+             B and C parts of the convolution state as if each rank had a share"
                 .to_owned()
         },
     },

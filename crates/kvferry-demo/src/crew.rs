@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::words::{Command, Reply, Setup};
+use crate::words::{Command, PROCESS, Reply, Setup};
 
 /// Names one process of a demo; never given twice.
 pub(crate) type MemberId = usize;
@@ -34,7 +34,7 @@ impl Crew {
     pub(crate) fn start(&mut self, setup: &Setup) -> Result<MemberId, String> {
         let program = std::env::current_exe().map_err(|error| error.to_string())?;
         let mut process = Process::new(program)
-            .arg("demo-process")
+            .arg(PROCESS)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(if std::env::var_os("KVFERRY_DEMO_LOG").is_some() {

@@ -4,7 +4,7 @@ use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm;
 use kvferry_models::{Model, Topology, presets};
 
-use super::words::Setup;
+use crate::words::Setup;
 
 /// About how large a rank's pool may be.
 const POOL_BYTES: u64 = 48 << 20;

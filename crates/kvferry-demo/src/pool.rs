@@ -1,7 +1,7 @@
 //! A rank's memory, whose every byte is known.
 
-use kvferry_agent::BlockTable;
 use kvferry_layout::{Manifest, Piece, Place};
+use kvferry_plan::BlockTable;
 
 /// A pool, and beside it what it should hold.
 pub(crate) struct Pool {
@@ -248,8 +248,8 @@ mod tests {
     use kvferry_models::Topology;
     use kvferry_plan::{Plan, Request, Table};
 
-    use super::super::shape;
     use super::*;
+    use crate::shape;
 
     /// One request from a pool of one rank to another, by plain copies.
     struct Moved {
@@ -262,9 +262,9 @@ mod tests {
     const TOKENS: u64 = 70;
     const SEED: u64 = 9;
 
-    fn moved(model: &str) -> Moved {
+    fn moved(model: &str, blocks: u32) -> Moved {
         let model = shape::reduced(model, 2).unwrap();
-        let topology: Topology = "tp=1,blocks=64".parse().unwrap();
+        let topology = Topology { blocks: Some(blocks), ..Topology::default() };
         let mut manifests = shape::engine(&model, &topology, "p").unwrap();
         let mut source = Pool::new(manifests.remove(0)).unwrap();
         let mut manifests = shape::engine(&model, &topology, "d").unwrap();
@@ -283,8 +283,7 @@ mod tests {
             .collect();
         source.fill(SEED, TOKENS, &tables);
         pool.scrub(&tables);
-        let borrowed: Vec<Table<'_>> =
-            tables.iter().map(|t| Table { first: t.first, blocks: &t.blocks }).collect();
+        let borrowed: Vec<Table<'_>> = tables.iter().map(BlockTable::borrow).collect();
         let request = Request {
             tokens: TOKENS,
             cached: &vec![0; tables.len()],
@@ -319,8 +318,11 @@ mod tests {
 
     #[test]
     fn what_a_plan_moves_is_right() {
-        for model in ["llama-3.1-8b", "kimi-linear-48b-a3b", "gemma-3-27b"] {
-            let mut moved = moved(model);
+        // As few blocks as the request needs, and some: all of a pool is compared.
+        for (model, blocks) in
+            [("llama-3.1-8b", 64), ("kimi-linear-48b-a3b", 12), ("gemma-3-27b", 64)]
+        {
+            let mut moved = moved(model, blocks);
             let cached = vec![0; moved.tables.len()];
             let (wrong, compared) = moved.pool.check(SEED, TOKENS, &cached, &moved.tables);
             assert_eq!(wrong, 0, "{model}");
@@ -336,12 +338,12 @@ mod tests {
             let cached = vec![0; moved.tables.len()];
             moved.pool.check(SEED, TOKENS, &cached, &moved.tables).0
         };
-        let mut first = moved("llama-3.1-8b");
+        let mut first = moved("llama-3.1-8b", 64);
         first.pool.flip(first.written[first.written.len() / 2]);
         assert_eq!(check(&mut first), 1);
         assert_eq!(first.pool.audit(), 1);
 
-        let mut second = moved("llama-3.1-8b");
+        let mut second = moved("llama-3.1-8b", 64);
         let written: std::collections::HashSet<usize> = second.written.iter().copied().collect();
         let mut beside = None;
         whole(second.pool.manifest(), &second.tables, |at, bytes| {
@@ -350,7 +352,7 @@ mod tests {
         second.pool.flip(beside.expect("the last block is not full"));
         assert_eq!(check(&mut second), 1);
 
-        let mut third = moved("llama-3.1-8b");
+        let mut third = moved("llama-3.1-8b", 64);
         third.pool.flip(third.pool.memory.bytes - 1);
         assert_eq!(check(&mut third), 0, "no block of this request");
         assert_eq!(third.pool.audit(), 1);
@@ -359,7 +361,7 @@ mod tests {
     /// A request that was never moved is wrong from end to end.
     #[test]
     fn nothing_moved_is_nothing_right() {
-        let mut moved = moved("llama-3.1-8b");
+        let mut moved = moved("llama-3.1-8b", 64);
         moved.pool.scrub(&moved.tables);
         let cached = vec![0; moved.tables.len()];
         let (wrong, _) = moved.pool.check(SEED, TOKENS, &cached, &moved.tables);

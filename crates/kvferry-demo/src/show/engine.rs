@@ -3,12 +3,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use kvferry_agent::BlockTable;
+use fastrand::Rng;
 use kvferry_layout::Manifest;
 use kvferry_models::Topology;
+use kvferry_plan::BlockTable;
 
-use super::super::crew::MemberId;
-use super::Dice;
+use crate::crew::MemberId;
 
 pub(super) struct Engine {
     pub(super) name: String,
@@ -61,7 +61,7 @@ impl Engine {
     }
 
     /// Block tables for a request; `None` when there are not enough blocks.
-    pub(super) fn allocate(&mut self, tokens: u64, dice: &mut Dice) -> Option<Vec<BlockTable>> {
+    pub(super) fn allocate(&mut self, tokens: u64, dice: &mut Rng) -> Option<Vec<BlockTable>> {
         if self.free.len() < self.need(tokens) {
             return None;
         }
@@ -73,7 +73,7 @@ impl Engine {
             let live = (tokens.div_ceil(block) - dead) as usize;
             let live = self.free.drain(..live);
             // Some engines clip what is dead, others mark it.
-            if dice.chance(50) {
+            if chance(dice, 50) {
                 BlockTable { first: dead, blocks: live.collect() }
             } else {
                 let dead = std::iter::repeat_n(0, dead as usize);
@@ -93,4 +93,9 @@ impl Engine {
 pub(super) fn longest(engines: &[Engine]) -> u64 {
     let fits = |tokens: u64| engines.iter().all(|engine| engine.need(tokens) * 4 <= engine.blocks);
     (0..=11).map(|shift| 1 << shift).take_while(|tokens| fits(*tokens)).last().unwrap_or(0)
+}
+
+/// True in `percent` of a hundred throws.
+pub(super) fn chance(dice: &mut Rng, percent: u8) -> bool {
+    dice.u8(0..100) < percent
 }

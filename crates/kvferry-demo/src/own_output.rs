@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 
 /// Takes the standard output for the caller alone: what anybody else in the process prints goes to the
 /// standard error from now on. (UCX prints its warnings, for one.)
-pub(crate) fn take() -> io::Result<File> {
+pub fn take() -> io::Result<File> {
     let output = io::stdout().as_fd().try_clone_to_owned()?;
     // SAFETY: both descriptors are open, and nobody owns the standard output.
     if unsafe { libc::dup2(2, 1) } < 0 {

@@ -2,8 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::crew::MemberId;
-use super::{Phase, Show};
+use super::Show;
+use super::engine::chance;
+use super::request::Stage;
+use crate::crew::MemberId;
 
 impl Show<'_> {
     pub(super) fn chaos(&mut self) {
@@ -17,23 +19,23 @@ impl Show<'_> {
         if now < self.next_chaos || all_admitted {
             return;
         }
-        self.next_chaos = now + Duration::from_millis(self.dice.within(150, 600));
-        let number = self.dice.within(0, self.engines.len() as u64 - 1) as usize;
+        self.next_chaos = now + Duration::from_millis(self.dice.u64(150..=600));
+        let number = self.dice.usize(0..self.engines.len());
         let engine = &self.engines[number];
         if !engine.up {
             return;
         }
         let mut members = engine.ranks.clone();
         members.extend(engine.scheduler);
-        let victim = members[self.dice.within(0, members.len() as u64 - 1) as usize];
-        if self.dice.chance(40) && report.killed < 6 {
+        let victim = members[self.dice.usize(0..members.len())];
+        if chance(&mut self.dice, 40) && report.killed < 6 {
             report.killed += 1;
             self.killed.insert(victim);
             self.crew.signal(victim, libc::SIGKILL);
         } else if report.stopped < 12 && !self.stopped.iter().any(|(member, _)| *member == victim) {
             report.stopped += 1;
             self.crew.signal(victim, libc::SIGSTOP);
-            let while_ms = self.dice.within(50, 1200);
+            let while_ms = self.dice.u64(50..=1200);
             self.stopped.push((victim, now + Duration::from_millis(while_ms)));
         }
     }
@@ -58,15 +60,15 @@ impl Show<'_> {
                     request.kept = false;
                     request.scrubbing.clear();
                 }
-                let fails = match request.phase {
-                    Phase::Filling(_) | Phase::Granting => source_died,
-                    Phase::Loading { .. } => {
+                let fails = match request.stage {
+                    Stage::Filling(_) | Stage::Granting => source_died,
+                    Stage::Loading { .. } => {
                         request.decode == number && request.decode_life == life
                     }
-                    Phase::Queued { .. } | Phase::Ended => false,
+                    Stage::Queued { .. } | Stage::Ended => false,
                 };
                 if fails {
-                    request.phase = Phase::Ended;
+                    request.stage = Stage::Ended;
                     *self.report.failed.entry("engine died".to_owned()).or_default() += 1;
                     self.bar.inc(1);
                 }

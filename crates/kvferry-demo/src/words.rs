@@ -3,10 +3,13 @@
 use kvferry_agent::{BlockTable, Load, Outcome, Ticket, Timings};
 use serde::{Deserialize, Serialize};
 
+/// The argument with which a process of a demo is started.
+pub const PROCESS: &str = "demo-process";
+
 /// How a rank's memory is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum By {
+pub enum TransportKind {
     /// Another process's memory, directly.
     Local,
     /// Sockets.
@@ -24,7 +27,7 @@ pub(crate) struct Setup {
     pub(crate) engine: String,
     /// `None`: the engine's scheduler.
     pub(crate) rank: Option<u32>,
-    pub(crate) transport: By,
+    pub(crate) transport: TransportKind,
     pub(crate) key: String,
     pub(crate) term_ms: u64,
 }

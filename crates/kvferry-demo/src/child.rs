@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,15 +18,15 @@ use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Region, Transport};
+use parking_lot::Mutex;
 
 use crate::own_output;
-
-use super::pool::Pool;
-use super::shape;
-use super::words::{By, Command, End, Reply, Setup};
+use crate::pool::Pool;
+use crate::shape;
+use crate::words::{Command, End, Reply, Setup, TransportKind};
 
 /// Plays its part until standard input ends: whatever becomes of the demo, no process stays behind.
-pub(crate) fn run() -> ExitCode {
+pub fn run() -> ExitCode {
     let output = own_output::take().map(|output| OUTPUT.set(Mutex::new(output)));
     if !matches!(output, Ok(Ok(()))) {
         return ExitCode::FAILURE;
@@ -62,7 +62,7 @@ static OUTPUT: OnceLock<Mutex<File>> = OnceLock::new();
 
 fn say(reply: &Reply) {
     let Some(output) = OUTPUT.get() else { return };
-    let mut out = output.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut out = output.lock();
     // Whoever listened is gone: this process ends with its standard input.
     if let Ok(line) = serde_json::to_string(reply) {
         _ = writeln!(out, "{line}").and_then(|()| out.flush());
@@ -108,8 +108,8 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
     let loads: Mutex<HashMap<String, (Load, u64)>> = Mutex::default();
     let pool = Mutex::new(&mut pool);
     let lock = |notice: Notice| {
-        let mut loads = loads.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loads = loads.lock();
+        let mut pool = pool.lock();
         match notice {
             Notice::Ended(ending) => {
                 let Some((load, seed)) = loads.get(&ending.request) else { return };
@@ -147,23 +147,23 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
         |command| {
             match command {
                 Command::Fill { request, seed, tokens, tables } => {
-                    let mut pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut pool = pool.lock();
                     pool.fill(seed, tokens, &tables);
                     say(&Reply::Filled { request });
                 }
                 Command::Scrub { request, tables } => {
-                    pool.lock().unwrap_or_else(PoisonError::into_inner).scrub(&tables);
+                    pool.lock().scrub(&tables);
                     say(&Reply::Scrubbed { request });
                 }
                 Command::Load { load, seed } => {
-                    let mut loads = loads.lock().unwrap_or_else(PoisonError::into_inner);
-                    pool.lock().unwrap_or_else(PoisonError::into_inner).scrub(&load.destination);
+                    let mut loads = loads.lock();
+                    pool.lock().scrub(&load.destination);
                     loads.insert(load.request.clone(), (load.clone(), seed));
                     worker.load(load).map_err(|error| error.to_string())?;
                 }
                 Command::Abort { request } => worker.abort(&request),
                 Command::Audit => {
-                    let pool = pool.lock().unwrap_or_else(PoisonError::into_inner);
+                    let pool = pool.lock();
                     say(&Reply::Audited { wrong: pool.audit(), bytes: pool.span().1 });
                 }
                 other => return Err(format!("a rank cannot {other:?}")),
@@ -174,22 +174,22 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
     )
 }
 
-fn carrier(by: By, pool: &Pool) -> Result<Arc<dyn Carrier>, String> {
+fn carrier(kind: TransportKind, pool: &Pool) -> Result<Arc<dyn Carrier>, String> {
     fn registered<T: Transport + std::fmt::Debug>(
         transport: Result<T, kvferry_transport::Error>,
         pool: &Pool,
     ) -> Result<Arc<dyn Carrier>, String> {
         let transport = transport.map_err(|error| error.to_string())?;
         let (base, bytes) = pool.span();
-        // SAFETY: the pool is never freed, and accessed by volatile reads and writes alone.
+        // SAFETY: the pool is never freed, and accessed through its address alone, never by reference.
         unsafe { transport.register(Region::host(base, bytes)) }
             .map_err(|error| error.to_string())?;
         Ok(carry(Arc::new(transport)))
     }
-    match by {
-        By::Local => registered(Local::new(LocalOptions::default()), pool),
-        By::Tcp => registered(Tcp::new(TcpOptions::default()), pool),
-        By::Nixl => registered(Nixl::new(&NixlOptions::default()), pool),
+    match kind {
+        TransportKind::Local => registered(Local::new(LocalOptions::default()), pool),
+        TransportKind::Tcp => registered(Tcp::new(TcpOptions::default()), pool),
+        TransportKind::Nixl => registered(Nixl::new(&NixlOptions::default()), pool),
     }
 }
 

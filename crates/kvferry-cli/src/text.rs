@@ -1,9 +1,9 @@
-//! Tables for people.
+//! Text for people: aligned columns, sizes, numbers.
 
 use std::fmt::Write as _;
 
-/// A table with a heading. Columns are as wide as their widest cell; numbers stand on the right.
-pub(crate) struct Table {
+/// Rows under a heading. Columns are as wide as their widest cell; numbers stand on the right.
+pub(crate) struct Columns {
     heading: Vec<&'static str>,
     /// Whether a column stands on the right.
     right: Vec<bool>,
@@ -12,8 +12,8 @@ pub(crate) struct Table {
     rules: Vec<usize>,
 }
 
-impl Table {
-    /// An empty table. A heading that starts with `>` stands on the right.
+impl Columns {
+    /// No rows yet. A heading that starts with `>` stands on the right.
     pub(crate) fn new(heading: &[&'static str]) -> Self {
         Self {
             right: heading.iter().map(|word| word.starts_with('>')).collect(),
@@ -89,6 +89,11 @@ pub(crate) fn number(count: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+/// A number of things: `1 rank`, `2 ranks`.
+pub(crate) fn many(count: u64, word: &str) -> String {
+    format!("{} {word}{}", number(count), if count == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]

@@ -7,9 +7,9 @@ use std::time::Duration;
 use kvferry_agent::Timings;
 use serde::Serialize;
 
-/// The result.
+/// What a demo has shown.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct Report {
+pub struct Report {
     pub(crate) model: String,
     pub(crate) layers: u32,
     pub(crate) transport: String,
@@ -30,7 +30,7 @@ pub(crate) struct Report {
     /// Bytes per second while bytes were moving, of one rank.
     pub(crate) rate: f64,
     pub(crate) memcpy_rate: f64,
-    pub(crate) phases: Vec<PhaseReport>,
+    pub(crate) times: Vec<TimeReport>,
     pub(crate) chaos: Option<ChaosReport>,
     /// Blocks that did not come back.
     pub(crate) lost_blocks: usize,
@@ -40,8 +40,9 @@ pub(crate) struct Report {
 }
 
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct PhaseReport {
-    pub(crate) phase: String,
+pub(crate) struct TimeReport {
+    /// What the time went into.
+    pub(crate) part: String,
     pub(crate) median_ms: f64,
     pub(crate) worst_ms: f64,
 }
@@ -58,7 +59,7 @@ pub(crate) struct ChaosReport {
 
 impl Report {
     /// Whether all went as it must. Requests may fail where there is chaos; they may not be wrong.
-    pub(crate) fn is_good(&self) -> bool {
+    pub fn is_good(&self) -> bool {
         let failed: usize = self.failed.values().sum();
         self.wrong_bytes == 0
             && self.lost_blocks == 0
@@ -70,11 +71,13 @@ impl Report {
             && self.chaos.as_ref().is_none_or(|chaos| chaos.crashed == 0)
     }
 
-    pub(crate) fn json(&self) -> String {
+    /// For programs.
+    pub fn json(&self) -> String {
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
-    pub(crate) fn text(&self) -> String {
+    /// For people.
+    pub fn text(&self) -> String {
         let mut out = String::new();
         let mut line = |name: &str, value: String| _ = writeln!(out, "  {name:<18}{value}");
         let gib = (1_u64 << 30) as f64;
@@ -108,10 +111,10 @@ impl Report {
                 self.memcpy_rate / gib
             ),
         );
-        for phase in &self.phases {
+        for time in &self.times {
             line(
-                &format!("  {}", phase.phase),
-                format!("median {:.2} ms, worst {:.2} ms", phase.median_ms, phase.worst_ms),
+                &format!("  {}", time.part),
+                format!("median {:.2} ms, worst {:.2} ms", time.median_ms, time.worst_ms),
             );
         }
         if let Some(chaos) = &self.chaos {
@@ -149,19 +152,19 @@ impl Report {
     }
 }
 
-/// Median and worst of each phase.
-pub(crate) fn phases(all: &[Timings]) -> Vec<PhaseReport> {
+/// Median and worst of each part of a request's time.
+pub(crate) fn times(all: &[Timings]) -> Vec<TimeReport> {
     let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
-    let phases = Timings::NAMES.iter().enumerate().map(|(i, name)| {
+    let parts = Timings::NAMES.iter().enumerate().map(|(i, name)| {
         let mut times: Vec<Duration> = all.iter().map(|phases| phases.times()[i]).collect();
         times.sort_unstable();
-        PhaseReport {
-            phase: (*name).to_owned(),
+        TimeReport {
+            part: (*name).to_owned(),
             median_ms: times.get(times.len() / 2).copied().map_or(0.0, milliseconds),
             worst_ms: times.last().copied().map_or(0.0, milliseconds),
         }
     });
-    phases.collect()
+    parts.collect()
 }
 
 #[cfg(test)]

@@ -1,0 +1,28 @@
+//! What a demo is asked to show.
+
+use kvferry_models::Topology;
+
+use crate::words::TransportKind;
+
+/// What to show.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The model: a preset's name, or a part of it that no other has.
+    pub model: String,
+    /// The prefill engine.
+    pub prefill: Topology,
+    /// The decode engines, at least one.
+    pub decode: Vec<Topology>,
+    /// How many requests to hand over.
+    pub requests: usize,
+    /// How bytes are moved.
+    pub transport: TransportKind,
+    /// Kill and stop ranks at random, abort requests, let leases expire.
+    pub chaos: bool,
+    /// At least so many of the model's layers.
+    pub layers: u32,
+    /// The same seed draws the same requests.
+    pub seed: u64,
+    /// Show a progress bar on standard error.
+    pub progress: bool,
+}
