@@ -69,7 +69,7 @@ impl<T: Transport> Source for Connected<T> {
     }
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.transport.read(&self.peer, copies, None, deadline)?;
+        let operation = self.transport.read(&self.peer, copies, deadline)?;
         Ok(Box::new(operation))
     }
 
