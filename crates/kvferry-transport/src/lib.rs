@@ -18,6 +18,8 @@
 //! | [`local`], [`tcp`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
+//! What a read costs is each back end's own figure (`Transport::price`); `examples/price` measures it.
+//!
 //! A new back end implements [`Transport`] with a desk and custody from `shared`, and joins the
 //! conformance suite (`tests/conformance`).
 

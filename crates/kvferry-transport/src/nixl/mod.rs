@@ -41,6 +41,7 @@ mod job;
 mod options;
 mod peer;
 mod prepared;
+mod price;
 mod state;
 
 use capi::{Agent, AgentError};
@@ -234,9 +235,9 @@ impl Transport for Nixl {
         self.state.changed.notify_all();
     }
 
-    fn price(&self, _: &NixlPeer) -> Price {
-        // Half a microsecond a copy, 8 GB/s.
-        Price { launch: 0.0, copy: 512.0, byte: 0.125 }
+    fn price(&self, peer: &NixlPeer) -> Price {
+        let gpu = peer.is_on_gpu() || self.state.queue.lock().gpu.is_some();
+        price::price(gpu, peer.0.rate.medium())
     }
 
     fn read(

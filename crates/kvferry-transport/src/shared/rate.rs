@@ -30,6 +30,14 @@ pub(crate) enum Medium {
 }
 
 impl Medium {
+    /// Nanoseconds for a byte at the card's rate, where there is a card that tells it.
+    pub(crate) fn byte(self) -> Option<f64> {
+        match self {
+            Self::Network(rate) | Self::Nixl(rate) => rate.map(|rate| 1e9 / rate),
+            Self::Memory => None,
+        }
+    }
+
     /// The rate under which something is wrong, and what that is likely to be.
     fn absurd(self, gpu: bool) -> Option<(f64, &'static str)> {
         match self {
@@ -142,6 +150,11 @@ impl Default for RateWatch {
 impl RateWatch {
     pub(crate) fn new(medium: Medium) -> Self {
         Self { medium, gpu: AtomicBool::new(false), long: Best::default(), short: Best::default() }
+    }
+
+    /// What carries the bytes.
+    pub(crate) fn medium(&self) -> Medium {
+        self.medium
     }
 
     /// From now on GPU memory is involved.

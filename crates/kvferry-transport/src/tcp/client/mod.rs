@@ -83,11 +83,6 @@ impl Client {
         self.state.secret.instance
     }
 
-    /// Where it is.
-    pub(crate) fn address(&self) -> SocketAddr {
-        self.state.address
-    }
-
     /// Hands over an operation.
     pub(crate) fn post(&self, operation: Arc<Chunked>) {
         let mut queue = self.state.queue.lock();

@@ -108,6 +108,16 @@ pub(super) fn reports_add_up<B: BackEnd>() {
     assert_eq!(statistics.quarantined, 0);
 }
 
+/// A price that a plan can choose by: more bytes and more copies take longer.
+pub(super) fn reads_have_a_price<B: BackEnd>() {
+    let pair = Pair::<B>::new(MIB);
+    let price = pair.transport.price(&pair.peer);
+    let takes = |copies, bytes| price.of(copies, bytes);
+    assert!(takes(1, 1) > 0.0 && takes(1_000_000, 1 << 40).is_finite(), "{price:?}");
+    assert!(takes(2, 1 << 20) > takes(1, 1 << 20), "{price:?}");
+    assert!(takes(1, 2 << 20) > takes(1, 1 << 20), "{price:?}");
+}
+
 /// Carries a plan out, and compares all memory of both sides with a model.
 fn check<B: BackEnd>(pair: &mut Pair<B>, plan: &Plan, theirs: &[u8], ours: &mut [u8]) {
     let copies: Vec<ByteCopy> = plan.iter().map(|&(f, t, n)| pair.inward(f, t, n)).collect();
