@@ -14,12 +14,9 @@ pub struct HostMemory {
     bytes: usize,
 }
 
-// SAFETY: the block belongs to this value alone. It is only touched through raw pointers, for which
-// two threads that write the same bytes at once are as bad as a peer that does: the content is
-// unspecified then, and who does that is told so below.
+// SAFETY: the block belongs to this value alone, whichever thread has it. It is not `Sync`: two
+// threads that write the same bytes at once would race.
 unsafe impl Send for HostMemory {}
-// SAFETY: as above.
-unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     /// Maps so many bytes, all zero. None is not possible.

@@ -90,7 +90,8 @@ impl Agent {
             let known = |&entry: &c_int| usize::try_from(entry).is_ok_and(|n| n < list.entries);
             Arc::ptr_eq(&list.agent, self) && entries.iter().all(known)
         };
-        if !fits(ours, our_entries) || !fits(theirs, their_entries) {
+        let equal = our_entries.len() == their_entries.len();
+        if !equal || !fits(ours, our_entries) || !fits(theirs, their_entries) {
             return Err(Code::INVALID);
         }
         let mut handle = ptr::null_mut();
