@@ -96,7 +96,7 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
     }
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.keeping.transport.read(&self.peer, copies, None, deadline)?;
+        let operation = self.keeping.transport.read(&self.peer, copies, deadline)?;
         Ok(Box::new(operation))
     }
 

@@ -1,32 +1,39 @@
-//! Moves lists of copies between the registered memory of two processes.
+//! Moves lists of copies from the registered memory of other processes into one's own.
 //!
 //! [`Transport`] says what every back end promises. There are three:
 //!
-//! * [`local`]: two processes on one host; reads and writes the peer's memory directly.
+//! * [`local`]: two processes on one host; reads the peer's memory directly.
 //! * [`tcp`]: anything with a network; nothing to install.
 //! * [`nixl`]: NVIDIA's transfer library, loaded at run time, for RDMA, NVLink and GPU memory.
 //!
-//! A transport knows addresses and bytes, and nothing of models.
+//! A transport knows addresses and bytes, and nothing of models. It only ever reads from a peer:
+//! nobody can write into another process's memory.
+//!
+//! # Rooms
+//!
+//! | room | what is in it |
+//! |---|---|
+//! | `contract` | what callers see: the traits, what an operation reports, what can go wrong |
+//! | `shared` | what back ends are built from. `desk` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
+//! | [`local`], [`tcp`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
+//! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
+//!
+//! What a read costs is each back end's own figure (`Transport::price`); `examples/price` measures it.
+//!
+//! A new back end implements [`Transport`] with a desk and custody from `shared`, and joins the
+//! conformance suite (`tests/conformance`).
 
-mod bytes;
-mod counters;
-mod error;
-mod keeper;
+mod contract;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod local;
-mod merge;
+pub mod memory;
 pub mod nixl;
-mod progress;
-mod random;
-mod rate;
-mod region;
+mod shared;
 pub mod tcp;
-mod transport;
 
-pub use error::{Error, InvalidFrame, Side};
-pub use kvferry_layout::{ByteCopy, Place, Price, Region};
-pub use progress::Transfer;
-pub use region::RegionId;
-pub use transport::{
-    Instance, MAX_NOTIFICATION_BYTES, Notification, Operation, Report, Statistics, Status,
-    Transport,
+pub use contract::{
+    Error, Instance, InvalidFrame, Operation, RegionId, Report, Side, Statistics, Status, Transport,
 };
+pub use kvferry_layout::{ByteCopy, Place, Price, Region};
+pub use shared::Transfer;

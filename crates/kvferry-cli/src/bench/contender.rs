@@ -333,7 +333,7 @@ impl Worker {
                 })
                 .collect();
             let began = Instant::now();
-            let operation = transport.read(&peer, &copies, None, soon())?;
+            let operation = transport.read(&peer, &copies, soon())?;
             let post = began.elapsed();
             match operation.wait(soon()) {
                 Status::Done(_) => {}
@@ -361,7 +361,9 @@ impl Worker {
         let agent = Arc::new(agent);
         let memory = Memory::new(self.bytes)?;
         let span = (memory.base(), self.bytes as u64, Place::Host);
-        agent.register(span)?;
+        // SAFETY: the memory is only touched through its address, and taken back below, when the
+        // last request has ended.
+        unsafe { agent.register(span) }?;
         // The metadata is the last block of the description, behind 8 + 16 bytes of names, 4 of a
         // count, 20 for the one region and 4 of a length.
         let metadata = process.description.get(52..).ok_or("a short description")?;
@@ -374,8 +376,13 @@ impl Worker {
                     let piece = case.piece as u64;
                     (0..sources.len() as u64).map(move |i| (base + i * piece, piece, Place::Host))
                 };
-                let ours = agent.prepare(None, Place::Host, cells(memory.base()))?;
-                let theirs = agent.prepare(Some(&name), Place::Host, cells(process.base))?;
+                // SAFETY: the cells fill the memory that is registered here and by the peer.
+                let (ours, theirs) = unsafe {
+                    (
+                        agent.prepare(None, Place::Host, cells(memory.base()))?,
+                        agent.prepare(Some(&name), Place::Host, cells(process.base))?,
+                    )
+                };
                 lists.push((case.piece, ours, theirs));
             }
             let (_, ours, theirs) =
@@ -384,8 +391,7 @@ impl Worker {
             let their_entries: Vec<i32> =
                 sources.iter().map(|source| (source / case.piece) as i32).collect();
             let began = Instant::now();
-            let mut request =
-                agent.request_prepared(false, ours, &our_entries, theirs, &their_entries)?;
+            let mut request = agent.request_prepared(ours, &our_entries, theirs, &their_entries)?;
             let mut ended = request.post()?;
             let post = began.elapsed();
             while !ended {

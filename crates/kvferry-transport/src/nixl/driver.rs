@@ -1,14 +1,16 @@
 //! The thread that makes the calls that move bytes.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::capi::{Prepared, Request};
-use super::cuda::Context;
-use super::flight::{Flight, Job};
-use super::{Shared, lost};
-use crate::error::Error;
+use super::capi::{Code, Prepared, Request};
+use super::context::Context;
+use super::job::Job;
+use super::peer::NixlPeer;
+use super::state::{Posted, State};
+use crate::contract::Error;
+use crate::shared::custody::Part;
 
 /// How long closing waits for operations to end of their own accord.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
@@ -16,16 +18,18 @@ const LAST_PATIENCE: Duration = Duration::from_secs(1);
 const BATCH: usize = 16;
 
 pub(super) struct Driver {
-    shared: Arc<Shared>,
+    state: Arc<State>,
     active: Vec<Active>,
     /// The GPU whose context this thread works in.
     gpu: Option<u32>,
     context: Option<Context>,
 }
 
-/// A posted operation.
+/// An operation that NIXL was given.
 struct Active {
-    flight: Arc<Flight>,
+    part: Part,
+    peer: NixlPeer,
+    bytes: u64,
     /// Requests that NIXL has not ended.
     requests: Vec<Request>,
     /// The first error of the others.
@@ -35,79 +39,73 @@ struct Active {
 }
 
 impl Driver {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, active: Vec::new(), gpu: None, context: None }
+    pub(super) fn new(state: Arc<State>) -> Self {
+        Self { state, active: Vec::new(), gpu: None, context: None }
     }
 
     pub(super) fn run(mut self) {
         let mut pause = Pause::default();
-        loop {
-            let batch = {
-                let mut queue = self.shared.lock();
-                let ready = |flight: &Arc<Flight>| !flight.peer.0.paused.load(Ordering::SeqCst);
-                while !queue.closing && !queue.flights.iter().any(ready) {
-                    let idle = self.active.is_empty()
-                        && queue.flights.is_empty()
-                        && queue.leaving.is_empty();
-                    if !idle {
-                        // Something must be looked after: soon, or when there is more to do.
-                        let waited = self.shared.changed.wait_timeout(queue, pause.next());
-                        queue = waited.unwrap_or_else(PoisonError::into_inner).0;
-                        break;
-                    }
-                    let waited = self.shared.changed.wait(queue);
-                    queue = waited.unwrap_or_else(PoisonError::into_inner);
-                }
-                if queue.closing {
-                    drop(queue);
-                    self.close();
-                    return;
-                }
-                let mut batch = Vec::new();
-                while batch.len() < BATCH
-                    && let Some(at) = queue.flights.iter().position(ready)
-                    && let Some(flight) = queue.flights.remove(at)
-                {
-                    // Under the lock: whoever pauses the peer now waits for this one.
-                    *flight.peer.under_way() += 1;
-                    batch.push(flight);
-                }
-                if batch.is_empty() {
-                    // Those that wait for a paused peer have deadlines too.
-                    for flight in &queue.flights {
-                        flight.enforce_deadline();
-                    }
-                }
-                batch
-            };
+        while let Some(batch) = self.next(&mut pause) {
             if !batch.is_empty() {
                 pause = Pause::default();
             }
-            for flight in batch {
-                self.post(flight);
+            for posted in batch {
+                self.post(posted);
             }
             if self.look_after() {
                 pause = Pause::default();
             }
             self.dismiss();
         }
+        self.close();
     }
 
-    fn post(&mut self, flight: Arc<Flight>) {
-        if flight.peer.0.closed.load(Ordering::SeqCst) {
-            flight.stop(Error::Disconnected);
+    /// What is to be posted next: at once if there is something, with nothing after a pause while
+    /// there is something to look after. `None` when the transport closes.
+    fn next(&self, pause: &mut Pause) -> Option<Vec<Posted>> {
+        let mut queue = self.state.queue.lock();
+        let ready = |posted: &Posted| !posted.peer.0.paused.load(Ordering::SeqCst);
+        while !queue.closing && !queue.posted.iter().any(ready) {
+            let idle =
+                self.active.is_empty() && queue.posted.is_empty() && queue.leaving.is_empty();
+            if !idle {
+                self.state.changed.wait_for(&mut queue, pause.next());
+                break;
+            }
+            self.state.changed.wait(&mut queue);
         }
-        let Some(job) = flight.take() else {
-            *flight.peer.under_way() -= 1;
+        if queue.closing {
+            return None;
+        }
+        let mut batch = Vec::new();
+        while batch.len() < BATCH
+            && let Some(at) = queue.posted.iter().position(ready)
+            && let Some(posted) = queue.posted.remove(at)
+        {
+            // Under the lock: whoever pauses the peer now waits for this one.
+            *posted.peer.0.under_way.lock() += 1;
+            batch.push(posted);
+        }
+        Some(batch)
+    }
+
+    fn post(&mut self, posted: Posted) {
+        let Posted { custody, peer, job, bytes } = posted;
+        if peer.0.closed.load(Ordering::SeqCst) {
+            custody.stop(Error::Disconnected);
+        }
+        let Some(part) = custody.take() else {
+            *peer.0.under_way.lock() -= 1;
             return;
         };
-        let gpu = self.shared.lock().gpu;
+        let gpu = self.state.queue.lock().gpu;
         if gpu != self.gpu {
             self.gpu = gpu;
             self.context = gpu.and_then(Context::enter);
         }
-        let mut active = Active { flight, requests: Vec::new(), error: None, lists: Vec::new() };
-        let made = self.make(&active.flight, job, &mut active.lists);
+        let mut lists = Vec::new();
+        let made = self.make(&peer, job, &mut lists);
+        let mut active = Active { part, peer, bytes, requests: Vec::new(), error: None, lists };
         match made {
             Ok(requests) => {
                 for mut request in requests {
@@ -121,34 +119,39 @@ impl Driver {
                     }
                 }
             }
-            Err(error) => active.error = Some(error),
+            Err(code) => active.error = Some(lost(code)),
         }
         self.active.push(active);
     }
 
     fn make(
         &self,
-        flight: &Flight,
+        peer: &NixlPeer,
         job: Job,
         lists: &mut Vec<Arc<Prepared>>,
-    ) -> Result<Vec<Request>, Error> {
-        let agent = &self.shared.agent;
+    ) -> Result<Vec<Request>, Code> {
+        let agent = &self.state.agent;
         match job {
-            Job::OnGrids { write, ours, theirs } => {
-                let our_list = self.shared.prepared(None, ours.0)?;
-                let their_list = self.shared.prepared(Some(&flight.peer), theirs.0)?;
-                let request = agent
-                    .request_prepared(write, &our_list, &ours.1, &their_list, &theirs.1)
-                    .map_err(lost)?;
+            Job::OnGrids { ours, theirs } => {
+                let prepared = &self.state.prepared;
+                // SAFETY: our region was registered when the operation was opened, which holds it;
+                // the peer's is registered as far as its description says, and NIXL and the peer's
+                // side check that.
+                let (our_list, their_list) = unsafe {
+                    (prepared.get(agent, None, ours.0)?, prepared.get(agent, Some(peer), theirs.0)?)
+                };
+                let request = agent.request_prepared(&our_list, &ours.1, &their_list, &theirs.1)?;
                 lists.extend([our_list, their_list]);
                 Ok(vec![request])
             }
-            Job::OneByOne { write, groups } => groups
+            Job::OneByOne(groups) => groups
                 .iter()
                 .map(|group| {
                     let ours = group.iter().map(|pair| pair.0);
                     let theirs = group.iter().map(|pair| pair.1);
-                    agent.request(write, &flight.peer.0.name, ours, theirs).map_err(lost)
+                    // SAFETY: the destinations lie in registered regions (`Regions::admit`), which
+                    // the operation holds until NIXL has ended the request.
+                    unsafe { agent.request(&peer.0.name, ours, theirs) }
                 })
                 .collect(),
         }
@@ -156,10 +159,8 @@ impl Driver {
 
     /// Asks NIXL how everything stands; whether anything has ended.
     fn look_after(&mut self) -> bool {
-        let before = self.active.len();
-        let shared = &self.shared;
-        self.active.retain_mut(|active| {
-            active.flight.enforce_deadline();
+        let mut ended = false;
+        for mut active in std::mem::take(&mut self.active) {
             active.requests.retain_mut(|request| match request.ended() {
                 Ok(ended) => !ended,
                 Err(code) => {
@@ -167,53 +168,48 @@ impl Driver {
                     false
                 }
             });
-            if let Some(error) = &active.error {
-                active.flight.stop(error.clone());
-            }
             if !active.requests.is_empty() {
-                return true;
+                if let Some(error) = &active.error {
+                    active.part.custody().stop(error.clone());
+                }
+                self.active.push(active);
+                continue;
             }
-            let flight = &active.flight;
-            let mut outcome = active.error.take().map_or(Ok(()), Err);
-            if let (Ok(()), Some(message), false) =
-                (&outcome, &flight.notification, flight.has_outcome())
-            {
-                outcome = shared.agent.notify(&flight.peer.0.name, message).map_err(lost);
-            }
+            ended = true;
             active.lists.clear();
-            *flight.peer.under_way() -= 1;
-            flight.let_go(Some(outcome));
-            false
-        });
-        self.active.len() < before
+            *active.peer.0.under_way.lock() -= 1;
+            match active.error {
+                None => active.part.in_place(active.bytes),
+                Some(error) => active.part.fail(error),
+            }
+        }
+        ended
     }
 
     /// Forgets the peers that were disconnected and of which nothing is under way any more: before
     /// that, NIXL would report their transfers as ended while they still land.
     fn dismiss(&mut self) {
-        let leaving = self.shared.lock().leaving.clone();
+        let leaving = self.state.queue.lock().leaving.clone();
         for peer in leaving {
-            for active in &self.active {
-                if Arc::ptr_eq(&active.flight.peer.0, &peer.0) {
-                    active.flight.stop(Error::Disconnected);
-                }
+            for active in self.active.iter().filter(|active| active.peer.is(&peer)) {
+                active.part.custody().stop(Error::Disconnected);
             }
-            if *peer.under_way() == 0 {
-                self.shared.forget_prepared(peer.0.instance);
-                let _ = self.shared.agent.forget(&peer.0.name);
-                self.shared.lock().leaving.retain(|other| !Arc::ptr_eq(&other.0, &peer.0));
+            if *peer.0.under_way.lock() == 0 {
+                self.state.prepared.forget_peer(peer.instance());
+                let _ = self.state.agent.forget(&peer.0.name);
+                self.state.queue.lock().leaving.retain(|other| !other.is(&peer));
             }
         }
     }
 
     /// Ends everything, for when the agent is about to go.
     fn close(mut self) {
-        let flights = std::mem::take(&mut self.shared.lock().flights);
-        for flight in flights {
-            flight.stop(Error::Disconnected);
+        let posted = std::mem::take(&mut self.state.queue.lock().posted);
+        for posted in posted {
+            posted.custody.stop(Error::Disconnected);
         }
         for active in &self.active {
-            active.flight.stop(Error::Disconnected);
+            active.part.custody().stop(Error::Disconnected);
         }
         let until = Instant::now() + LAST_PATIENCE;
         let mut pause = Pause::default();
@@ -221,26 +217,27 @@ impl Driver {
             self.look_after();
             std::thread::sleep(pause.next());
         }
-        let mut abandoned = self.shared.abandoned.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for active in self.active.drain(..) {
-            abandoned.push(active.flight);
-        }
-        drop(abandoned);
-        self.shared.lock_prepared().clear();
-        let leaving = std::mem::take(&mut self.shared.lock().leaving);
-        let peers = std::mem::take(&mut *self.shared.lock_peers());
+        let left = self.active.drain(..).map(|active| active.part);
+        self.state.abandoned.0.lock().extend(left);
+        self.state.prepared.clear();
+        let leaving = std::mem::take(&mut self.state.queue.lock().leaving);
+        let peers = std::mem::take(&mut *self.state.peers.lock());
         for peer in leaving.into_iter().chain(peers) {
-            let _ = self.shared.agent.forget(&peer.0.name);
+            let _ = self.state.agent.forget(&peer.0.name);
         }
     }
 }
 
+fn lost(code: Code) -> Error {
+    Error::PeerLost(code.to_string())
+}
+
 /// Longer and longer pauses between two looks.
 #[derive(Debug, Default)]
-pub(super) struct Pause(u32);
+struct Pause(u32);
 
 impl Pause {
-    pub(super) fn next(&mut self) -> Duration {
+    fn next(&mut self) -> Duration {
         self.0 = self.0.saturating_add(1);
         Duration::from_micros(match self.0 {
             0..=8 => 20,

@@ -1,35 +1,66 @@
-//! Where NIXL's library is, and how to get it.
+//! Where NIXL's library is.
 
 use std::env;
 use std::ffi::OsString;
 use std::fs;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-use crate::error::Error;
-use crate::random::random;
+use crate::contract::Error;
 
-/// The version that [`install`] fetches, and that everything here is tested with.
+/// The version that [`install`](super::install()) fetches, and that everything here is tested with.
 pub const VERSION: &str = "1.5.1";
 /// Names the library, or the directory the wheel was unpacked into.
 pub const VARIABLE: &str = "KVFERRY_NIXL";
 
 const LIBRARY: &str = "libnixl_capi.so";
-/// The wheels' hashes, as pip checks them: x86_64 and aarch64.
-const HASHES: [&str; 2] = [
-    "sha256:341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
-    "sha256:aced5529cc9781f8be1ee22e451c852630455460c1812b06cc863b05d797f2db",
-];
+
+/// Finds the library: where `option` says; else where the environment variable `KVFERRY_NIXL` says;
+/// else in the folders that [`NixlOptions::site_packages`](super::NixlOptions::site_packages) names;
+/// else what [`install`](super::install()) installed; else in the Python environments that seem to be
+/// in use: the active one, that of the interpreter this process runs in, that of the `python3` on the
+/// path.
+///
+/// What is named explicitly must be there: nothing else is tried then.
+pub fn find(option: Option<&Path>) -> Result<PathBuf, Error> {
+    find_in(option, &[])
+}
+
+/// The same, with folders that the caller knows to be those of its own Python environment.
+pub(super) fn find_in(option: Option<&Path>, site_packages: &[PathBuf]) -> Result<PathBuf, Error> {
+    let mut search = Search::default();
+    let named = option.map(Path::to_owned).or_else(|| env::var_os(VARIABLE).map(PathBuf::from));
+    if let Some(named) = named {
+        return search.at(&named).ok_or_else(|| search.failed());
+    }
+    elsewhere(search, site_packages)
+}
+
+/// Looks where nobody said it is.
+fn elsewhere(mut search: Search, site_packages: &[PathBuf]) -> Result<PathBuf, Error> {
+    let guessed = prefixes(&|name| env::var_os(name), invoked_as().as_deref());
+    let folders = site_packages
+        .iter()
+        .cloned()
+        .chain(cache_directory())
+        .chain(guessed.iter().flat_map(|prefix| packages_below(prefix)));
+    for folder in folders {
+        if let Some(library) = search.at(&folder) {
+            return Ok(library);
+        }
+    }
+    Err(search.failed())
+}
 
 /// Where to look, and in which order. What was looked at is kept for the error message.
 #[derive(Debug, Default)]
-struct Search {
+pub(super) struct Search {
     tried: Vec<PathBuf>,
 }
 
 impl Search {
     /// The library itself, or a directory that holds the wheel's content.
-    fn at(&mut self, path: &Path) -> Option<PathBuf> {
+    pub(super) fn at(&mut self, path: &Path) -> Option<PathBuf> {
         if path.is_file() {
             return Some(path.to_owned());
         }
@@ -63,7 +94,7 @@ impl Search {
         })
     }
 
-    fn failed(&self) -> Error {
+    pub(super) fn failed(&self) -> Error {
         let tried: String =
             self.tried.iter().map(|path| format!("\n  {}", path.display())).collect();
         Error::Library(format!(
@@ -75,30 +106,7 @@ impl Search {
     }
 }
 
-/// Finds the library: where `option` says; else where the environment variable `KVFERRY_NIXL` says;
-/// else what [`install`] installed; else in the active Python environment.
-///
-/// What is named explicitly must be there: nothing else is tried then.
-pub fn find(option: Option<&Path>) -> Result<PathBuf, Error> {
-    let mut search = Search::default();
-    let named = option.map(Path::to_owned).or_else(|| env::var_os(VARIABLE).map(PathBuf::from));
-    if let Some(named) = named {
-        return search.at(&named).ok_or_else(|| search.failed());
-    }
-    if let Some(cache) = cache_directory()
-        && let Some(library) = search.at(&cache)
-    {
-        return Ok(library);
-    }
-    for directory in site_packages() {
-        if let Some(library) = search.at(&directory) {
-            return Ok(library);
-        }
-    }
-    Err(search.failed())
-}
-
-/// Where [`install`] puts the library: below the user's cache, one directory per version.
+/// Where [`install`](super::install()) puts the library: below the user's cache, one directory per version.
 pub fn cache_directory() -> Option<PathBuf> {
     let base = env::var_os("XDG_CACHE_HOME")
         .filter(|value| Path::new(value).is_absolute())
@@ -107,118 +115,101 @@ pub fn cache_directory() -> Option<PathBuf> {
     Some(base.join("kvferry").join(format!("nixl-{VERSION}")))
 }
 
-/// The `site-packages` of the active virtual or Conda environment, else of the Python on the path.
-fn site_packages() -> Vec<PathBuf> {
-    let prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(env::var_os).map(PathBuf::from).collect();
-    let prefixes = if prefixes.is_empty() {
-        env::var_os("PATH")
-            .iter()
-            .flat_map(|path| env::split_paths(path).collect::<Vec<_>>())
-            .filter(|bin| bin.join("python3").is_file())
-            .filter_map(|bin| {
-                Some(fs::canonicalize(bin.join("python3")).ok()?.parent()?.parent()?.to_owned())
-            })
-            .take(1)
-            .collect()
-    } else {
-        prefixes
+/// The folders of the Python environments that seem to be in use, the surest first.
+///
+/// An environment that is active says so in a variable. One that is not, as in containers and unit
+/// files that simply start its `bin/python` or a script beside it, is known by the path of that
+/// interpreter. The path must not be resolved: in a virtual environment it is a link to the Python
+/// that the environment was made from, and that one has none of its packages.
+fn prefixes(
+    variable: &dyn Fn(&str) -> Option<OsString>,
+    invoked_as: Option<&Path>,
+) -> Vec<PathBuf> {
+    let path = variable("PATH").unwrap_or_default();
+    let on_path = |name: &Path| {
+        env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
     };
-    let mut found = Vec::new();
-    for prefix in prefixes {
-        for lib in ["lib", "lib64"] {
-            let versions = fs::read_dir(prefix.join(lib)).into_iter().flatten().flatten();
-            found.extend(
-                versions
-                    .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"))
-                    .flat_map(|entry| {
-                        ["site-packages", "dist-packages"].map(|name| entry.path().join(name))
-                    })
-                    .filter(|directory| directory.is_dir()),
-            );
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name));
+    let mut found: Vec<PathBuf> = active.map(PathBuf::from).collect();
+    // A bare name was looked up on the path by whoever started the process.
+    let running = invoked_as.and_then(|invoked| match invoked.parent() {
+        Some(parent) if parent != Path::new("") => Some(invoked.to_owned()),
+        _ => on_path(invoked),
+    });
+    let interpreters = running.into_iter().chain(on_path(Path::new("python3")));
+    for interpreter in interpreters {
+        found.extend(prefixes_of(&interpreter));
+    }
+    let mut unique: Vec<PathBuf> = Vec::new();
+    for prefix in found {
+        if !unique.contains(&prefix) {
+            unique.push(prefix);
         }
+    }
+    unique
+}
+
+/// The environments that an interpreter belongs to: the virtual one whose `bin` it, or a link on the
+/// way to it, lies in; and the one it was made from, if the virtual one uses that one's packages too.
+fn prefixes_of(interpreter: &Path) -> Vec<PathBuf> {
+    /// A chain of links that is longer is a circle.
+    const MAX_LINKS: usize = 16;
+    let mut at = interpreter.to_owned();
+    for _ in 0..MAX_LINKS {
+        let prefix = at.parent().and_then(Path::parent);
+        if let Some(prefix) = prefix
+            && let Ok(settings) = fs::read_to_string(prefix.join("pyvenv.cfg"))
+        {
+            let mut found = vec![prefix.to_owned()];
+            if setting(&settings, "include-system-site-packages") == Some("true")
+                && let Some(home) = setting(&settings, "home")
+            {
+                found.extend(Path::new(home).parent().map(Path::to_owned));
+            }
+            return found;
+        }
+        match fs::read_link(&at) {
+            // A relative link is relative to the folder it is in.
+            Ok(to) => at = at.parent().unwrap_or(Path::new("")).join(to),
+            Err(_) => return prefix.map(Path::to_owned).into_iter().collect(),
+        }
+    }
+    Vec::new()
+}
+
+/// A line `key = value` of a `pyvenv.cfg`.
+fn setting<'a>(settings: &'a str, key: &str) -> Option<&'a str> {
+    settings
+        .lines()
+        .filter_map(|line| line.split_once('='))
+        .find_map(|(name, value)| (name.trim().eq_ignore_ascii_case(key)).then_some(value.trim()))
+}
+
+/// The interpreter this process was started as, if it is one: what the kernel tells of the running
+/// program is resolved already, the first word of the command line is not.
+fn invoked_as() -> Option<PathBuf> {
+    let words = fs::read("/proc/self/cmdline").ok()?;
+    let first = words.split(|&byte| byte == 0).next()?;
+    let first = PathBuf::from(OsString::from_vec(first.to_vec()));
+    let name = first.file_name()?.to_string_lossy();
+    name.starts_with("python").then_some(first)
+}
+
+/// The folders of packages below an environment's own.
+fn packages_below(prefix: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for lib in ["lib", "lib64"] {
+        let versions = fs::read_dir(prefix.join(lib)).into_iter().flatten().flatten();
+        found.extend(
+            versions
+                .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"))
+                .flat_map(|entry| {
+                    ["site-packages", "dist-packages"].map(|name| entry.path().join(name))
+                })
+                .filter(|directory| directory.is_dir()),
+        );
     }
     found
-}
-
-/// Fetches the wheel with pip, checks its hash, and unpacks it into [`cache_directory`]. Nothing is
-/// fetched when it is there already. Returns where the library is.
-///
-/// `python` is the interpreter whose pip is used; `python3` without.
-pub fn install(python: Option<&Path>) -> Result<PathBuf, Error> {
-    let cache = cache_directory().ok_or_else(|| {
-        Error::Library(
-            "no place to install NIXL to: neither XDG_CACHE_HOME nor HOME is set".to_owned(),
-        )
-    })?;
-    if let Some(library) = Search::default().at(&cache) {
-        return Ok(library);
-    }
-    let platform = match env::consts::ARCH {
-        arch @ ("x86_64" | "aarch64") => format!("manylinux_2_28_{arch}"),
-        other => {
-            return Err(Error::Library(format!("there is no NIXL wheel for {other}")));
-        }
-    };
-    let system = |what: &str, error: &std::io::Error| Error::system(what, error);
-    let parent = cache.parent().unwrap_or(&cache);
-    fs::create_dir_all(parent)
-        .map_err(|error| system(&format!("making {}", parent.display()), &error))?;
-    // Beside its place, so that the last step is one rename: nobody sees half of it, and two
-    // installations at once do no harm.
-    let unique = u64::from_le_bytes(random()?);
-    let temporary = parent.join(format!("nixl-{VERSION}.{unique:016x}"));
-    let result = fetch(python, &platform, &temporary).and_then(|()| {
-        match fs::rename(temporary.join("wheel"), &cache) {
-            Ok(()) => Ok(()),
-            // Somebody else was faster.
-            Err(_) if cache.is_dir() => Ok(()),
-            Err(error) => Err(system(&format!("making {}", cache.display()), &error)),
-        }
-    });
-    let _ = fs::remove_dir_all(&temporary);
-    result?;
-    let mut search = Search::default();
-    search.at(&cache).ok_or_else(|| search.failed())
-}
-
-fn fetch(python: Option<&Path>, platform: &str, temporary: &Path) -> Result<(), Error> {
-    let io = |error: &std::io::Error| {
-        Error::system(format!("writing to {}", temporary.display()), error)
-    };
-    fs::create_dir_all(temporary).map_err(|error| io(&error))?;
-    let requirements = temporary.join("requirements.txt");
-    let mut line = format!("nixl-cu12=={VERSION}");
-    for hash in HASHES {
-        line.push_str(&format!(" --hash={hash}"));
-    }
-    fs::write(&requirements, line + "\n").map_err(|error| io(&error))?;
-    let interpreter = python.map_or_else(|| OsString::from("python3"), OsString::from);
-    // The wheel's Python version does not matter: only its shared libraries are used.
-    let output = Command::new(&interpreter)
-        .args(["-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"])
-        .args(["--only-binary", ":all:", "--implementation", "cp"])
-        .args(["--python-version", "3.11", "--abi", "cp311", "--platform", platform])
-        .args(["--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"])
-        .arg("--target")
-        .arg(temporary.join("wheel"))
-        .arg("--requirement")
-        .arg(&requirements)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| {
-            Error::Library(format!(
-                "installing NIXL needs pip, but {} could not be run: {error}",
-                Path::new(&interpreter).display()
-            ))
-        })?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(Error::Library(format!(
-        "pip could not install NIXL:\n{}",
-        String::from_utf8_lossy(&output.stderr).trim_end()
-    )))
 }
 
 /// Explains why a library that was found does not load.
@@ -248,6 +239,131 @@ pub(crate) fn no_plugin(library: &Path, plugin: &str, why: &dyn std::fmt::Displa
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// A folder that goes when the test ends.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new() -> Self {
+            let unique = u64::from_le_bytes(crate::shared::random::random().unwrap());
+            let path = env::temp_dir().join(format!("kvferry-find-{unique:016x}"));
+            fs::create_dir(&path).unwrap();
+            // The system's folder for temporary files may be a link itself.
+            Self(fs::canonicalize(path).unwrap())
+        }
+
+        /// A Python that is installed: `usr/bin/python3.12`, and links to it.
+        fn python(&self) -> PathBuf {
+            let bin = self.0.join("usr/bin");
+            fs::create_dir_all(&bin).unwrap();
+            fs::create_dir_all(self.0.join("usr/lib/python3.12/site-packages")).unwrap();
+            fs::write(bin.join("python3.12"), "").unwrap();
+            symlink("python3.12", bin.join("python3")).unwrap();
+            bin.join("python3")
+        }
+
+        /// A virtual environment as `python -m venv` makes it, with NIXL in it or not.
+        fn environment(&self, name: &str, settings: &str, nixl: bool) -> PathBuf {
+            let prefix = self.0.join(name);
+            let bin = prefix.join("bin");
+            fs::create_dir_all(&bin).unwrap();
+            fs::write(prefix.join("pyvenv.cfg"), settings).unwrap();
+            symlink(self.0.join("usr/bin/python3"), bin.join("python3")).unwrap();
+            symlink("python3", bin.join("python")).unwrap();
+            let packages = prefix.join("lib/python3.12/site-packages");
+            fs::create_dir_all(&packages).unwrap();
+            if nixl {
+                install(&packages);
+            }
+            prefix
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn install(packages: &Path) {
+        let wheel = packages.join(".nixl_cu13.mesonpy.libs");
+        fs::create_dir_all(&wheel).unwrap();
+        fs::write(wheel.join(LIBRARY), "").unwrap();
+    }
+
+    /// What is found with these variables, by a process that was started as `invoked`.
+    fn found(variables: &[(&str, &Path)], invoked: Option<&Path>) -> Option<PathBuf> {
+        let variable = |name: &str| {
+            let known = variables.iter().find(|(known, _)| *known == name);
+            known.map(|(_, value)| value.as_os_str().to_owned())
+        };
+        let mut search = Search::default();
+        prefixes(&variable, invoked)
+            .iter()
+            .flat_map(|prefix| packages_below(prefix))
+            .find_map(|folder| search.at(&folder))
+    }
+
+    #[test]
+    fn an_environment_that_is_not_active_is_known_by_its_interpreter() {
+        let folder = Folder::new();
+        let system = folder.python();
+        let prefix = folder.environment("venv", "home = /usr/bin\n", true);
+        let library = prefix.join("lib/python3.12/site-packages/.nixl_cu13.mesonpy.libs");
+        let library = Some(library.join(LIBRARY));
+        let bin = prefix.join("bin");
+        let elsewhere = ("PATH", &*folder.0.join("usr/bin"));
+        // Started by its path, whichever of its names: a container's entry point, a unit file, the
+        // first line of a script beside it.
+        assert_eq!(found(&[elsewhere], Some(&bin.join("python"))), library);
+        assert_eq!(found(&[elsewhere], Some(&bin.join("python3"))), library);
+        // A link to it from elsewhere, as some tools make one.
+        symlink(bin.join("python"), folder.0.join("usr/bin/python-link")).unwrap();
+        assert_eq!(found(&[elsewhere], Some(&folder.0.join("usr/bin/python-link"))), library);
+        // Found on the path.
+        assert_eq!(found(&[("PATH", &bin)], Some(Path::new("python"))), library);
+        assert_eq!(found(&[("PATH", &bin)], None), library);
+        // Active.
+        assert_eq!(found(&[("VIRTUAL_ENV", &prefix)], None), library);
+        // The Python that it was made from does not have it.
+        assert_eq!(found(&[elsewhere], Some(&system)), None);
+        assert_eq!(found(&[elsewhere], None), None);
+    }
+
+    #[test]
+    fn an_environment_may_use_the_packages_of_the_python_it_was_made_from() {
+        let folder = Folder::new();
+        folder.python();
+        let packages = folder.0.join("usr/lib/python3.12/site-packages");
+        install(&packages);
+        let home = folder.0.join("usr/bin");
+        let settings = |include| {
+            format!("home = {}\ninclude-system-site-packages = {include}\n", home.display())
+        };
+        let open = folder.environment("open", &settings("true"), false).join("bin/python");
+        let closed = folder.environment("closed", &settings("false"), false).join("bin/python");
+        let library = packages.join(".nixl_cu13.mesonpy.libs").join(LIBRARY);
+        assert_eq!(found(&[], Some(&open)), Some(library));
+        assert_eq!(found(&[], Some(&closed)), None);
+    }
+
+    #[test]
+    fn links_in_a_circle_are_nowhere() {
+        let folder = Folder::new();
+        let (one, other) = (folder.0.join("python3"), folder.0.join("python"));
+        symlink(&one, &other).unwrap();
+        symlink(&other, &one).unwrap();
+        assert_eq!(found(&[], Some(&one)), None);
+    }
+
+    #[test]
+    fn a_callers_own_folder_comes_first() {
+        let folder = Folder::new();
+        install(&folder.0);
+        let library = folder.0.join(".nixl_cu13.mesonpy.libs").join(LIBRARY);
+        assert_eq!(elsewhere(Search::default(), std::slice::from_ref(&folder.0)), Ok(library));
+    }
 
     #[test]
     fn a_missing_library_is_named_with_every_place_and_the_remedy() {

@@ -3,15 +3,15 @@
 use std::ffi::c_int;
 
 use super::capi::Span;
-use crate::region::Spans;
+use crate::shared::spans::Spans;
 use kvferry_layout::ByteCopy;
 use kvferry_layout::Region;
 
-/// Cells of `cell` bytes, side by side from `phase` bytes into a region.
+/// Cells of `cell` bytes, side by side from `start` bytes into a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Grid {
     pub(super) region: Region,
-    phase: u64,
+    start: u64,
     cell: u64,
 }
 
@@ -33,15 +33,15 @@ impl Grid {
         }
         let at = spans.find(address(first), cell, usize::MAX)?;
         let region = *spans.0.get(at)?;
-        let phase = (address(first) - region.base) % cell;
-        let grid = Self { region, phase, cell };
+        let start = (address(first) - region.base) % cell;
+        let grid = Self { region, start, cell };
         let cells = grid.cells();
         if cells > MAX_CELLS || cells / 4096 > copies.len() as u64 {
             return None;
         }
         let mut entries = Vec::with_capacity(copies.len());
         for copy in copies {
-            let offset = address(copy).checked_sub(region.base)?.checked_sub(phase)?;
+            let offset = address(copy).checked_sub(region.base)?.checked_sub(start)?;
             if copy.bytes != cell || offset % cell != 0 || offset / cell >= cells {
                 return None;
             }
@@ -51,12 +51,12 @@ impl Grid {
     }
 
     fn cells(&self) -> u64 {
-        (self.region.bytes - self.phase) / self.cell
+        (self.region.bytes - self.start) / self.cell
     }
 
     /// All cells.
     pub(super) fn spans(self) -> impl Iterator<Item = Span> {
-        let base = self.region.base + self.phase;
+        let base = self.region.base + self.start;
         (0..self.cells()).map(move |i| (base + i * self.cell, self.cell, self.region.place))
     }
 }
@@ -71,7 +71,7 @@ mod tests {
         #[test]
         fn a_grid_is_the_copies(
             on_grid in any::<bool>(),
-            phase in 0u64..5,
+            start in 0u64..5,
             cell in 1u64..6,
             places in prop::collection::vec((0u64..20, 0u64..3), 1..10),
         ) {
@@ -80,7 +80,7 @@ mod tests {
                 .iter()
                 .map(|&(i, off)| {
                     let off = if on_grid { 0 } else { off };
-                    ByteCopy { source: 100 + phase + i * cell + off, destination: 0, bytes: cell }
+                    ByteCopy { source: 100 + start + i * cell + off, destination: 0, bytes: cell }
                 })
                 .collect();
             let inside = copies.iter().all(|c| c.source + c.bytes <= 150);

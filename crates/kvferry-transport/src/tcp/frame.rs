@@ -1,115 +1,84 @@
 //! What goes over a connection.
 //!
-//! A connection opens with a [`Hello`]; then the two ends prove to each other that they know the
-//! server's token (see `proof`), and a [`Welcome`] lets the client in. Then the client sends requests and the server answers them in order. A request is a
-//! [`Request`] header, its pieces (address and length, both of the server's memory), and for a
-//! write or a notification the bytes themselves. An [`Answer`] is followed by the bytes for a read.
-//! All numbers are little-endian. Every field is checked before anything is done with it.
+//! A connection opens with a [`Hello`] of the client and a [`Challenge`] of the server, in which the
+//! server proves that it knows its token; the client then sends its own proof (see `proof`). From
+//! then on the client sends requests and the server answers them in order. A request is a [`Request`]
+//! header and the spans it asks for (address and length, both of the server's memory). An [`Answer`]
+//! is followed by the bytes. All numbers are little-endian. Every field is checked before anything is
+//! done with it.
 
-use crate::bytes::Fields;
-use crate::error::InvalidFrame;
+use kvferry_layout::Region;
 
-pub(crate) const MAGIC: [u8; 8] = *b"kvferry\x01";
+use crate::contract::InvalidFrame;
+use crate::shared::bytes::Fields;
+
+/// The data protocol's own: the control protocol opens with other bytes.
+pub(crate) const MAGIC: [u8; 8] = *b"kvf-data";
 pub(crate) const VERSION: u32 = 1;
 
-/// The most pieces in one request: as many as one vectored system call takes.
-pub(crate) const MAX_PIECES: usize = 1024;
+/// The most spans in one request: as many as one vectored system call takes.
+pub(crate) const MAX_SPANS: usize = 1024;
 /// The most bytes one request may move.
 pub(crate) const MAX_REQUEST_BYTES: u64 = 64 << 20;
-/// The longest proof in a [`Hello`] or [`Welcome`].
-pub(crate) const MAX_PROOF_BYTES: u32 = 4096;
-/// The most regions a table may list.
+/// The most regions a server may list.
 pub(crate) const MAX_REGIONS: u64 = 1 << 20;
 
 /// From the server's description: who does not know it is not served.
 pub(crate) type Token = [u8; 32];
+/// New for every connection, at each end.
+pub(crate) type Nonce = [u8; 32];
+/// That one end knows the token.
+pub(crate) type Proof = [u8; 32];
 
 /// The first frame of a connection, from the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// New for every connection.
-    pub(crate) nonce: [u8; 32],
-    /// Who connects.
-    pub(crate) instance: [u8; 16],
-    /// All connections of one client to one server belong to a session; within it they are
-    /// numbered. A connection of the same number replaces the one before.
-    pub(crate) session: [u8; 16],
-    pub(crate) lane: u32,
-    /// How many bytes of further proof of identity follow. None are asked for yet.
-    pub(crate) proof_bytes: u32,
+    pub(crate) nonce: Nonce,
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 8 + 4 + 32 + 16 + 16 + 4 + 4;
+    pub(crate) const BYTES: usize = 8 + 4 + 32;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.nonce);
-        out.extend(self.instance);
-        out.extend(self.session);
-        out.extend(self.lane.to_le_bytes());
-        out.extend(self.proof_bytes.to_le_bytes());
         fixed(&out)
     }
 
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, InvalidFrame> {
         let mut fields = Fields(bytes);
         opening(&mut fields)?;
-        let mut parse = || {
-            Some(Self {
-                nonce: fields.array()?,
-                instance: fields.array()?,
-                session: fields.array()?,
-                lane: fields.u32()?,
-                proof_bytes: fields.u32()?,
-            })
-        };
-        let hello = parse().ok_or(InvalidFrame::Cut)?;
-        if hello.proof_bytes > MAX_PROOF_BYTES {
-            return Err(InvalidFrame::Length(hello.proof_bytes.into()));
-        }
-        if hello.lane >= 1024 {
-            return Err(InvalidFrame::Count(hello.lane));
-        }
-        Ok(hello)
+        Ok(Self { nonce: fields.array().ok_or(InvalidFrame::Cut)? })
     }
 }
 
-/// The server's answer to a [`Hello`].
+/// The server's answer to a [`Hello`], also to one of another version: it says which it speaks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Welcome {
-    pub(crate) admitted: bool,
-    /// Who serves.
-    pub(crate) instance: [u8; 16],
-    /// How many bytes of further proof follow.
-    pub(crate) proof_bytes: u32,
+pub(crate) struct Challenge {
+    pub(crate) nonce: Nonce,
+    pub(crate) proof: Proof,
 }
 
-impl Welcome {
-    pub(crate) const BYTES: usize = 8 + 4 + 4 + 16 + 4;
+impl Challenge {
+    pub(crate) const BYTES: usize = 8 + 4 + 32 + 32;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
-        out.extend(u32::from(self.admitted).to_le_bytes());
-        out.extend(self.instance);
-        out.extend(self.proof_bytes.to_le_bytes());
+        out.extend(self.nonce);
+        out.extend(self.proof);
         fixed(&out)
     }
 
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, InvalidFrame> {
         let mut fields = Fields(bytes);
         opening(&mut fields)?;
-        let admitted = fields.u32().ok_or(InvalidFrame::Cut)?;
-        let instance = fields.array().ok_or(InvalidFrame::Cut)?;
-        let proof_bytes = fields.u32().ok_or(InvalidFrame::Cut)?;
-        if proof_bytes > MAX_PROOF_BYTES {
-            return Err(InvalidFrame::Length(proof_bytes.into()));
-        }
-        Ok(Self { admitted: admitted == 1, instance, proof_bytes })
+        let nonce = fields.array().ok_or(InvalidFrame::Cut)?;
+        let proof = fields.array().ok_or(InvalidFrame::Cut)?;
+        Ok(Self { nonce, proof })
     }
 }
 
@@ -136,24 +105,19 @@ fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
 pub(crate) enum Verb {
     /// Send me these bytes of yours.
     Read = 1,
-    /// Put the bytes that follow there.
-    Write = 2,
-    /// Here is a message for your caller.
-    Notify = 3,
     /// Which regions have you registered?
-    Table = 4,
+    Regions = 2,
 }
 
 /// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) verb: Verb,
-    /// How many pieces follow.
-    pub(crate) pieces: u32,
-    /// The client's number for it. Those of a session's notifications only ever rise, and the
-    /// server takes in each of them once.
+    /// How many spans follow.
+    pub(crate) spans: u32,
+    /// The client's number for it.
     pub(crate) id: u64,
-    /// How many bytes are moved in all.
+    /// How many bytes are asked for in all.
     pub(crate) bytes: u64,
 }
 
@@ -163,7 +127,7 @@ impl Request {
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend([self.verb as u8, 0, 0, 0]);
-        out.extend(self.pieces.to_le_bytes());
+        out.extend(self.spans.to_le_bytes());
         out.extend(self.id.to_le_bytes());
         out.extend(self.bytes.to_le_bytes());
         fixed(&out)
@@ -174,46 +138,43 @@ impl Request {
         let [verb, reserved @ ..] = fields.array::<4>().ok_or(InvalidFrame::Cut)?;
         let verb = match verb {
             1 => Verb::Read,
-            2 => Verb::Write,
-            3 => Verb::Notify,
-            4 => Verb::Table,
+            2 => Verb::Regions,
             other => return Err(InvalidFrame::Operation(other)),
         };
         if reserved != [0; 3] {
             return Err(InvalidFrame::Reserved);
         }
-        let pieces = fields.u32().ok_or(InvalidFrame::Cut)?;
+        let spans = fields.u32().ok_or(InvalidFrame::Cut)?;
         let id = fields.u64().ok_or(InvalidFrame::Cut)?;
         let bytes = fields.u64().ok_or(InvalidFrame::Cut)?;
         let (fewest, most, longest) = match verb {
-            Verb::Read | Verb::Write => (1, MAX_PIECES, MAX_REQUEST_BYTES),
-            Verb::Notify => (0, 0, crate::transport::MAX_NOTIFICATION_BYTES as u64),
-            Verb::Table => (0, 0, 0),
+            Verb::Read => (1, MAX_SPANS, MAX_REQUEST_BYTES),
+            Verb::Regions => (0, 0, 0),
         };
-        if pieces < fewest || pieces as usize > most {
-            return Err(InvalidFrame::Count(pieces));
+        if spans < fewest || spans as usize > most {
+            return Err(InvalidFrame::Count(spans));
         }
         if bytes > longest {
             return Err(InvalidFrame::Length(bytes));
         }
-        Ok(Self { verb, pieces, id, bytes })
+        Ok(Self { verb, spans, id, bytes })
     }
 
-    /// How many bytes of pieces follow the header.
-    pub(crate) fn piece_bytes(&self) -> usize {
-        self.pieces as usize * PIECE_BYTES
+    /// How many bytes of spans follow the header.
+    pub(crate) fn span_bytes(&self) -> usize {
+        self.spans as usize * SPAN_BYTES
     }
 }
 
-pub(crate) const PIECE_BYTES: usize = 16;
+pub(crate) const SPAN_BYTES: usize = 16;
 
-pub(crate) fn put_piece(out: &mut Vec<u8>, address: u64, bytes: u64) {
+pub(crate) fn put_span(out: &mut Vec<u8>, address: u64, bytes: u64) {
     out.extend(address.to_le_bytes());
     out.extend(bytes.to_le_bytes());
 }
 
-/// Decodes the pieces of a request and checks that they add up to what its header said.
-pub(crate) fn pieces(
+/// Decodes the spans of a request and checks that they add up to what its header said.
+pub(crate) fn spans(
     request: &Request,
     bytes: &[u8],
     out: &mut Vec<(u64, u64)>,
@@ -221,7 +182,7 @@ pub(crate) fn pieces(
     out.clear();
     let mut fields = Fields(bytes);
     let mut sum: u64 = 0;
-    for _ in 0..request.pieces {
+    for _ in 0..request.spans {
         let address = fields.u64().ok_or(InvalidFrame::Cut)?;
         let length = fields.u64().ok_or(InvalidFrame::Cut)?;
         if length == 0 || address.checked_add(length).is_none() {
@@ -240,9 +201,9 @@ pub(crate) fn pieces(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Verdict {
-    /// As asked; for a read or table the bytes follow.
+    /// As asked; the bytes follow.
     Done = 0,
-    /// A piece lies outside the registered regions. Nothing was moved.
+    /// A span lies outside the registered regions. Nothing was moved.
     Outside = 1,
 }
 
@@ -252,7 +213,7 @@ pub(crate) struct Answer {
     pub(crate) verdict: Verdict,
     /// The request's number.
     pub(crate) id: u64,
-    /// How many bytes follow; for a piece outside the regions, its address.
+    /// How many bytes follow; for a span outside the regions, its address.
     pub(crate) bytes: u64,
 }
 
@@ -286,61 +247,89 @@ impl Answer {
     }
 }
 
+/// What follows the answer to [`Verb::Regions`]: how often the regions have changed, and which they
+/// are now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Listing {
+    pub(crate) generation: u64,
+    pub(crate) regions: Vec<Region>,
+}
+
+impl Listing {
+    /// Whether a listing may be so long: to be asked before anything is allocated for it.
+    pub(crate) fn check_length(bytes: u64) -> Result<(), InvalidFrame> {
+        let span = SPAN_BYTES as u64;
+        match bytes.checked_sub(8) {
+            Some(spans) if spans.is_multiple_of(span) && spans / span <= MAX_REGIONS => Ok(()),
+            _ => Err(InvalidFrame::Length(bytes)),
+        }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = self.generation.to_le_bytes().to_vec();
+        for region in &self.regions {
+            put_span(&mut out, region.base, region.bytes);
+        }
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, InvalidFrame> {
+        Self::check_length(bytes.len() as u64)?;
+        let mut fields = Fields(bytes);
+        let generation = fields.u64().ok_or(InvalidFrame::Cut)?;
+        let mut regions = Vec::with_capacity(fields.0.len() / SPAN_BYTES);
+        while !fields.0.is_empty() {
+            let base = fields.u64().ok_or(InvalidFrame::Cut)?;
+            let bytes = fields.u64().ok_or(InvalidFrame::Cut)?;
+            regions.push(Region::host(base, bytes));
+        }
+        Ok(Self { generation, regions })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     fn verbs() -> impl Strategy<Value = Verb> {
-        prop_oneof![Just(Verb::Read), Just(Verb::Write), Just(Verb::Notify), Just(Verb::Table)]
+        prop_oneof![Just(Verb::Read), Just(Verb::Regions)]
+    }
+
+    /// The two protocols must not be mistaken for each other.
+    #[test]
+    fn the_magic_is_the_data_protocols_own() {
+        let mut hello = Hello { nonce: [7; 32] }.encode();
+        hello[..8].copy_from_slice(b"kvferry\x01");
+        assert_eq!(Hello::decode(&hello), Err(InvalidFrame::Magic));
     }
 
     proptest! {
         /// What is encoded decodes to itself, or was over a limit.
         #[test]
-        fn requests_come_back(verb in verbs(), pieces in 0u32..1100, id in any::<u64>(), bytes in 0u64..1 << 27) {
-            let request = Request { verb, pieces, id, bytes };
+        fn requests_come_back(verb in verbs(), spans in 0u32..1100, id in any::<u64>(), bytes in 0u64..1 << 27) {
+            let request = Request { verb, spans, id, bytes };
             match Request::decode(&request.encode()) {
                 Ok(back) => prop_assert_eq!(back, request),
-                Err(InvalidFrame::Count(n)) => prop_assert_eq!(n, pieces),
+                Err(InvalidFrame::Count(n)) => prop_assert_eq!(n, spans),
                 Err(InvalidFrame::Length(n)) => prop_assert_eq!(n, bytes),
                 Err(other) => prop_assert!(false, "{other}"),
             }
         }
 
-        /// No bytes make the decoders panic, and nothing they let through is over a limit.
-        #[test]
-        fn any_bytes_are_decoded_or_refused(
-            header in any::<[u8; Request::BYTES]>(),
-            body in prop::collection::vec(any::<u8>(), 0..200),
-            answer in any::<[u8; Answer::BYTES]>(),
-            hello in any::<[u8; Hello::BYTES]>(),
-            welcome in any::<[u8; Welcome::BYTES]>(),
-        ) {
-            let _ = Answer::decode(&answer);
-            let _ = Hello::decode(&hello);
-            let _ = Welcome::decode(&welcome);
-            if let Ok(request) = Request::decode(&header) {
-                prop_assert!(request.pieces as usize <= MAX_PIECES);
-                prop_assert!(request.bytes <= MAX_REQUEST_BYTES);
-                let mut out = Vec::new();
-                let _ = pieces(&request, &body, &mut out);
-            }
-        }
-
         /// Valid frames with a few bytes changed: what is let through still adds up.
         #[test]
-        fn mutated_pieces_add_up(
+        fn mutated_spans_add_up(
             lengths in prop::collection::vec((any::<u64>(), 1u64..100), 1..20),
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
         ) {
             let mut body = Vec::new();
             for &(address, bytes) in &lengths {
-                put_piece(&mut body, address, bytes);
+                put_span(&mut body, address, bytes);
             }
             let mut header = Request {
                 verb: Verb::Read,
-                pieces: lengths.len() as u32,
+                spans: lengths.len() as u32,
                 id: 7,
                 bytes: lengths.iter().map(|l| l.1).sum(),
             }
@@ -354,8 +343,8 @@ mod tests {
             }
             let Ok(request) = Request::decode(&header) else { return Ok(()) };
             let mut out = Vec::new();
-            if request.verb == Verb::Read && pieces(&request, &body, &mut out).is_ok() {
-                prop_assert_eq!(out.len(), request.pieces as usize);
+            if request.verb == Verb::Read && spans(&request, &body, &mut out).is_ok() {
+                prop_assert_eq!(out.len(), request.spans as usize);
                 let sum: u128 = out.iter().map(|&(_, bytes)| u128::from(bytes)).sum();
                 prop_assert_eq!(sum, u128::from(request.bytes));
                 for (address, bytes) in out {

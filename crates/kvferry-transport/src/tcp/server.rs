@@ -1,30 +1,27 @@
-//! Serves this process's registered memory, and takes in notifications.
+//! Serves this process's registered memory.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::frame::{self, Answer, Hello, Request, Token, Verb, Verdict, Welcome};
-use super::proof::{self, Proof, is_proven, prove};
+use parking_lot::Mutex;
+use socket2::SockRef;
+
+use super::frame::{self, Answer, Challenge, Hello, Listing, Proof, Request, Verb, Verdict};
+use super::proof::{self, Secret};
 use super::socket;
-use crate::error::{Error, InvalidFrame};
-use crate::random::random;
-use crate::region::Regions;
-use crate::transport::{Instance, Notification};
+use crate::contract::{Error, InvalidFrame};
+use crate::shared::random::random;
+use crate::shared::region::Regions;
 
-/// How long a new connection may take to say who it is.
+/// How long a new connection may take to prove that it may be here.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
 /// Connections served at once; more are turned away.
 const MAX_CONNECTIONS: usize = 4096;
-/// Notifications kept for a caller that does not collect them; then their senders wait.
-const MAX_INBOX: usize = 1 << 16;
-/// Sessions whose notifications are remembered.
-const MAX_SESSIONS: usize = 1 << 16;
 
 #[derive(Debug)]
 pub(crate) struct Server {
@@ -35,19 +32,15 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Shared {
     listener: TcpListener,
-    token: Token,
-    instance: Instance,
+    secret: Secret,
     regions: Arc<Regions>,
     generation: Arc<dyn Generation>,
     state: Mutex<State>,
-    /// A connection ended, or the server is closing.
-    ended: Condvar,
-    inbox: Inbox,
 }
 
-/// Counts the changes of the table of regions.
+/// Counts the changes of the registered regions.
 pub(crate) trait Generation: std::fmt::Debug + Send + Sync {
-    /// How often the table has changed.
+    /// How often they have changed.
     fn get(&self) -> u64;
 }
 
@@ -62,25 +55,13 @@ struct State {
     closing: bool,
     next: u64,
     connections: HashMap<u64, Connection>,
-    /// The last notification taken in of each session.
-    heard: HashMap<[u8; 16], u64>,
-    /// The same sessions, oldest first.
-    sessions: VecDeque<[u8; 16]>,
     finished: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
 struct Connection {
     stream: Arc<TcpStream>,
-    /// Known once the hello has been accepted.
-    lane: Option<([u8; 16], u32)>,
     thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Debug, Default)]
-struct Inbox {
-    queue: Mutex<VecDeque<Notification>>,
-    changed: Condvar,
 }
 
 /// Why a connection ended.
@@ -106,23 +87,14 @@ impl From<InvalidFrame> for End {
 impl Server {
     pub(crate) fn start(
         bind: SocketAddr,
-        token: Token,
-        instance: Instance,
+        secret: Secret,
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
     ) -> Result<Self, Error> {
         let listener = TcpListener::bind(bind)
             .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
-        let shared = Arc::new(Shared {
-            listener,
-            token,
-            instance,
-            regions,
-            generation,
-            state: Mutex::default(),
-            ended: Condvar::new(),
-            inbox: Inbox::default(),
-        });
+        let state = Mutex::default();
+        let shared = Arc::new(Shared { listener, secret, regions, generation, state });
         let acceptor = std::thread::Builder::new()
             .name("kvferry-accept".to_owned())
             .spawn({
@@ -140,25 +112,9 @@ impl Server {
             .map_err(|error| Error::system("asking for the listening address", &error))
     }
 
-    pub(crate) fn notifications(&self, until: Instant) -> Vec<Notification> {
-        let inbox = &self.shared.inbox;
-        let mut queue = inbox.lock();
-        while queue.is_empty() {
-            let pause = until.saturating_duration_since(Instant::now());
-            if pause.is_zero() {
-                break;
-            }
-            queue =
-                inbox.changed.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        let all = queue.drain(..).collect();
-        inbox.changed.notify_all();
-        all
-    }
-
     /// Ends every connection; clients that still want something connect again.
     pub(crate) fn cut_all(&self) {
-        for connection in self.shared.lock().connections.values() {
+        for connection in self.shared.state.lock().connections.values() {
             let _ = connection.stream.shutdown(Shutdown::Both);
         }
     }
@@ -167,7 +123,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let mut threads = {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             state.closing = true;
             for connection in state.connections.values() {
                 let _ = connection.stream.shutdown(Shutdown::Both);
@@ -176,12 +132,8 @@ impl Drop for Server {
             let running = connections.values_mut().filter_map(|c| c.thread.take());
             finished.drain(..).chain(running).collect::<Vec<_>>()
         };
-        self.shared.ended.notify_all();
-        // Lock and release, so that no connection is between its check and its wait.
-        drop(self.shared.inbox.lock());
-        self.shared.inbox.changed.notify_all();
-        // SAFETY: the descriptor is the live listener's; shutting it down wakes the acceptor.
-        unsafe { libc::shutdown(self.shared.listener.as_raw_fd(), libc::SHUT_RDWR) };
+        // This wakes the acceptor.
+        let _ = SockRef::from(&self.shared.listener).shutdown(Shutdown::Both);
         threads.extend(self.acceptor.take());
         // The acceptor may have added a connection meanwhile: it looks at `closing` under the lock.
         for thread in threads {
@@ -190,21 +142,11 @@ impl Drop for Server {
     }
 }
 
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Notification>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn accept(self: &Arc<Self>) {
         loop {
             let accepted = self.listener.accept();
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.closing {
                 return;
             }
@@ -232,9 +174,7 @@ impl Shared {
             });
             match spawned {
                 Ok(thread) => {
-                    state
-                        .connections
-                        .insert(id, Connection { stream, lane: None, thread: Some(thread) });
+                    state.connections.insert(id, Connection { stream, thread: Some(thread) });
                 }
                 Err(error) => tracing::warn!("starting a thread for a connection: {error}"),
             }
@@ -242,7 +182,7 @@ impl Shared {
     }
 
     fn run(&self, id: u64, stream: &TcpStream) {
-        let end = self.serve(id, stream);
+        let end = self.serve(stream);
         let peer = || stream.peer_addr().map_or_else(|e| e.to_string(), |a| a.to_string());
         match end {
             Ok(()) | Err(End::Closed) => {}
@@ -252,19 +192,18 @@ impl Shared {
             }
         }
         let _ = stream.shutdown(Shutdown::Both);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(connection) = state.connections.remove(&id) {
             state.finished.extend(connection.thread);
         }
-        self.ended.notify_all();
     }
 
     /// Serves one connection until it ends.
-    fn serve(&self, id: u64, stream: &TcpStream) -> Result<(), End> {
-        let session = self.greet(id, stream)?;
+    fn serve(&self, stream: &TcpStream) -> Result<(), End> {
+        self.greet(stream)?;
         let mut body = Vec::new();
-        let mut pieces = Vec::with_capacity(frame::MAX_PIECES);
-        let mut entries = Vec::with_capacity(frame::MAX_PIECES + 1);
+        let mut spans = Vec::with_capacity(frame::MAX_SPANS);
+        let mut entries = Vec::with_capacity(frame::MAX_SPANS + 1);
         loop {
             let mut header = [0; Request::BYTES];
             match socket::receive_bytes(stream, &mut header) {
@@ -272,160 +211,72 @@ impl Shared {
                 other => other?,
             }
             let request = Request::decode(&header)?;
-            body.resize(request.piece_bytes(), 0);
+            body.resize(request.span_bytes(), 0);
             socket::receive_bytes(stream, &mut body)?;
-            if matches!(request.verb, Verb::Read | Verb::Write) {
-                frame::pieces(&request, &body, &mut pieces)?;
-            }
             let mut answer = Answer { verdict: Verdict::Done, id: request.id, bytes: 0 };
             match request.verb {
-                Verb::Read | Verb::Write => {
-                    let holds = self.regions.serve(&pieces);
-                    if let Err(error) = holds {
-                        if let Error::OutsideRegion { address, .. } = error {
-                            answer.bytes = address;
+                Verb::Read => {
+                    frame::spans(&request, &body, &mut spans)?;
+                    // Held until the bytes are sent.
+                    let _holds = match self.regions.serve(&spans) {
+                        Ok(holds) => holds,
+                        Err(error) => {
+                            if let Error::OutsideRegion { address, .. } = error {
+                                answer.bytes = address;
+                            }
+                            answer.verdict = Verdict::Outside;
+                            socket::send_bytes(stream, &answer.encode())?;
+                            continue;
                         }
-                        if request.verb == Verb::Write {
-                            discard(stream, request.bytes)?;
-                        }
-                        answer.verdict = Verdict::Outside;
-                        socket::send_bytes(stream, &answer.encode())?;
-                        continue;
-                    }
+                    };
+                    answer.bytes = request.bytes;
+                    let header = answer.encode();
                     entries.clear();
-                    if request.verb == Verb::Read {
-                        answer.bytes = request.bytes;
-                        let header = answer.encode();
-                        entries.push(socket::entry_of(&header));
-                        entries.extend(pieces.iter().map(|&(at, n)| socket::entry(at, n)));
-                        // SAFETY: the pieces lie in registered regions, which may be read at any
-                        // time (`Transport::register`) and are held while they are served.
-                        unsafe { socket::send_all(stream, &mut entries)? };
-                    } else {
-                        entries.extend(pieces.iter().map(|&(at, n)| socket::entry(at, n)));
-                        // SAFETY: the pieces lie in registered regions, which may be written at any
-                        // time (`Transport::register`) and are held while they are written.
-                        unsafe { socket::receive_all(stream, &mut entries)? };
-                        socket::send_bytes(stream, &answer.encode())?;
-                    }
+                    entries.push(socket::entry_of(&header));
+                    entries.extend(spans.iter().map(|&(at, n)| socket::entry(at, n)));
+                    // SAFETY: the spans lie in registered regions, which may be read at any time
+                    // (`Transport::register`) and are held while they are served.
+                    unsafe { socket::send_all(stream, &mut entries)? };
                 }
-                Verb::Notify => {
-                    let mut message = vec![0; request.bytes as usize];
-                    socket::receive_bytes(stream, &mut message)?;
-                    self.hear(&session, request.id, message)?;
-                    socket::send_bytes(stream, &answer.encode())?;
-                }
-                Verb::Table => {
-                    // The generation first: a table that changes meanwhile is newer than it says.
-                    let mut table = self.generation.get().to_le_bytes().to_vec();
-                    for region in self.regions.spans().0 {
-                        frame::put_piece(&mut table, region.base, region.bytes);
-                    }
-                    answer.bytes = table.len() as u64;
+                Verb::Regions => {
+                    // The generation first: a list that changes meanwhile is newer than it says.
+                    let generation = self.generation.get();
+                    let regions = self.regions.spans().0;
+                    let listing = Listing { generation, regions }.encode();
+                    answer.bytes = listing.len() as u64;
                     let mut message = answer.encode().to_vec();
-                    message.append(&mut table);
+                    message.extend(listing);
                     socket::send_bytes(stream, &message)?;
                 }
             }
         }
     }
 
-    fn greet(&self, id: u64, stream: &TcpStream) -> Result<Hello, End> {
+    fn greet(&self, stream: &TcpStream) -> Result<(), End> {
         socket::set_up(stream)?;
         stream.set_read_timeout(Some(HELLO_PATIENCE))?;
         stream.set_write_timeout(Some(HELLO_PATIENCE))?;
-        let mut bytes = [0; Hello::BYTES];
-        socket::receive_bytes(stream, &mut bytes)?;
-        let hello = Hello::decode(&bytes)?;
-        let mut proof = vec![0; hello.proof_bytes as usize];
-        socket::receive_bytes(stream, &mut proof)?;
+        let mut hello = [0; Hello::BYTES];
+        socket::receive_bytes(stream, &mut hello)?;
+        if let Err(error) = Hello::decode(&hello) {
+            if let InvalidFrame::Version { .. } = error {
+                // So that the other end can say what is wrong. It proves nothing.
+                let empty = Challenge { nonce: [0; 32], proof: [0; 32] };
+                socket::send_bytes(stream, &empty.encode())?;
+            }
+            return Err(error.into());
+        }
         let Ok(nonce) = random() else { return Err(End::Closed) };
-        let mut challenge = nonce.to_vec();
-        challenge.extend(prove(&self.token, proof::End::Server, &bytes, &nonce));
-        socket::send_bytes(stream, &challenge)?;
+        let proof = self.secret.prove(proof::End::Server, &hello, &nonce);
+        socket::send_bytes(stream, &Challenge { nonce, proof }.encode())?;
         let mut proof: Proof = [0; 32];
         socket::receive_bytes(stream, &mut proof)?;
-        let proven = is_proven(&self.token, proof::End::Client, &bytes, &nonce, &proof);
-        let admitted = proven && self.replace(id, &hello);
-        let welcome = Welcome { admitted, instance: self.instance.0, proof_bytes: 0 };
-        socket::send_bytes(stream, &welcome.encode())?;
-        if !admitted {
+        if !self.secret.is_proven(proof::End::Client, &hello, &nonce, &proof) {
+            tracing::warn!("ending a connection that does not know this process's token");
             return Err(End::Closed);
         }
         stream.set_read_timeout(None)?;
         stream.set_write_timeout(None)?;
-        Ok(hello)
-    }
-
-    /// Makes this connection the one of its lane, once the one before has ended: the client then
-    /// knows that nothing it sent over that one can land any more.
-    fn replace(&self, id: u64, hello: &Hello) -> bool {
-        let lane = (hello.session, hello.lane);
-        let until = Instant::now() + HELLO_PATIENCE;
-        let mut state = self.lock();
-        loop {
-            let before = state.connections.values().find(|c| c.lane == Some(lane));
-            let Some(before) = before else { break };
-            let _ = before.stream.shutdown(Shutdown::Both);
-            let pause = until.saturating_duration_since(Instant::now());
-            if pause.is_zero() || state.closing {
-                return false;
-            }
-            state = self.ended.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        match state.connections.get_mut(&id) {
-            Some(connection) => {
-                connection.lane = Some(lane);
-                true
-            }
-            None => false,
-        }
-    }
-
-    /// Takes in a notification, unless it came before.
-    fn hear(&self, hello: &Hello, number: u64, message: Vec<u8>) -> Result<(), End> {
-        {
-            let mut state = self.lock();
-            if !state.heard.contains_key(&hello.session) {
-                if state.sessions.len() >= MAX_SESSIONS
-                    && let Some(oldest) = state.sessions.pop_front()
-                {
-                    state.heard.remove(&oldest);
-                }
-                state.sessions.push_back(hello.session);
-            }
-            let heard = state.heard.entry(hello.session).or_default();
-            if number <= *heard {
-                return Ok(());
-            }
-            *heard = number;
-        }
-        let mut queue = self.inbox.lock();
-        while queue.len() >= MAX_INBOX {
-            if self.lock().closing {
-                return Err(End::Closed);
-            }
-            queue = self
-                .inbox
-                .changed
-                .wait_timeout(queue, Duration::from_millis(100))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        queue.push_back(Notification { from: Instance(hello.instance), message });
-        self.inbox.changed.notify_all();
         Ok(())
     }
-}
-
-/// Reads bytes that have nowhere to go, so that the refusal reaches the one who sent them.
-fn discard(stream: &TcpStream, bytes: u64) -> io::Result<()> {
-    let mut scratch = [0; 16 << 10];
-    let mut left = bytes as usize;
-    while left > 0 {
-        let part = left.min(scratch.len());
-        socket::receive_bytes(stream, &mut scratch[..part])?;
-        left -= part;
-    }
-    Ok(())
 }

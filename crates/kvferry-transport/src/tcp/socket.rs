@@ -1,8 +1,14 @@
 //! Exact, vectored transfers between a socket and memory given by address.
+//!
+//! Registered memory changes at any time, so no slice of it may exist: the vectored calls of the
+//! standard library and of `socket2` take slices, and are not used for it.
 
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
 
 /// An entry of a vectored call. Null addresses are never built: a registered region cannot hold
 /// address zero, because nothing is mapped there.
@@ -93,33 +99,17 @@ fn all(
 }
 
 /// Sets a new connection up: nothing is held back to be sent with what comes later, and the kernel
-/// asks now and then whether the other host is still there, so that no thread waits for ever for one
-/// that vanished.
+/// notices when the other host has vanished, whether bytes are on the way to it (the time-out) or not
+/// (the questions now and then), so that no thread waits for ever.
 pub(crate) fn set_up(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    let options = [
-        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 20),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 5),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4),
-    ];
-    for (level, name, value) in options {
-        let value: libc::c_int = value;
-        // SAFETY: the descriptor is open, and the value is a live integer of the length given.
-        let set = unsafe {
-            libc::setsockopt(
-                stream.as_raw_fd(),
-                level,
-                name,
-                (&raw const value).cast(),
-                size_of_val(&value) as libc::socklen_t,
-            )
-        };
-        if set != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(())
+    let socket = SockRef::from(stream);
+    socket.set_tcp_nodelay(true)?;
+    let keepalive = TcpKeepalive::new()
+        .with_time(Duration::from_secs(20))
+        .with_interval(Duration::from_secs(5))
+        .with_retries(4);
+    socket.set_tcp_keepalive(&keepalive)?;
+    socket.set_tcp_user_timeout(Some(Duration::from_secs(40)))
 }
 
 /// Sends a buffer of our own.

@@ -11,7 +11,8 @@
 
 mod back_end;
 mod census;
-mod memory;
+mod data;
+mod pair;
 mod peer;
 mod promises;
 

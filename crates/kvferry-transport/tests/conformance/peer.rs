@@ -7,11 +7,12 @@ use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvferry_transport::{Notification, RegionId, Transport};
+use kvferry_transport::memory::HostMemory;
+use kvferry_transport::{RegionId, Transport};
 
 use crate::back_end::BackEnd;
 use crate::census;
-use crate::memory::{Memory, hash, pattern};
+use crate::data::{hash, pattern};
 
 /// A peer process, seen from the test.
 pub(crate) struct Peer {
@@ -121,8 +122,8 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
         File::from(output)
     };
     let mut say = |line: &str| writeln!(output, "{line}").unwrap();
-    let memory = Memory::new(bytes.parse().unwrap());
-    memory.set(&pattern(seed.parse().unwrap(), memory.bytes()));
+    let memory = HostMemory::new(bytes.parse().unwrap()).unwrap();
+    memory.write(0, &pattern(seed.parse().unwrap(), memory.bytes()));
     let transport = B::new().unwrap();
     // SAFETY: the memory outlives the transport, and is only touched through its address.
     let mut region = Some(unsafe { transport.register(memory.region()) }.unwrap());
@@ -137,7 +138,7 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
 
 fn obey<T: Transport>(
     transport: &T,
-    memory: &Memory,
+    memory: &HostMemory,
     region: &mut Option<RegionId>,
     command: &str,
 ) -> String {
@@ -145,30 +146,7 @@ fn obey<T: Transport>(
     let soon = Instant::now() + Duration::from_secs(20);
     match words[..] {
         ["hash"] => hash(&memory.snapshot()).to_string(),
-        ["fill", seed] => {
-            memory.set(&pattern(seed.parse().unwrap(), memory.bytes()));
-            "ok".to_owned()
-        }
         ["census"] => census::take().to_string(),
-        // Waits for so many notifications. Each one names a place where its bytes must be when it
-        // arrives: "offset:length:first byte", or is free text.
-        ["await", count] => {
-            let wanted: usize = count.parse().unwrap();
-            let mut got: Vec<String> = Vec::new();
-            while got.len() < wanted && Instant::now() < soon {
-                for notification in transport.notifications(soon).unwrap() {
-                    got.push(judge(memory, &notification));
-                }
-            }
-            // What comes once too often comes now.
-            let later = Instant::now() + Duration::from_millis(300);
-            while Instant::now() < later {
-                for notification in transport.notifications(later).unwrap() {
-                    got.push(judge(memory, &notification));
-                }
-            }
-            got.join(",")
-        }
         ["deregister"] => {
             let result = transport.deregister(region.take().unwrap(), soon);
             format!("{result:?}")
@@ -180,20 +158,6 @@ fn obey<T: Transport>(
         }
         _ => panic!("a peer does not know how to {command}"),
     }
-}
-
-/// What a notification says, and whether the bytes it speaks of are there.
-fn judge(memory: &Memory, notification: &Notification) -> String {
-    let text = String::from_utf8(notification.message.clone()).unwrap();
-    let Some((offset, rest)) = text.split_once(':') else {
-        return text;
-    };
-    let (length, byte) = rest.split_once(':').unwrap();
-    let offset: usize = offset.parse().unwrap();
-    let length: usize = length.parse().unwrap();
-    let byte: u8 = byte.parse().unwrap();
-    let there = (offset..offset + length).all(|at| memory.byte(at) == byte);
-    format!("{text}={there}")
 }
 
 pub(crate) fn to_hex(bytes: &[u8]) -> String {

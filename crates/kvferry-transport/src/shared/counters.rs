@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::transport::{Report, Statistics};
+use crate::contract::{Report, Statistics};
 
 #[derive(Debug, Default)]
 pub(crate) struct Counters {

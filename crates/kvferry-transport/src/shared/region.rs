@@ -1,16 +1,15 @@
 //! Registered memory.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Side};
-use crate::merge::{Direction, merge};
 use kvferry_layout::{ByteCopy, Place, Region};
+use parking_lot::RwLock;
 
-/// Names a registered region of one transport.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RegionId(pub(crate) u64);
+use super::merge::merge;
+use super::spans::Spans;
+use crate::contract::{Error, RegionId, Side};
 
 /// Keeps a region from being deregistered while it is held.
 pub(crate) type Hold = Arc<()>;
@@ -18,7 +17,7 @@ pub(crate) type Hold = Arc<()>;
 /// The registered regions of one transport, sorted by address and free of overlaps.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
-    table: RwLock<Vec<Entry>>,
+    entries: RwLock<Vec<Entry>>,
     next: AtomicU64,
 }
 
@@ -28,7 +27,7 @@ struct Entry {
     region: Region,
     /// Held by this process's own operations.
     operations: Hold,
-    /// Held while bytes are served to, or taken from, a peer.
+    /// Held while bytes are served to a peer.
     serving: Hold,
 }
 
@@ -40,29 +39,29 @@ impl Regions {
                 region.bytes, region.base
             )));
         };
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-        let at = table.partition_point(|entry| entry.region.base < region.base);
+        let mut entries = self.entries.write();
+        let at = entries.partition_point(|entry| entry.region.base < region.base);
         let before = at
             .checked_sub(1)
-            .and_then(|i| table.get(i))
+            .and_then(|i| entries.get(i))
             .is_some_and(|entry| entry.region.base + entry.region.bytes > region.base);
-        let after = table.get(at).is_some_and(|entry| entry.region.base < end);
+        let after = entries.get(at).is_some_and(|entry| entry.region.base < end);
         if before || after {
             return Err(Error::Overlap { address: region.base, bytes: region.bytes });
         }
         let id = RegionId(self.next.fetch_add(1, Ordering::Relaxed));
-        table.insert(
+        entries.insert(
             at,
             Entry { id, region, operations: Hold::default(), serving: Hold::default() },
         );
         Ok(id)
     }
 
-    /// Takes a region out of the table, so that nothing new can touch it.
+    /// Takes a region out of the list, so that nothing new can touch it.
     ///
     /// Operations of this process that still touch it are waited for until `deadline`; then the
     /// region stays and the answer is [`Error::RegionBusy`]. `gone` runs once the region is out of
-    /// the table. What is being served from it is waited for until `deadline` too; after that
+    /// the list. What is being served from it is waited for until `deadline` too; after that
     /// `evict` is called once, which must make the servers let go.
     pub(crate) fn remove(
         &self,
@@ -72,12 +71,12 @@ impl Regions {
         evict: impl FnOnce(),
     ) -> Result<Region, Error> {
         let entry = loop {
-            let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-            let at = table.iter().position(|entry| entry.id == id).ok_or(Error::NoSuchRegion)?;
-            if Arc::strong_count(&table[at].operations) == 1 {
-                break table.remove(at);
+            let mut entries = self.entries.write();
+            let at = entries.iter().position(|entry| entry.id == id).ok_or(Error::NoSuchRegion)?;
+            if Arc::strong_count(&entries[at].operations) == 1 {
+                break entries.remove(at);
             }
-            drop(table);
+            drop(entries);
             if Instant::now() >= deadline {
                 return Err(Error::RegionBusy);
             }
@@ -97,9 +96,9 @@ impl Regions {
             }
             if served() {
                 // It cannot be given back, so it stays ours.
-                let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-                let at = table.partition_point(|e| e.region.base < entry.region.base);
-                table.insert(at, entry);
+                let mut entries = self.entries.write();
+                let at = entries.partition_point(|e| e.region.base < entry.region.base);
+                entries.insert(at, entry);
                 return Err(Error::RegionBusy);
             }
         }
@@ -107,26 +106,21 @@ impl Regions {
     }
 
     pub(crate) fn spans(&self) -> Spans {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        Spans(table.iter().map(|entry| entry.region).collect())
+        let entries = self.entries.read();
+        Spans(entries.iter().map(|entry| entry.region).collect())
     }
 
     /// Checks and merges the copies of one operation, and holds the local regions they touch.
-    pub(crate) fn admit(
-        &self,
-        copies: &[ByteCopy],
-        direction: Direction,
-        peer: &Spans,
-    ) -> Result<Admitted, Error> {
+    pub(crate) fn admit(&self, copies: &[ByteCopy], peer: &Spans) -> Result<Admitted, Error> {
         // The holds are taken before the check: what was checked cannot go away afterwards.
         let (local, all) = {
-            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-            let regions = table.iter().map(|entry| entry.region).collect();
-            let holds: Vec<Hold> = table.iter().map(|entry| entry.operations.clone()).collect();
+            let entries = self.entries.read();
+            let regions = entries.iter().map(|entry| entry.region).collect();
+            let holds: Vec<Hold> = entries.iter().map(|entry| entry.operations.clone()).collect();
             (Spans(regions), holds)
         };
         let mut touched = vec![false; all.len()];
-        let merged = merge(copies, direction, &local, peer, |i| touched[i] = true)?;
+        let merged = merge(copies, &local, peer, |i| touched[i] = true)?;
         let on_gpu = std::iter::zip(&local.0, &touched)
             .any(|(region, &touched)| touched && region.place != Place::Host);
         let holds = std::iter::zip(all, touched)
@@ -135,19 +129,19 @@ impl Regions {
         Ok(Admitted { copies: merged, holds, on_gpu })
     }
 
-    /// Checks that each of `pieces` (address, bytes) lies in registered host memory, and holds the
-    /// regions they touch. A piece may cross from one region into the next when they touch.
-    pub(crate) fn serve(&self, pieces: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+    /// Checks that each of `spans` (address, bytes) lies in registered host memory, and holds the
+    /// regions they touch. A span may cross from one region into the next when they touch.
+    pub(crate) fn serve(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
+        let entries = self.entries.read();
         let mut holds: Vec<Hold> = Vec::new();
         let mut last = usize::MAX;
-        for &(address, bytes) in pieces {
+        for &(address, bytes) in spans {
             let outside = || Error::OutsideRegion { side: Side::Peer, address, bytes };
             let end = address.checked_add(bytes).ok_or_else(outside)?;
-            let mut at = table.partition_point(|e| e.region.base + e.region.bytes <= address);
+            let mut at = entries.partition_point(|e| e.region.base + e.region.bytes <= address);
             let mut covered = address;
             while covered < end {
-                let entry = table.get(at).ok_or_else(outside)?;
+                let entry = entries.get(at).ok_or_else(outside)?;
                 if entry.region.base > covered || entry.region.place != Place::Host {
                     return Err(outside());
                 }
@@ -171,45 +165,6 @@ pub(crate) struct Admitted {
     pub(crate) holds: Vec<Hold>,
     /// Whether any of those lies on a GPU.
     pub(crate) on_gpu: bool,
-}
-
-/// Sorted spans without overlaps: what a side has registered, as the other side knows it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Spans(pub(crate) Vec<Region>);
-
-impl Spans {
-    /// Spans for a side that checks for itself.
-    pub(crate) fn everything() -> Self {
-        Self(vec![Region::host(0, u64::MAX)])
-    }
-
-    /// Sorts and checks what a peer said of itself.
-    pub(crate) fn from_peer(mut regions: Vec<Region>) -> Result<Self, Error> {
-        regions.sort_unstable_by_key(|region| region.base);
-        let mut last = 0;
-        for region in &regions {
-            match region.end() {
-                Some(end) if region.base >= last && region.bytes > 0 => last = end,
-                _ => {
-                    return Err(Error::BadDescription(
-                        "its regions overlap or are empty".to_owned(),
-                    ));
-                }
-            }
-        }
-        Ok(Self(regions))
-    }
-
-    /// Which span holds all of the bytes; `hint` is tried first.
-    pub(crate) fn find(&self, address: u64, bytes: u64, hint: usize) -> Option<usize> {
-        let end = address.checked_add(bytes)?;
-        let holds = |region: &Region| region.base <= address && end <= region.base + region.bytes;
-        if self.0.get(hint).is_some_and(holds) {
-            return Some(hint);
-        }
-        let at = self.0.partition_point(|region| region.base + region.bytes <= address);
-        self.0.get(at).filter(|region| holds(region)).map(|_| at)
-    }
 }
 
 #[cfg(test)]
@@ -245,7 +200,7 @@ mod tests {
         let id = regions.insert(Region::host(100, 50)).unwrap();
         let other = regions.insert(Region::host(200, 50)).unwrap();
         let copy = ByteCopy { source: 7, destination: 110, bytes: 5 };
-        let admitted = regions.admit(&[copy], Direction::Read, &Spans::everything()).unwrap();
+        let admitted = regions.admit(&[copy], &Spans::everything()).unwrap();
         assert!(regions.remove(other, Instant::now(), || (), || ()).is_ok());
         assert_eq!(regions.remove(id, Instant::now(), || (), || ()), Err(Error::RegionBusy));
         drop(admitted);

@@ -1,10 +1,9 @@
 //! Another process's memory, through the kernel.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::error::Error;
+use crate::contract::Error;
 use crate::tcp::Generation;
 
 /// How many entries the kernel takes in one call.
@@ -46,8 +45,6 @@ impl Generation for Identity {
 #[derive(Debug)]
 pub(crate) struct Process {
     pid: libc::pid_t,
-    /// Tells when the process has ended, whatever becomes of its number.
-    handle: OwnedFd,
     identity: u64,
     nonce: [u8; 16],
 }
@@ -56,20 +53,8 @@ impl Process {
     /// Finds the process and checks that its memory can be read and that it is the one meant.
     pub(crate) fn find(pid: u32, identity: u64, nonce: [u8; 16]) -> Result<Self, Error> {
         let pid = libc::pid_t::try_from(pid)
-            .map_err(|_| Error::BadDescription("its process number is none".to_owned()))?;
-        // SAFETY: the call takes two integers and touches no memory of ours.
-        let handle = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-        if handle < 0 {
-            let error = io::Error::last_os_error();
-            return Err(Error::system(format!("looking for process {pid}"), &error));
-        }
-        let process = Self {
-            pid,
-            // SAFETY: the call succeeded, so this is a new descriptor that nobody else owns.
-            handle: unsafe { OwnedFd::from_raw_fd(handle as i32) },
-            identity,
-            nonce,
-        };
+            .map_err(|_| Error::BadDescription("its process number is not one".to_owned()))?;
+        let process = Self { pid, identity, nonce };
         process.generation()?;
         Ok(process)
     }
@@ -112,7 +97,7 @@ impl Process {
                 0,
             )
         };
-        self.check(moved, bytes + seen.len() as u64, "reading")?;
+        self.check(moved, bytes + seen.len() as u64)?;
         if seen[..16] != self.nonce {
             return Err(Error::PeerLost(format!(
                 "process {} is not the one that gave the description",
@@ -124,63 +109,22 @@ impl Process {
         Ok(u64::from_ne_bytes(generation))
     }
 
-    /// Copies the `ours` entries to the `theirs` entries. Call [`generation`](Self::generation)
-    /// shortly before.
-    ///
-    /// # Safety
-    ///
-    /// The kernel reads the memory that `ours` names: it must be memory that may be read by anyone,
-    /// at any time. The memory that `theirs` names must be registered by the peer.
-    pub(crate) unsafe fn write(
-        &self,
-        ours: &[libc::iovec],
-        theirs: &[libc::iovec],
-        bytes: u64,
-    ) -> Result<(), Error> {
-        // SAFETY: both arrays are live and of the lengths given; their entries are the caller's
-        // promise.
-        let moved = unsafe {
-            libc::process_vm_writev(
-                self.pid,
-                ours.as_ptr(),
-                ours.len() as libc::c_ulong,
-                theirs.as_ptr(),
-                theirs.len() as libc::c_ulong,
-                0,
-            )
-        };
-        self.check(moved, bytes, "writing")?;
-        if self.has_ended() {
-            return Err(Error::PeerLost(format!("process {} ended", self.pid)));
-        }
-        Ok(())
-    }
-
-    fn check(&self, moved: isize, bytes: u64, doing: &str) -> Result<(), Error> {
+    fn check(&self, moved: isize, bytes: u64) -> Result<(), Error> {
         let pid = self.pid;
         let error = match u64::try_from(moved) {
             Ok(moved) if moved == bytes => return Ok(()),
             Ok(moved) => {
                 return Err(Error::PeerLost(format!(
-                    "{doing} the memory of process {pid} ended after {moved} of {bytes} bytes"
+                    "reading the memory of process {pid} ended after {moved} of {bytes} bytes"
                 )));
             }
             Err(_) => io::Error::last_os_error(),
         };
-        let what = format!("{doing} the memory of process {pid}");
+        let what = format!("reading the memory of process {pid}");
         match error.raw_os_error() {
             Some(libc::ESRCH | libc::EFAULT) => Err(Error::PeerLost(format!("{what}: {error}"))),
             _ => Err(Error::system(what, &error)),
         }
-    }
-
-    /// Whether the process is no more. Its number may then belong to another.
-    pub(crate) fn has_ended(&self) -> bool {
-        let mut poll =
-            libc::pollfd { fd: self.handle.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one live entry, as the count says; a zero timeout does not block.
-        let ready = unsafe { libc::poll(&raw mut poll, 1, 0) };
-        ready != 0
     }
 }
 
@@ -197,7 +141,6 @@ mod tests {
         assert_eq!(process.generation(), Ok(0));
         identity.advance();
         assert_eq!(process.generation(), Ok(1));
-        assert!(!process.has_ended());
         // The same number, another process: as when a number is given out again.
         let other = Process::find(pid, at, [8; 16]);
         assert!(matches!(other, Err(Error::PeerLost(_))), "{other:?}");
@@ -211,6 +154,6 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
         let found = Process::find(child.id(), 4096, [0; 16]);
-        assert!(matches!(found, Err(Error::System { code: Some(libc::ESRCH), .. })), "{found:?}");
+        assert!(matches!(found, Err(Error::PeerLost(_))), "{found:?}");
     }
 }

@@ -2,15 +2,17 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use crate::error::Error;
-use crate::progress::Progress;
+use parking_lot::{Condvar, Mutex};
+
+use super::custody::Custody;
+use crate::contract::Error;
 
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct Deadlines {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -32,7 +34,7 @@ struct State {
 #[derive(Debug)]
 struct Watched {
     deadline: Instant,
-    operation: Weak<Progress>,
+    operation: Weak<Custody>,
 }
 
 impl PartialEq for Watched {
@@ -55,11 +57,11 @@ impl Ord for Watched {
     }
 }
 
-impl Keeper {
+impl Deadlines {
     pub(crate) fn start() -> Result<Self, Error> {
         let shared = Arc::new(Shared::default());
         let thread = std::thread::Builder::new()
-            .name("kvferry-keeper".to_owned())
+            .name("kvferry-late".to_owned())
             .spawn({
                 let shared = shared.clone();
                 move || shared.run()
@@ -68,27 +70,25 @@ impl Keeper {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    pub(crate) fn watch(&self, operation: &Arc<Progress>) {
-        let mut state = self.shared.lock();
+    pub(crate) fn watch(&self, operation: &Arc<Custody>) {
+        let mut state = self.shared.state.lock();
         if state.watched.len() >= state.sweep_at.max(256) {
             state.watched.retain(|Reverse(watched)| watched.operation.strong_count() > 0);
             state.sweep_at = state.watched.len() * 2;
         }
-        let sooner =
-            state.watched.peek().is_none_or(|Reverse(first)| operation.deadline < first.deadline);
-        state.watched.push(Reverse(Watched {
-            deadline: operation.deadline,
-            operation: Arc::downgrade(operation),
-        }));
+        let deadline = operation.deadline();
+        let sooner = state.watched.peek().is_none_or(|Reverse(first)| deadline < first.deadline);
+        let operation = Arc::downgrade(operation);
+        state.watched.push(Reverse(Watched { deadline, operation }));
         if sooner {
             self.shared.changed.notify_one();
         }
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Deadlines {
     fn drop(&mut self) {
-        self.shared.lock().closing = true;
+        self.shared.state.lock().closing = true;
         self.shared.changed.notify_one();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -97,32 +97,24 @@ impl Drop for Keeper {
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn run(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while !state.closing {
-            let now = Instant::now();
             let next = state.watched.peek().map(|Reverse(first)| first.deadline);
-            state = match next {
-                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) if deadline <= now => {
+            match next {
+                None => self.changed.wait(&mut state),
+                Some(deadline) if deadline <= Instant::now() => {
                     let operation = state.watched.pop().and_then(|w| w.0.operation.upgrade());
                     drop(state);
                     if let Some(operation) = operation {
                         operation.stop(Error::DeadlinePassed);
                     }
-                    self.lock()
+                    state = self.state.lock();
                 }
                 Some(deadline) => {
-                    self.changed
-                        .wait_timeout(state, deadline - now)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
+                    self.changed.wait_until(&mut state, deadline);
                 }
-            };
+            }
         }
     }
 }

@@ -1,0 +1,185 @@
+//! The body of the fuzz target for the data protocol: the parser that strangers reach first.
+//!
+//! Whatever the bytes, nothing may panic, nothing large may be allocated for a small frame, and what
+//! decodes must encode to the same bytes. The same body runs in a normal test.
+
+use crate::tcp::frame::{
+    self, Answer, Challenge, Hello, Listing, MAX_REQUEST_BYTES, MAX_SPANS, Request, Verb, put_span,
+};
+
+/// Decodes the bytes as each kind of frame. Returns how many kinds they were.
+///
+/// # Panics
+///
+/// When the parser breaks one of its rules.
+pub fn decode_frame(bytes: &[u8]) -> usize {
+    let mut kinds = 0;
+    if let Some((front, _)) = bytes.split_first_chunk()
+        && let Ok(hello) = Hello::decode(front)
+    {
+        assert_eq!(hello.encode(), *front);
+        kinds += 1;
+    }
+    if let Some((front, _)) = bytes.split_first_chunk()
+        && let Ok(challenge) = Challenge::decode(front)
+    {
+        assert_eq!(challenge.encode(), *front);
+        kinds += 1;
+    }
+    if let Some((front, rest)) = bytes.split_first_chunk()
+        && let Ok(request) = Request::decode(front)
+    {
+        assert_eq!(request.encode(), *front);
+        assert!(request.spans as usize <= MAX_SPANS && request.bytes <= MAX_REQUEST_BYTES);
+        kinds += 1;
+        // As the server does: so many bytes are received, whatever they are.
+        if request.verb == Verb::Read
+            && let Some(body) = rest.get(..request.span_bytes())
+        {
+            kinds += usize::from(decode_spans(&request, body));
+        }
+    }
+    if let Some((front, rest)) = bytes.split_first_chunk()
+        && let Ok(answer) = Answer::decode(front)
+    {
+        assert_eq!(answer.encode(), *front);
+        kinds += 1;
+        // As the client does: nothing is allocated before the length is checked.
+        let length = usize::try_from(answer.bytes).unwrap_or(usize::MAX);
+        if Listing::check_length(answer.bytes).is_ok()
+            && let Some(body) = rest.get(..length)
+        {
+            let listing = Listing::decode(body).expect("its length was checked");
+            assert_eq!(listing.encode(), body);
+            kinds += 1;
+        }
+    }
+    if let Ok(listing) = Listing::decode(bytes) {
+        assert_eq!(listing.encode(), bytes);
+        assert!(listing.regions.capacity() <= bytes.len());
+    }
+    kinds
+}
+
+fn decode_spans(request: &Request, body: &[u8]) -> bool {
+    let mut spans = Vec::new();
+    if frame::spans(request, body, &mut spans).is_err() {
+        return false;
+    }
+    let mut again = Vec::new();
+    let mut sum = 0;
+    for (address, bytes) in spans {
+        assert!(bytes > 0 && address.checked_add(bytes).is_some(), "{bytes} bytes at {address:#x}");
+        sum += u128::from(bytes);
+        put_span(&mut again, address, bytes);
+    }
+    assert_eq!(again, body);
+    assert_eq!(sum, u128::from(request.bytes));
+    true
+}
+
+/// Good frames to start mutating from.
+pub fn frames() -> Vec<Vec<u8>> {
+    let read = Request { verb: Verb::Read, spans: 3, id: 7, bytes: 4196 };
+    let mut request = read.encode().to_vec();
+    for (address, bytes) in [(0x7f00_0000_1000, 4096), (0x7f00_0000_8000, 99), (1, 1)] {
+        put_span(&mut request, address, bytes);
+    }
+    let regions = vec![
+        kvferry_layout::Region::host(0x7f00_0000_0000, 1 << 20),
+        kvferry_layout::Region::host(0x7f00_1000_0000, 64),
+    ];
+    let listing = Listing { generation: 3, regions }.encode();
+    let verdict = frame::Verdict::Done;
+    let mut answer = Answer { verdict, id: 7, bytes: listing.len() as u64 }.encode().to_vec();
+    answer.extend(listing);
+    vec![
+        Hello { nonce: [5; 32] }.encode().to_vec(),
+        Challenge { nonce: [5; 32], proof: [6; 32] }.encode().to_vec(),
+        request,
+        Request { verb: Verb::Regions, spans: 0, id: 8, bytes: 0 }.encode().to_vec(),
+        answer,
+        Answer { verdict: frame::Verdict::Outside, id: 9, bytes: 64 }.encode().to_vec(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn good_frames_decode() {
+        for frame in frames() {
+            assert!(decode_frame(&frame) > 0, "{frame:?}");
+        }
+    }
+
+    /// How to spoil a frame.
+    #[derive(Clone, Debug)]
+    enum Spoil {
+        Set(prop::sample::Index, u8),
+        Field(prop::sample::Index, u64),
+        Cut(prop::sample::Index),
+        Insert(prop::sample::Index, Vec<u8>),
+    }
+
+    fn spoils() -> impl Strategy<Value = Spoil> {
+        let index = any::<prop::sample::Index>;
+        let numbers = prop_oneof![
+            Just(0),
+            Just(1),
+            Just(1 << 20),
+            Just(1 << 32),
+            Just(u64::MAX),
+            Just(u64::MAX - 4095),
+            any::<u64>()
+        ];
+        prop_oneof![
+            (index(), any::<u8>()).prop_map(|(at, value)| Spoil::Set(at, value)),
+            (index(), numbers).prop_map(|(at, value)| Spoil::Field(at, value)),
+            index().prop_map(Spoil::Cut),
+            (index(), prop::collection::vec(any::<u8>(), 1..40))
+                .prop_map(|(at, bytes)| Spoil::Insert(at, bytes)),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        #[test]
+        fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            decode_frame(&bytes);
+        }
+
+        #[test]
+        fn spoiled_frames_are_decoded_or_refused(
+            which in 0usize..6,
+            spoils in prop::collection::vec(spoils(), 1..4),
+        ) {
+            let mut bytes = frames().swap_remove(which);
+            for spoil in spoils {
+                let end = bytes.len().max(1);
+                match spoil {
+                    Spoil::Set(at, value) => {
+                        if let Some(byte) = bytes.get_mut(at.index(end)) {
+                            *byte = value;
+                        }
+                    }
+                    Spoil::Field(at, value) => {
+                        let at = at.index(end) / 8 * 8;
+                        if let Some(field) = bytes.get_mut(at..at + 8) {
+                            field.copy_from_slice(&value.to_le_bytes());
+                        }
+                    }
+                    Spoil::Cut(at) => bytes.truncate(at.index(end)),
+                    Spoil::Insert(at, more) => {
+                        let at = at.index(bytes.len() + 1);
+                        bytes.splice(at..at, more);
+                    }
+                }
+            }
+            decode_frame(&bytes);
+        }
+    }
+}

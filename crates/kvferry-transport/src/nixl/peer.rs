@@ -1,0 +1,130 @@
+//! A peer, and what it says of itself.
+
+use std::ffi::CString;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use kvferry_layout::{Place, Region};
+use parking_lot::Mutex;
+
+use crate::contract::{Error, Instance};
+use crate::shared::bytes::{Fields, put_block};
+use crate::shared::rate::RateWatch;
+use crate::shared::spans::Spans;
+
+/// A peer of a [`Nixl`](super::Nixl) transport.
+#[derive(Clone)]
+pub struct NixlPeer(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub(super) instance: Instance,
+    /// NIXL's name for it.
+    pub(super) name: CString,
+    pub(super) spans: Mutex<Arc<Spans>>,
+    pub(super) rate: Arc<RateWatch>,
+    pub(super) closed: AtomicBool,
+    /// Nothing new is posted while its metadata is being replaced.
+    pub(super) paused: AtomicBool,
+    /// Operations that the driver has taken and that have not ended.
+    pub(super) under_way: Mutex<usize>,
+}
+
+impl NixlPeer {
+    pub(super) fn new(instance: Instance, name: CString, spans: Spans, rate: RateWatch) -> Self {
+        let peer = Self(Arc::new(Inner {
+            instance,
+            name,
+            spans: Mutex::new(Arc::new(spans)),
+            rate: Arc::new(rate),
+            closed: AtomicBool::new(false),
+            paused: AtomicBool::new(false),
+            under_way: Mutex::new(0),
+        }));
+        if peer.is_on_gpu() {
+            peer.0.rate.gpu();
+        }
+        peer
+    }
+
+    /// Who it is.
+    pub fn instance(&self) -> Instance {
+        self.0.instance
+    }
+
+    pub(super) fn spans(&self) -> Arc<Spans> {
+        self.0.spans.lock().clone()
+    }
+
+    /// Whether any of its memory is on a GPU.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.spans().0.iter().any(|region| region.place != Place::Host)
+    }
+
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl fmt::Debug for NixlPeer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NixlPeer").field(&self.0.instance).finish()
+    }
+}
+
+const DESCRIPTION: &[u8; 8] = b"kvfy-nxl";
+
+/// What a description holds.
+pub(super) struct Description<'a> {
+    pub(super) instance: Instance,
+    pub(super) spans: Spans,
+    /// NIXL's own part.
+    pub(super) metadata: &'a [u8],
+}
+
+impl Description<'_> {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = DESCRIPTION.to_vec();
+        out.extend(self.instance.0);
+        out.extend((self.spans.0.len() as u32).to_le_bytes());
+        for region in &self.spans.0 {
+            out.extend(region.base.to_le_bytes());
+            out.extend(region.bytes.to_le_bytes());
+            let place = match region.place {
+                Place::Host => u32::MAX,
+                Place::Gpu(n) => n,
+            };
+            out.extend(place.to_le_bytes());
+        }
+        put_block(&mut out, self.metadata);
+        out
+    }
+
+    pub(super) fn parse(description: &[u8]) -> Result<Description<'_>, Error> {
+        let mut fields = Fields(description);
+        let mut parse = || {
+            if &fields.array::<8>()? != DESCRIPTION {
+                return None;
+            }
+            let instance = Instance(fields.array()?);
+            let count = fields.u32()?;
+            let mut regions = Vec::new();
+            for _ in 0..count {
+                regions.push(Region {
+                    base: fields.u64()?,
+                    bytes: fields.u64()?,
+                    place: match fields.u32()? {
+                        u32::MAX => Place::Host,
+                        n => Place::Gpu(n),
+                    },
+                });
+            }
+            let metadata = fields.block()?;
+            fields.0.is_empty().then_some((instance, regions, metadata))
+        };
+        let (instance, regions, metadata) = parse().ok_or_else(|| {
+            Error::BadDescription("it is not one of the nixl transport".to_owned())
+        })?;
+        Ok(Description { instance, spans: Spans::from_peer(regions)?, metadata })
+    }
+}

@@ -1,0 +1,85 @@
+//! Where an operation begins.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use kvferry_layout::{ByteCopy, Place, Region};
+
+use super::counters::Counters;
+use super::custody::{Custody, Interrupt, Order};
+use super::deadlines::Deadlines;
+use super::rate::RateWatch;
+use super::region::Regions;
+use super::spans::Spans;
+use crate::contract::{Error, RegionId, Statistics};
+
+/// What every back end has: its regions, its counters, and the thread that keeps deadlines.
+#[derive(Debug)]
+pub(crate) struct Desk {
+    pub(crate) regions: Arc<Regions>,
+    counters: Arc<Counters>,
+    deadlines: Deadlines,
+}
+
+/// An operation that may be carried out.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) custody: Arc<Custody>,
+    /// What there is to copy, checked and merged.
+    pub(crate) copies: Vec<ByteCopy>,
+    /// Whether any of it goes to a GPU.
+    pub(crate) on_gpu: bool,
+}
+
+impl Desk {
+    pub(crate) fn new() -> Result<Self, Error> {
+        Ok(Self {
+            regions: Arc::default(),
+            counters: Arc::default(),
+            deadlines: Deadlines::start()?,
+        })
+    }
+
+    /// Registers a region for a back end that only knows host memory.
+    pub(crate) fn insert_host(&self, name: &str, region: Region) -> Result<RegionId, Error> {
+        match region.place {
+            Place::Host => self.regions.insert(region),
+            Place::Gpu(n) => Err(Error::Unsupported(format!(
+                "the {name} transport moves host memory only, not that of GPU {n}: use nixl"
+            ))),
+        }
+    }
+
+    /// Checks copies from the peer's memory (`theirs`) into registered memory of this process, and
+    /// opens an operation for them. Whoever calls carries it out; one without bytes is done already.
+    pub(crate) fn open(
+        &self,
+        copies: &[ByteCopy],
+        theirs: &Spans,
+        deadline: Instant,
+        interrupt: Option<Weak<dyn Interrupt>>,
+        rate: &Arc<RateWatch>,
+    ) -> Result<Opened, Error> {
+        let began = Instant::now();
+        let admitted = self.regions.admit(copies, theirs)?;
+        let custody = Custody::open(Order {
+            asked: copies.len() as u64,
+            copies: admitted.copies.len() as u64,
+            bytes: admitted.copies.iter().map(|copy| copy.bytes).sum(),
+            holds: admitted.holds,
+            deadline,
+            began,
+            interrupt,
+            counters: self.counters.clone(),
+            rate: rate.clone(),
+        });
+        if !custody.is_empty() {
+            self.deadlines.watch(&custody);
+        }
+        Ok(Opened { custody, copies: admitted.copies, on_gpu: admitted.on_gpu })
+    }
+
+    pub(crate) fn statistics(&self) -> Statistics {
+        self.counters.read()
+    }
+}

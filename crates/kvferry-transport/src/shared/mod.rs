@@ -1,0 +1,15 @@
+//! What the back ends are built from.
+
+pub(crate) mod bytes;
+pub(crate) mod chunks;
+mod counters;
+pub(crate) mod custody;
+mod deadlines;
+pub(crate) mod desk;
+mod merge;
+pub(crate) mod random;
+pub(crate) mod rate;
+pub(crate) mod region;
+pub(crate) mod spans;
+
+pub use custody::Transfer;

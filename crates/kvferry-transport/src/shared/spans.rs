@@ -1,0 +1,44 @@
+//! Registered memory, as those know it who do not own it.
+
+use kvferry_layout::Region;
+
+use crate::contract::Error;
+
+/// Sorted spans without overlaps: what a side has registered, as the other side knows it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Spans(pub(crate) Vec<Region>);
+
+impl Spans {
+    /// Spans for a side that checks for itself.
+    pub(crate) fn everything() -> Self {
+        Self(vec![Region::host(0, u64::MAX)])
+    }
+
+    /// Sorts and checks what a peer said of itself.
+    pub(crate) fn from_peer(mut regions: Vec<Region>) -> Result<Self, Error> {
+        regions.sort_unstable_by_key(|region| region.base);
+        let mut last = 0;
+        for region in &regions {
+            match region.end() {
+                Some(end) if region.base >= last && region.bytes > 0 => last = end,
+                _ => {
+                    return Err(Error::BadDescription(
+                        "its regions overlap or are empty".to_owned(),
+                    ));
+                }
+            }
+        }
+        Ok(Self(regions))
+    }
+
+    /// Which span holds all of the bytes; `hint` is tried first.
+    pub(crate) fn find(&self, address: u64, bytes: u64, hint: usize) -> Option<usize> {
+        let end = address.checked_add(bytes)?;
+        let holds = |region: &Region| region.base <= address && end <= region.base + region.bytes;
+        if self.0.get(hint).is_some_and(holds) {
+            return Some(hint);
+        }
+        let at = self.0.partition_point(|region| region.base + region.bytes <= address);
+        self.0.get(at).filter(|region| holds(region)).map(|_| at)
+    }
+}

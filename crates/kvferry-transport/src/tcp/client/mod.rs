@@ -1,0 +1,143 @@
+//! One peer, seen from the side that asks: a few connections, each with its thread.
+//!
+//! Each thread (a lane) keeps several requests on the way, so that the server always has the next
+//! one at hand. Bytes that arrive go straight to their destination. A connection that breaks is
+//! opened again and what was on it is asked for again; only a peer that cannot be reached any more
+//! is lost.
+
+mod lane;
+mod state;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use self::lane::LaneThread;
+pub(crate) use self::state::PeerRegions;
+use self::state::{Lane, Question, State};
+use super::proof::Secret;
+use crate::contract::{Error, Instance};
+use crate::shared::chunks::Chunked;
+use crate::shared::custody::Interrupt;
+use crate::shared::rate::RateWatch;
+
+#[derive(Debug)]
+pub(crate) struct Client {
+    pub(crate) rate: Arc<RateWatch>,
+    state: Arc<State>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What a client needs to know of a server.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Address {
+    pub(crate) secret: Secret,
+    pub(crate) at: SocketAddr,
+}
+
+impl Client {
+    /// Opens the first connection, and starts the lanes.
+    pub(crate) fn open(
+        address: Address,
+        lanes: usize,
+        rate: RateWatch,
+        deadline: Instant,
+    ) -> Result<Arc<Self>, Error> {
+        let state = Arc::new(State {
+            secret: address.secret,
+            address: address.at,
+            queue: Mutex::default(),
+            work: parking_lot::Condvar::new(),
+            lanes: (0..lanes.max(1)).map(|_| Lane::default()).collect(),
+        });
+        let patience = deadline.saturating_duration_since(Instant::now());
+        let first = state.open(0, patience).map_err(|error| match error {
+            Error::PeerLost(_) if Instant::now() >= deadline => Error::DeadlinePassed,
+            error => error,
+        })?;
+        let threads = Mutex::default();
+        let client = Arc::new(Self { rate: Arc::new(rate), state, threads });
+        let mut first = Some(first);
+        for lane in 0..client.state.lanes.len() {
+            let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
+                let state = client.state.clone();
+                let stream = first.take();
+                move || LaneThread::new(&state, lane, stream).run()
+            });
+            match thread {
+                Ok(thread) => client.threads.lock().push(thread),
+                Err(error) => {
+                    client.close();
+                    return Err(Error::system("starting a thread", &error));
+                }
+            }
+        }
+        Ok(client)
+    }
+
+    pub(crate) fn instance(&self) -> Instance {
+        self.state.secret.instance
+    }
+
+    /// Hands over an operation.
+    pub(crate) fn post(&self, operation: Arc<Chunked>) {
+        let mut queue = self.state.queue.lock();
+        if queue.closing {
+            drop(queue);
+            operation.custody().stop(Error::Disconnected);
+            return;
+        }
+        queue.operations.push_back(operation);
+        drop(queue);
+        self.state.work.notify_one();
+    }
+
+    /// Asks the peer for its regions.
+    pub(crate) fn regions(&self, deadline: Instant) -> Result<PeerRegions, Error> {
+        let (to, answer) = crossbeam_channel::bounded(1);
+        {
+            let mut queue = self.state.queue.lock();
+            if queue.closing {
+                return Err(Error::Disconnected);
+            }
+            queue.questions.push_back(Question { to, until: deadline });
+        }
+        self.state.work.notify_one();
+        answer.recv_deadline(deadline).unwrap_or_else(|error| {
+            Err(if error.is_timeout() { Error::DeadlinePassed } else { Error::Disconnected })
+        })
+    }
+
+    /// Ends all operations, connections and threads. Nothing lands after this.
+    pub(crate) fn close(&self) {
+        self.state.queue.lock().closing = true;
+        self.state.fail_all(&Error::Disconnected);
+        self.state.work.notify_all();
+        for lane in &self.state.lanes {
+            lane.cut();
+        }
+        let threads = std::mem::take(&mut *self.threads.lock());
+        for thread in threads {
+            let _ = thread.join();
+        }
+        // A lane may have given something back while it was being told.
+        self.state.fail_all(&Error::Disconnected);
+    }
+}
+
+impl Interrupt for Client {
+    fn interrupt(&self, id: u64) {
+        // Those that wait in line are simply dropped.
+        self.state.queue.lock().operations.retain(|operation| operation.custody().id() != id);
+        for lane in &self.state.lanes {
+            if lane.on_the_way.lock().contains(&id) {
+                lane.cut_by_us.store(true, Ordering::SeqCst);
+                lane.cut();
+            }
+        }
+    }
+}

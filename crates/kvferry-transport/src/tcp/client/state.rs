@@ -1,0 +1,150 @@
+//! What the threads of one client share: the queue, the connections, and how to open one.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Sender;
+use parking_lot::{Condvar, Mutex};
+
+use crate::contract::Error;
+use crate::shared::chunks::Chunked;
+use crate::shared::random::random;
+use crate::shared::spans::Spans;
+use crate::tcp::frame::{Challenge, Hello};
+use crate::tcp::proof::{End, Secret};
+use crate::tcp::socket;
+
+/// How long to wait for a connection, and for the answer to its hello.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
+pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A peer's regions, and how often they had changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PeerRegions {
+    pub(crate) generation: u64,
+    pub(crate) spans: Spans,
+}
+
+/// A question for the peer's regions.
+#[derive(Debug)]
+pub(super) struct Question {
+    /// Where the answer goes.
+    pub(super) to: Sender<Result<PeerRegions, Error>>,
+    /// Until when somebody waits for it.
+    pub(super) until: Instant,
+}
+
+impl Question {
+    pub(super) fn answer(&self, answer: Result<PeerRegions, Error>) {
+        // Nobody may be waiting any more.
+        let _ = self.to.send(answer);
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) secret: Secret,
+    pub(super) address: SocketAddr,
+    pub(super) queue: Mutex<Queue>,
+    pub(super) work: Condvar,
+    pub(super) lanes: Vec<Lane>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Queue {
+    pub(super) operations: VecDeque<Arc<Chunked>>,
+    pub(super) questions: VecDeque<Question>,
+    pub(super) closing: bool,
+}
+
+/// One connection, as the other threads see it.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    pub(super) stream: Mutex<Option<Arc<TcpStream>>>,
+    /// The operations that have a chunk on the way here.
+    pub(super) on_the_way: Mutex<Vec<u64>>,
+    /// The connection was cut by us, for the sake of an operation that was stopped.
+    pub(super) cut_by_us: AtomicBool,
+}
+
+impl State {
+    /// Ends everything that waits in line.
+    pub(super) fn fail_all(&self, error: &Error) {
+        let (operations, questions) = {
+            let mut queue = self.queue.lock();
+            (std::mem::take(&mut queue.operations), std::mem::take(&mut queue.questions))
+        };
+        for operation in operations {
+            operation.custody().stop(error.clone());
+        }
+        for question in questions {
+            question.answer(Err(error.clone()));
+        }
+    }
+
+    /// Opens the connection of a lane.
+    pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Arc<TcpStream>, Error> {
+        let until = Instant::now() + patience;
+        let address = self.address;
+        let stream = TcpStream::connect_timeout(
+            &address,
+            patience.clamp(Duration::from_millis(1), CONNECT_PATIENCE),
+        )
+        .map_err(|error| Error::PeerLost(format!("connecting to {address}: {error}")))?;
+        let stream = Arc::new(stream);
+        *self.lanes[lane].stream.lock() = Some(stream.clone());
+        // Closing cuts the streams it sees: it saw this one, or we see that it ran.
+        if self.queue.lock().closing {
+            return Err(Error::Disconnected);
+        }
+        self.greet(&stream, until)?;
+        Ok(stream)
+    }
+
+    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<(), Error> {
+        let silent = |error: io::Error| {
+            Error::PeerLost(format!("no greeting from {}: {error}", self.address))
+        };
+        let patience = until
+            .saturating_duration_since(Instant::now())
+            .clamp(Duration::from_millis(1), HELLO_PATIENCE);
+        socket::set_up(stream).map_err(silent)?;
+        stream.set_read_timeout(Some(patience)).map_err(silent)?;
+        let hello = Hello { nonce: random()? }.encode();
+        socket::send_bytes(stream, &hello).map_err(silent)?;
+        let mut bytes = [0; Challenge::BYTES];
+        socket::receive_bytes(stream, &mut bytes).map_err(silent)?;
+        let Challenge { nonce, proof } =
+            Challenge::decode(&bytes).map_err(Error::PeerMisbehaved)?;
+        if !self.secret.is_proven(End::Server, &hello, &nonce, &proof) {
+            return Err(Error::PeerLost(format!(
+                "whoever answers at {} does not know the token of the peer's description: another \
+                 process has its port",
+                self.address
+            )));
+        }
+        let proof = self.secret.prove(End::Client, &hello, &nonce);
+        socket::send_bytes(stream, &proof).map_err(silent)?;
+        stream.set_read_timeout(None).map_err(silent)
+    }
+}
+
+impl Lane {
+    pub(super) fn forget(&self, id: u64) {
+        let mut on_the_way = self.on_the_way.lock();
+        if let Some(at) = on_the_way.iter().position(|&other| other == id) {
+            on_the_way.swap_remove(at);
+        }
+    }
+
+    /// Wakes the lane's thread from whatever it waits for on its connection.
+    pub(super) fn cut(&self) {
+        if let Some(stream) = self.stream.lock().as_ref() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Who is let in, and who is believed.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+
+use super::super::frame::{Challenge, Hello, VERSION, Verb};
+use super::super::proof::End;
+use super::super::{DESCRIPTION, Tcp, TcpOptions, parse};
+use super::{PAGE, Victim, request, rest, soon};
+use crate::contract::{Error, InvalidFrame, Transport};
+use crate::shared::bytes::put_block;
+
+#[test]
+fn without_the_token_nothing_is_served() {
+    let victim = Victim::new();
+    // Any byte of it.
+    for at in 0..32 {
+        let mut stream = victim.connect_with(|_| (), |token| token[at] ^= 1);
+        let read = request(Verb::Read, 1, &[(victim.base() + PAGE as u64, 64)]);
+        let _ = stream.write_all(&read);
+        assert_eq!(rest(stream), [0u8; 0], "byte {at}");
+    }
+}
+
+/// What one client said opens no second connection, and the token is not among it.
+#[test]
+fn a_replay_is_not_served() {
+    let victim = Victim::new();
+    let address = parse(&victim.transport.describe().unwrap()).unwrap();
+    let hello = Hello { nonce: [3; 32] }.encode();
+    let read = request(Verb::Read, 1, &[(victim.base() + PAGE as u64, 64)]);
+    let mut first = TcpStream::connect(address.at).unwrap();
+    first.write_all(&hello).unwrap();
+    let mut challenge = [0; Challenge::BYTES];
+    first.read_exact(&mut challenge).unwrap();
+    let nonce = Challenge::decode(&challenge).unwrap().nonce;
+    let proof = address.secret.prove(End::Client, &hello, &nonce);
+    first.write_all(&proof).unwrap();
+    first.write_all(&read).unwrap();
+    assert_eq!(rest(first).len(), 24 + 64);
+
+    let mut second = TcpStream::connect(address.at).unwrap();
+    for said in [&hello[..], &proof, &read] {
+        let _ = second.write_all(said);
+    }
+    let said = rest(second);
+    assert_ne!(said[..Challenge::BYTES], challenge);
+    assert_eq!(said.len(), Challenge::BYTES);
+}
+
+/// A server that does not know the token is not believed, whatever it says.
+#[test]
+fn a_server_must_prove_itself_too() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let impostor = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut hello = [0; Hello::BYTES];
+        stream.read_exact(&mut hello).unwrap();
+        let challenge = Challenge { nonce: [0; 32], proof: [0; 32] };
+        stream.write_all(&challenge.encode()).unwrap();
+        // What it was told beyond the hello.
+        let mut told = Vec::new();
+        let _ = stream.read_to_end(&mut told);
+        told
+    });
+    let mut description = DESCRIPTION.to_vec();
+    description.extend([5; 16]);
+    description.extend([7; 32]);
+    put_block(&mut description, address.to_string().as_bytes());
+    let transport = Tcp::new(TcpOptions { connections: 1, ..TcpOptions::default() }).unwrap();
+    let result = transport.connect(&description, soon());
+    assert!(matches!(result, Err(Error::PeerLost(_))), "{result:?}");
+    assert!(impostor.join().unwrap().is_empty());
+}
+
+#[test]
+fn a_hello_that_is_none_ends_the_connection() {
+    let victim = Victim::new();
+    // The magic.
+    let stream = victim.connect(|hello| hello[0] = 0);
+    assert_eq!(rest(stream), [0u8; 0]);
+    // One that is cut off.
+    let address = parse(&victim.transport.describe().unwrap()).unwrap();
+    let mut stream = TcpStream::connect(address.at).unwrap();
+    stream.write_all(b"kvf-data").unwrap();
+    assert_eq!(rest(stream), [0u8; 0]);
+    victim.enter();
+}
+
+/// Each end tells the other which version it speaks, so that both can say what is wrong.
+#[test]
+fn another_version_is_named_at_both_ends() {
+    let victim = Victim::new();
+    let address = parse(&victim.transport.describe().unwrap()).unwrap();
+    let mut hello = Hello { nonce: [3; 32] }.encode();
+    hello[8] = 9;
+    let mut stream = TcpStream::connect(address.at).unwrap();
+    stream.write_all(&hello).unwrap();
+    let said = rest(stream).try_into().unwrap();
+    // It says its version, and proves nothing.
+    let empty = Challenge { nonce: [0; 32], proof: [0; 32] };
+    assert_eq!(Challenge::decode(&said), Ok(empty.clone()));
+
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut description = victim.transport.describe().unwrap();
+    description.truncate(8 + 16 + 32);
+    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut hello = [0; Hello::BYTES];
+        stream.read_exact(&mut hello).unwrap();
+        let mut challenge = empty.encode();
+        challenge[8] = 9;
+        stream.write_all(&challenge).unwrap();
+    });
+    let transport = Tcp::new(TcpOptions::default()).unwrap();
+    let result = transport.connect(&description, soon());
+    let version = InvalidFrame::Version { theirs: 9, ours: VERSION };
+    assert_eq!(result.unwrap_err(), Error::PeerMisbehaved(version));
+    server.join().unwrap();
+}
+
+#[test]
+fn silent_connections_keep_nobody_out() {
+    let victim = Victim::new();
+    let address = parse(&victim.transport.describe().unwrap()).unwrap();
+    let silent: Vec<TcpStream> = (0..50).map(|_| TcpStream::connect(address.at).unwrap()).collect();
+    victim.enter();
+    drop(silent);
+}
+
+#[test]
+fn a_description_of_another_run_is_refused() {
+    let victim = Victim::new();
+    let mut description = victim.transport.describe().unwrap();
+    // The instance, then the token.
+    for at in [8, 24] {
+        description[at] ^= 1;
+        let other = Tcp::new(TcpOptions::default()).unwrap();
+        let result = other.connect(&description, soon());
+        assert!(matches!(result, Err(Error::PeerLost(_))), "{result:?}");
+        description[at] ^= 1;
+    }
+}

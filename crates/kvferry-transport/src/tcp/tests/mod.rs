@@ -1,0 +1,113 @@
+//! What both ends do with others that do not play by the rules.
+
+mod answers;
+mod greeting;
+mod requests;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Region;
+
+use super::frame::{Challenge, Hello, Request, Verb, put_span};
+use super::proof::End;
+use super::{Tcp, TcpOptions, parse};
+use crate::contract::Transport;
+use crate::memory::HostMemory;
+use crate::shared::random::random;
+
+const PAGE: usize = 4096;
+/// Fills what is registered.
+const OPEN: u8 = 0x11;
+/// Fills what is not.
+const SECRET: u8 = 0xc7;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+/// A server whose memory is registered in the middle only.
+struct Victim {
+    transport: Tcp,
+    memory: HostMemory,
+}
+
+impl Victim {
+    fn new() -> Self {
+        let memory = HostMemory::new(3 * PAGE).unwrap();
+        memory.write(0, &[SECRET; 3 * PAGE]);
+        memory.write(PAGE, &[OPEN; PAGE]);
+        let transport = Tcp::new(TcpOptions::default()).unwrap();
+        let victim = Self { transport, memory };
+        let region = Region::host(victim.base() + PAGE as u64, PAGE as u64);
+        // SAFETY: the transport is dropped before the memory, in the order of the fields; the
+        // memory is only touched through its address.
+        unsafe { victim.transport.register(region) }.unwrap();
+        victim
+    }
+
+    fn base(&self) -> u64 {
+        self.memory.base()
+    }
+
+    /// Whether all of it is as it was: nobody can write here.
+    fn is_unharmed(&self) -> bool {
+        let fill = |at: usize| if at / PAGE == 1 { OPEN } else { SECRET };
+        self.memory.snapshot().into_iter().enumerate().all(|(at, byte)| byte == fill(at))
+    }
+
+    fn connect(&self, change: impl FnOnce(&mut [u8; Hello::BYTES])) -> TcpStream {
+        self.connect_with(change, |_| ())
+    }
+
+    /// Connects with a hello and a token that are not quite right. Goes on as far as the server does.
+    fn connect_with(
+        &self,
+        change: impl FnOnce(&mut [u8; Hello::BYTES]),
+        spoil: impl FnOnce(&mut [u8; 32]),
+    ) -> TcpStream {
+        let address = parse(&self.transport.describe().unwrap()).unwrap();
+        let mut secret = address.secret;
+        spoil(&mut secret.token);
+        let mut hello = Hello { nonce: random().unwrap() }.encode();
+        change(&mut hello);
+        let mut stream = TcpStream::connect(address.at).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.write_all(&hello).unwrap();
+        let mut challenge = [0; Challenge::BYTES];
+        if stream.read_exact(&mut challenge).is_ok() {
+            let nonce = Challenge::decode(&challenge).unwrap().nonce;
+            let _ = stream.write_all(&secret.prove(End::Client, &hello, &nonce));
+        }
+        stream
+    }
+
+    /// A connection that was let in: it is told which regions there are.
+    fn enter(&self) -> TcpStream {
+        let mut stream = self.connect(|_| ());
+        stream.write_all(&request(Verb::Regions, 1, &[])).unwrap();
+        let mut answer = [0; 24 + 8 + 16];
+        stream.read_exact(&mut answer).unwrap();
+        stream
+    }
+}
+
+fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {
+    let bytes = spans.iter().map(|span| span.1).sum();
+    let header = Request { verb, spans: spans.len() as u32, id, bytes };
+    let mut out = header.encode().to_vec();
+    for &(address, bytes) in spans {
+        put_span(&mut out, address, bytes);
+    }
+    out
+}
+
+/// Everything the server says until it hangs up.
+fn rest(mut stream: TcpStream) -> Vec<u8> {
+    let _ = stream.shutdown(Shutdown::Write);
+    let mut said = Vec::new();
+    // A reset instead of an end is as good.
+    let _ = stream.read_to_end(&mut said);
+    said
+}

@@ -1,0 +1,60 @@
+//! The tests. Each holds every back end to one promise of `Transport`.
+
+mod bounds;
+mod custody;
+mod exact;
+mod leaks;
+mod local;
+mod nixl;
+mod peers;
+
+use crate::back_end::BackEnd;
+
+pub(crate) use self::local::reader;
+
+pub(crate) type Promise = (&'static str, fn());
+
+/// What all back ends promise.
+pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
+    vec![
+        ("random_lists_are_exact", exact::random_lists_are_exact::<B>),
+        ("large_copies_are_exact", exact::large_copies_are_exact::<B>),
+        ("many_copies_are_exact", exact::many_copies_are_exact::<B>),
+        ("many_operations_at_once", exact::many_operations_at_once::<B>),
+        ("an_empty_list_is_done", exact::an_empty_list_is_done::<B>),
+        ("reports_add_up", exact::reports_add_up::<B>),
+        ("reads_have_a_price", exact::reads_have_a_price::<B>),
+        ("outside_is_refused", bounds::outside_is_refused::<B>),
+        ("deregistered_is_outside", bounds::deregistered_is_outside::<B>),
+        ("a_region_in_use_is_busy", bounds::a_region_in_use_is_busy::<B>),
+        ("bad_descriptions_are_refused", bounds::bad_descriptions_are_refused::<B>),
+        (
+            "gpu_memory_is_not_mistaken_for_host_memory",
+            bounds::gpu_memory_is_not_mistaken_for_host_memory::<B>,
+        ),
+        ("deadlines_hold", custody::deadlines_hold::<B>),
+        ("cancelled_reads_never_land_late", custody::cancelled_reads_never_land_late::<B>),
+        ("timed_out_reads_never_land_late", custody::timed_out_reads_never_land_late::<B>),
+        ("disconnected_reads_never_land_late", custody::disconnected_reads_never_land_late::<B>),
+        ("cancelling_one_disturbs_no_other", custody::cancelling_one_disturbs_no_other::<B>),
+        ("dropped_transports_never_land_late", custody::dropped_transports_never_land_late::<B>),
+        ("posting_does_not_wait", custody::posting_does_not_wait::<B>),
+        ("a_killed_peer_is_an_error", peers::a_killed_peer_is_an_error::<B>),
+        ("a_restarted_peer_is_reachable", peers::a_restarted_peer_is_reachable::<B>),
+        ("disconnecting_ends_operations", peers::disconnecting_ends_operations::<B>),
+        ("nothing_leaks", leaks::nothing_leaks::<B>),
+    ]
+}
+
+/// What only `local` promises.
+pub(crate) fn for_local() -> Vec<Promise> {
+    vec![("falls_back_to_tcp_and_says_so", local::falls_back_to_tcp_and_says_so)]
+}
+
+/// What only `nixl` promises, and why it keeps destinations in quarantine.
+pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
+    vec![
+        ("a_missing_plugin_is_named", nixl::a_missing_plugin_is_named),
+        ("released_requests_of_nixl_land_late", nixl::released_requests_of_nixl_land_late),
+    ]
+}

@@ -1,0 +1,87 @@
+//! Peers that die, restart and are left.
+
+use std::time::{Duration, Instant};
+
+use kvferry_transport::{Error, Operation, Status, Transport};
+
+use crate::back_end::BackEnd;
+use crate::data::pattern;
+use crate::pair::{MIB, PEER_SEED, Pair, done, refused, rounds, soon};
+use crate::peer::{Peer, wait_until};
+
+pub(super) fn a_killed_peer_is_an_error<B: BackEnd>() {
+    let bytes = 64 * MIB;
+    for round in 0..rounds(3) {
+        let pair = Pair::<B>::new(bytes);
+        let before = pair.ours.byte(0);
+        let deadline = Instant::now() + Duration::from_secs(30);
+        // More than can be done before the kill.
+        let operations: Vec<_> = (0..30)
+            .map(|_| {
+                let copies = [pair.inward(0, 0, bytes)];
+                pair.transport.read(&pair.peer, &copies, deadline).unwrap()
+            })
+            .collect();
+        if round > 0 {
+            wait_until("bytes move", || pair.ours.byte(0) != before);
+        }
+        pair.process.kill();
+        let mut failed = 0;
+        for operation in &operations {
+            let status = operation.wait(deadline);
+            match status {
+                Status::Done(_) => {}
+                Status::Failed(Error::PeerLost(_)) => failed += 1,
+                other => panic!("a killed peer gave {other:?}"),
+            }
+        }
+        assert!(failed > 0, "the peer was killed too late to matter");
+        let copies = [pair.inward(0, 0, 10)];
+        let error = refused(pair.transport.read(&pair.peer, &copies, deadline));
+        assert!(matches!(error, Error::PeerLost(_)), "{error}");
+    }
+}
+
+pub(super) fn a_restarted_peer_is_reachable<B: BackEnd>() {
+    let bytes = MIB;
+    let mut pair = Pair::<B>::new(bytes);
+    for seed in 10..13 {
+        done(&pair.read_all());
+        pair.process.kill();
+        pair.process = Peer::start::<B>(bytes, seed);
+        // The old peer is not mistaken for the new one.
+        let copies = [pair.inward(0, 0, 4096)];
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let old = pair.transport.read(&pair.peer, &copies, deadline);
+        let error = refused(old);
+        assert!(matches!(error, Error::PeerLost(_) | Error::OutsideRegion { .. }), "{error}");
+        if seed == 11 {
+            pair.transport.disconnect(&pair.peer);
+        }
+        let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+        pair.peer = peer;
+        done(&pair.read_all());
+        assert!(pair.ours.snapshot() == pattern(seed, bytes));
+    }
+}
+
+pub(super) fn disconnecting_ends_operations<B: BackEnd>() {
+    let pair = Pair::<B>::new(64 * MIB);
+    let operations: Vec<_> = (0..10).map(|_| pair.read_all()).collect();
+    pair.transport.disconnect(&pair.peer);
+    for operation in &operations {
+        let status = operation.wait(soon());
+        assert!(
+            matches!(status, Status::Done(_) | Status::Failed(Error::Disconnected)),
+            "{status:?}"
+        );
+    }
+    let error = refused(pair.transport.read(&pair.peer, &[pair.inward(0, 0, 10)], soon()));
+    assert_eq!(error, Error::Disconnected);
+    // A second time does no harm, and one may connect again.
+    pair.transport.disconnect(&pair.peer);
+    let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+    let copies = [pair.inward(0, 0, 64 * MIB)];
+    done(&pair.transport.read(&peer, &copies, soon()).unwrap());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, pair.bytes));
+}
