@@ -8,12 +8,17 @@
 //! its lease leaves the table, never before. An answer of [`Answer::Held`] therefore means that the
 //! blocks had not been touched when the question arrived: the reader needs no clock to know that
 //! what it read before it asked is good.
+//!
+//! A lease says what may be read. Block ids reach the reader through a router and a client; it asks with
+//! the [`Fingerprint`] of what it read by, and what is not what was granted is not held.
 
 use std::collections::{BTreeMap, btree_map};
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use crate::grant::Fingerprint;
 
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.
@@ -63,6 +68,8 @@ pub enum Loss {
     Ended(Ended),
     /// The engine that granted it has restarted, or its ranks have.
     Restarted,
+    /// It is held, but for other blocks or tokens than those that were read.
+    NotGranted,
 }
 
 impl fmt::Display for Loss {
@@ -71,6 +78,10 @@ impl fmt::Display for Loss {
             Self::Unknown => f.write_str("no such lease is known"),
             Self::Ended(ended) => write!(f, "the lease ended: {ended}"),
             Self::Restarted => f.write_str("the engine has restarted since it granted the lease"),
+            Self::NotGranted => f.write_str(
+                "the block tables that were read are not those that the engine granted: a router or a \
+                 client has changed them",
+            ),
         }
     }
 }
@@ -138,6 +149,7 @@ pub struct Leases {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Lease {
     nonce: u64,
+    grant: Fingerprint,
     granted: Duration,
     expires: Duration,
     readers: Readers,
@@ -188,13 +200,19 @@ impl Leases {
         })
     }
 
-    /// Promises to keep a request's blocks. `nonce` must never have been used before.
-    pub fn grant(&mut self, key: LeaseKey, now: Duration) -> Result<(), AlreadyGranted> {
+    /// Promises to keep a request's blocks, which `grant` stands for. `nonce` must never have been used
+    /// before.
+    pub fn grant(
+        &mut self,
+        key: LeaseKey,
+        grant: Fingerprint,
+        now: Duration,
+    ) -> Result<(), AlreadyGranted> {
         match self.open.entry(key.request) {
             btree_map::Entry::Occupied(entry) => Err(AlreadyGranted(entry.key().clone())),
             btree_map::Entry::Vacant(entry) => {
                 let (expires, readers) = (now + self.term, Readers::new());
-                entry.insert(Lease { nonce: key.nonce, granted: now, expires, readers });
+                entry.insert(Lease { nonce: key.nonce, grant, granted: now, expires, readers });
                 Ok(())
             }
         }
@@ -213,14 +231,25 @@ impl Leases {
         }
     }
 
-    /// A rank has read all that it needs and asks whether the blocks were kept until now. When every
-    /// rank of an engine has asked, the lease ends.
-    pub fn confirm(&mut self, key: &LeaseKey, consumer: &Consumer, now: Duration) -> Answer {
+    /// A rank has read all that it needs, by the tables that `read_by` stands for, and asks whether the
+    /// blocks were kept until now. When every rank of an engine has asked, the lease ends. A rank that
+    /// read by other tables is told so and is not counted: whoever changed them cannot end the lease.
+    /// `None`: the rank is of a version that does not say.
+    pub fn confirm(
+        &mut self,
+        key: &LeaseKey,
+        consumer: &Consumer,
+        read_by: Option<Fingerprint>,
+        now: Duration,
+    ) -> Answer {
         let reader = (consumer.engine.clone(), consumer.ranks);
         match self.open.get_mut(&key.request) {
             Some(lease) if lease.nonce == key.nonce => {
                 if consumer.rank >= consumer.ranks {
                     return Answer::NotHeld(Loss::Unknown);
+                }
+                if read_by.is_some_and(|read_by| read_by != lease.grant) {
+                    return Answer::NotHeld(Loss::NotGranted);
                 }
                 let ranks = lease.readers.entry(reader).or_default();
                 ranks.insert(consumer.rank, consumer.attempt);
@@ -300,6 +329,7 @@ mod tests {
     use super::*;
 
     const TERM: Duration = Duration::from_secs(10);
+    const GRANT: Fingerprint = Fingerprint([7; 16]);
 
     fn at(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
@@ -315,16 +345,16 @@ mod tests {
 
     fn granted() -> Leases {
         let mut leases = Leases::new(TERM, TERM * 3);
-        leases.grant(key(1), at(0)).unwrap();
+        leases.grant(key(1), GRANT, at(0)).unwrap();
         leases
     }
 
     #[test]
     fn released_when_every_rank_has_confirmed() {
         let mut leases = granted();
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(1)), Answer::Held);
         assert_eq!(leases.take_released(), []);
-        assert_eq!(leases.confirm(&key(1), &rank(1, 8), at(2)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(1, 8), Some(GRANT), at(2)), Answer::Held);
         let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
         assert_eq!(leases.take_released(), [released]);
     }
@@ -333,7 +363,7 @@ mod tests {
     fn duplicates_count_once() {
         let mut leases = granted();
         for _ in 0..5 {
-            assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+            assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(1)), Answer::Held);
         }
         assert_eq!(leases.open(), 1);
     }
@@ -341,14 +371,14 @@ mod tests {
     #[test]
     fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
         let mut leases = granted();
-        leases.confirm(&key(1), &rank(0, 7), at(1));
-        leases.confirm(&key(1), &rank(1, 8), at(1));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(2)), Answer::Held);
+        leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(1));
+        leases.confirm(&key(1), &rank(1, 8), Some(GRANT), at(1));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(2)), Answer::Held);
         let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 9), at(2)), ended);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 9), Some(GRANT), at(2)), ended);
         leases.expire(at(11));
         assert_eq!(
-            leases.confirm(&key(1), &rank(0, 7), at(12)),
+            leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(12)),
             Answer::NotHeld(Loss::Unknown),
             "forgotten: nobody can say any more that the bytes were good"
         );
@@ -370,18 +400,18 @@ mod tests {
         assert_eq!(leases.open(), 0);
         let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
         assert_eq!(leases.extend(&key(1), at(30)), lost);
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(30)), lost);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(30)), lost);
     }
 
     #[test]
     fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
         let mut leases = granted();
         assert!(leases.abandon(&key(1), at(1)));
-        leases.grant(key(2), at(2)).unwrap();
+        leases.grant(key(2), GRANT, at(2)).unwrap();
         assert!(!leases.abandon(&key(1), at(3)));
         for r in 0..2 {
             let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
-            assert_eq!(leases.confirm(&key(1), &rank(r, 7), at(3)), lost);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), Some(GRANT), at(3)), lost);
         }
         assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
         assert_eq!(leases.open(), 1);
@@ -393,19 +423,41 @@ mod tests {
     fn engines_of_another_shape_are_counted_apart() {
         let mut leases = granted();
         let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
-        leases.confirm(&key(1), &rank(0, 7), at(1));
-        leases.confirm(&key(1), &other, at(1));
+        leases.confirm(&key(1), &rank(0, 7), Some(GRANT), at(1));
+        leases.confirm(&key(1), &other, Some(GRANT), at(1));
         assert_eq!(leases.open(), 1);
         let beyond = Consumer { rank: 2, ..rank(0, 7) };
-        assert_eq!(leases.confirm(&key(1), &beyond, at(1)), Answer::NotHeld(Loss::Unknown));
+        assert_eq!(
+            leases.confirm(&key(1), &beyond, Some(GRANT), at(1)),
+            Answer::NotHeld(Loss::Unknown)
+        );
     }
 
     #[test]
     fn one_lease_per_request() {
         let mut leases = granted();
-        assert_eq!(leases.grant(key(2), at(1)), Err(AlreadyGranted("r".to_owned())));
+        assert_eq!(leases.grant(key(2), GRANT, at(1)), Err(AlreadyGranted("r".to_owned())));
         assert!(leases.revoke("r", at(1)));
         assert!(!leases.revoke("r", at(1)));
-        assert_eq!(leases.grant(key(2), at(1)), Ok(()));
+        assert_eq!(leases.grant(key(2), GRANT, at(1)), Ok(()));
+    }
+
+    #[test]
+    fn what_was_not_granted_is_not_held_and_ends_nothing() {
+        let mut leases = granted();
+        let forged = Some(Fingerprint([8; 16]));
+        for r in 0..2 {
+            let refused = Answer::NotHeld(Loss::NotGranted);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), forged, at(1)), refused);
+        }
+        assert_eq!(leases.open(), 1, "whoever forged it cannot end it");
+        for r in 0..2 {
+            let answer = leases.confirm(&key(1), &rank(r, 8), Some(GRANT), at(2));
+            assert_eq!(answer, Answer::Held, "the rightful reader is served");
+        }
+        assert_eq!(leases.open(), 0);
+        // The attempt that forged did not earn the answer of the one that did not.
+        let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), forged, at(3)), ended);
     }
 }

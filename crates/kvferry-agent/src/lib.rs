@@ -19,6 +19,7 @@ mod background;
 mod carrier;
 mod channel;
 mod error;
+mod grant;
 pub mod lease;
 pub mod life;
 mod link;
@@ -33,6 +34,7 @@ mod worker;
 
 pub use carrier::{Carrier, Source, carry};
 pub use error::{Error, Failure, Misbehaviour, PeerError};
+pub use grant::{Fingerprint, Grant};
 pub use kvferry_plan::BlockTable;
 pub use lease::{Ended, Loss, Released};
 pub use message::{Card, Incarnation, Ticket, Version};

@@ -182,7 +182,7 @@ async fn answer(core: &Arc<Core>, who: &str, version: Version, question: Questio
                 return Reply::Lease(Answer::NotHeld(Loss::Restarted));
             }
             let now = core.now();
-            let answer = core.leases().confirm(&key, &consumer, now);
+            let answer = core.leases().confirm(&key, &consumer, None, now);
             debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
             core.collect();
             Reply::Lease(answer)

@@ -18,10 +18,12 @@ use std::time::Duration;
 
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Phase};
-use kvferry_agent::{Failure, Loss};
+use kvferry_agent::{Failure, Fingerprint, Loss};
 
 const RANKS: usize = 2;
 const SCRAP: u8 = 0;
+/// What P's other block holds: another user's prompt.
+const FOREIGN: u8 = u8::MAX;
 
 /// A safeguard that is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,12 +43,14 @@ enum Fault {
     NoExpiry,
     /// A restarted P answers for leases of its earlier life.
     NoIncarnation,
+    /// D does not say by which tables it read.
+    NoFingerprint,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Message {
     Extend { grant: u8 },
-    Confirm { grant: u8, rank: u8, attempt: u8 },
+    Confirm { grant: u8, rank: u8, attempt: u8, forged: bool },
     Answer { rank: u8, attempt: u8, answer: Answer },
     Abandon { grant: u8 },
 }
@@ -69,11 +73,14 @@ struct Load {
     life: Life,
     grant: u8,
     attempt: u8,
+    /// A client has put another block into its tables.
+    forged: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Reading {
     attempt: u8,
+    forged: bool,
     landed: [bool; 2],
 }
 
@@ -98,6 +105,8 @@ struct Bounds {
     attempts: [u8; RANKS],
     ticks: u8,
     restarts: u8,
+    /// Whether a client may change tables on their way to D.
+    forgery: bool,
     fault: Fault,
 }
 
@@ -107,6 +116,11 @@ fn at(tick: u8) -> Duration {
 
 fn key(grant: u8) -> LeaseKey {
     LeaseKey { request: "request".to_owned(), nonce: u64::from(grant) }
+}
+
+/// What stands for the tables that P granted, or for others.
+fn tables(forged: bool) -> Fingerprint {
+    Fingerprint([u8::from(forged); 16])
 }
 
 impl World {
@@ -140,7 +154,7 @@ impl World {
             step("P grants".into(), &|w| {
                 w.grants += 1;
                 (w.block, w.word) = (Some(w.grants), w.grants);
-                w.leases.grant(key(w.grants), at(w.now)).map_err(|e| e.to_string())
+                w.leases.grant(key(w.grants), tables(false), at(w.now)).map_err(|e| e.to_string())
             });
         }
         if self.now < bounds.ticks {
@@ -172,14 +186,18 @@ impl World {
         for r in 0..RANKS {
             let rank = &self.ranks[r];
             if rank.kept_for.is_none() && rank.attempts < bounds.attempts[r] {
-                for grant in 1..=self.grants {
-                    step(format!("D{r} loads grant {grant}"), &|w| {
+                let forged = [false, true].into_iter().take(1 + usize::from(bounds.forgery));
+                for (grant, forged) in
+                    (1..=self.grants).flat_map(|g| forged.clone().map(move |f| (g, f)))
+                {
+                    let how = if forged { " by forged tables" } else { "" };
+                    step(format!("D{r} loads grant {grant}{how}"), &|w| {
                         let rank = &mut w.ranks[r];
                         rank.attempts += 1;
                         let attempt = rank.attempts;
                         rank.kept_for = Some(attempt);
                         rank.words = [SCRAP; 2];
-                        rank.load = Some(Load { life: Life::default(), grant, attempt });
+                        rank.load = Some(Load { life: Life::default(), grant, attempt, forged });
                         w.sent.insert(Message::Extend { grant });
                         Ok(())
                     });
@@ -206,7 +224,7 @@ impl World {
                                 "a late word lands in a block of D{r} in other use"
                             ));
                         }
-                        rank.words[word] = w.word;
+                        rank.words[word] = if reading.forged { FOREIGN } else { w.word };
                         if let Some(reading) = &mut rank.reading {
                             reading.landed[word] = true;
                         }
@@ -253,7 +271,7 @@ impl World {
                 let grant = self.heard(*grant, bounds);
                 self.leases.abandon(&key(grant), at(self.now));
             }
-            Message::Confirm { grant, rank, attempt } => {
+            Message::Confirm { grant, rank, attempt, forged } => {
                 let answer = if current(grant) {
                     let grant = self.heard(*grant, bounds);
                     let consumer = |rank| {
@@ -263,15 +281,21 @@ impl World {
                         };
                         Consumer { engine: "d".into(), rank, ranks: 2, attempt }
                     };
+                    let read_by = match bounds.fault {
+                        Fault::NoFingerprint => None,
+                        _ => Some(tables(*forged)),
+                    };
+                    let rank = u32::from(*rank);
                     let answer =
-                        self.leases.confirm(&key(grant), &consumer(u32::from(*rank)), at(self.now));
+                        self.leases.confirm(&key(grant), &consumer(rank), read_by, at(self.now));
                     let open = self.leases.open() == 1;
                     if bounds.fault == Fault::CountByNumber && open && answer == Answer::Held {
                         // As if the next one counted, whoever sends it.
-                        let again = Message::Confirm { grant, rank: 2, attempt: *attempt };
+                        let (attempt, forged) = (*attempt, *forged);
+                        let again = Message::Confirm { grant, rank: 2, attempt, forged };
                         if !self.sent.insert(again) {
-                            let other = consumer(1 - u32::from(*rank));
-                            self.leases.confirm(&key(grant), &other, at(self.now));
+                            let other = consumer(1 - rank);
+                            self.leases.confirm(&key(grant), &other, read_by, at(self.now));
                         }
                     }
                     answer
@@ -311,17 +335,19 @@ impl World {
 
     fn happen(&mut self, r: usize, event: Event, bounds: &Bounds) -> Result<(), String> {
         let Some(load) = &mut self.ranks[r].load else { return Ok(()) };
-        let (grant, attempt) = (load.grant, load.attempt);
+        let (grant, attempt, forged) = (load.grant, load.attempt, load.forged);
         for action in load.life.on(event) {
             let rank = &mut self.ranks[r];
             match action {
                 Action::ShakeHands => {}
-                Action::Read => rank.reading = Some(Reading { attempt, landed: [false; 2] }),
+                Action::Read => {
+                    rank.reading = Some(Reading { attempt, forged, landed: [false; 2] });
+                }
                 Action::Confirm if bounds.fault == Fault::NoConfirmation => {
                     return self.happen(r, Event::Held, bounds);
                 }
                 Action::Confirm => {
-                    self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt });
+                    self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt, forged });
                 }
                 Action::Abandon => {
                     self.sent.insert(Message::Abandon { grant });
@@ -434,37 +460,78 @@ fn check(bounds: &Bounds) {
 
 #[test]
 fn two_ranks_one_lease() {
-    check(&Bounds { grants: 1, attempts: [1, 1], ticks: 2, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 1],
+        ticks: 2,
+        restarts: 0,
+        forgery: false,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn the_request_is_served_again() {
-    check(&Bounds { grants: 2, attempts: [1, 1], ticks: 1, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 2,
+        attempts: [1, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: false,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn a_rank_starts_over() {
-    check(&Bounds { grants: 1, attempts: [2, 1], ticks: 1, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 1,
+        attempts: [2, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: false,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn the_prefill_engine_restarts() {
-    check(&Bounds { grants: 2, attempts: [1, 1], ticks: 0, restarts: 1, fault: Fault::None });
+    check(&Bounds {
+        grants: 2,
+        attempts: [1, 1],
+        ticks: 0,
+        restarts: 1,
+        forgery: false,
+        fault: Fault::None,
+    });
+}
+
+#[test]
+fn a_client_forges_tables() {
+    check(&Bounds {
+        grants: 1,
+        attempts: [2, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: true,
+        fault: Fault::None,
+    });
 }
 
 /// Without each of its safeguards the protocol breaks, and the check sees it.
 #[test]
 fn every_safeguard_is_needed() {
-    for (fault, grants, attempts, ticks, restarts) in [
-        (Fault::NoConfirmation, 1, [1, 0], 1, 0),
-        (Fault::CountByNumber, 1, [1, 1], 0, 0),
-        (Fault::NoNonce, 2, [1, 0], 1, 0),
-        (Fault::NoAttempt, 1, [2, 0], 1, 0),
-        (Fault::HandBackOnCancel, 1, [1, 0], 0, 0),
-        (Fault::NoExpiry, 1, [0, 0], 0, 0),
-        (Fault::NoIncarnation, 2, [1, 0], 0, 1),
+    for (fault, grants, attempts, ticks, restarts, forgery) in [
+        (Fault::NoConfirmation, 1, [1, 0], 1, 0, false),
+        (Fault::CountByNumber, 1, [1, 1], 0, 0, false),
+        (Fault::NoNonce, 2, [1, 0], 1, 0, false),
+        (Fault::NoAttempt, 1, [2, 0], 1, 0, false),
+        (Fault::HandBackOnCancel, 1, [1, 0], 0, 0, false),
+        (Fault::NoExpiry, 1, [0, 0], 0, 0, false),
+        (Fault::NoIncarnation, 2, [1, 0], 0, 1, false),
+        (Fault::NoFingerprint, 1, [1, 0], 0, 0, true),
     ] {
-        let sound = Bounds { grants, attempts, ticks, restarts, fault: Fault::None };
+        let sound = Bounds { grants, attempts, ticks, restarts, forgery, fault: Fault::None };
         assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
         match explore(&Bounds { fault, ..sound }) {
             Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),
