@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Phase};
-use kvferry_agent::{Failure, Fingerprint, Loss};
+use kvferry_agent::{Failure, Grant, Loss};
 
 const RANKS: usize = 2;
 const SCRAP: u8 = 0;
@@ -118,9 +118,9 @@ fn key(grant: u8) -> LeaseKey {
     LeaseKey { request: "request".to_owned(), nonce: u64::from(grant) }
 }
 
-/// What stands for the tables that P granted, or for others.
-fn tables(forged: bool) -> Fingerprint {
-    Fingerprint([u8::from(forged); 16])
+/// What P granted, or something else.
+fn tables(forged: bool) -> Grant {
+    Grant { tokens: u64::from(forged), ..Grant::default() }
 }
 
 impl World {
@@ -283,7 +283,7 @@ impl World {
                     };
                     let read_by = match bounds.fault {
                         Fault::NoFingerprint => None,
-                        _ => Some(tables(*forged)),
+                        _ => Some(tables(*forged).fingerprint()),
                     };
                     let rank = u32::from(*rank);
                     let answer =
