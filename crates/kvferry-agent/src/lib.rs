@@ -19,6 +19,7 @@ mod background;
 mod carrier;
 mod channel;
 mod error;
+pub mod follow;
 mod grant;
 pub mod lease;
 pub mod life;
