@@ -198,6 +198,7 @@ pub(crate) enum Step {
     Failed(Failure),
     Arrived(Moved),
     Settled,
+    Grown,
     Answered(Answer),
 }
 
@@ -430,6 +431,7 @@ impl Drive {
                 Event::Failed(failure)
             }
             Step::Settled => Event::Settled,
+            Step::Grown => Event::Grown { last: true },
             Step::Answered(answer) => {
                 self.phases.confirm = self.lap();
                 match answer {
@@ -471,6 +473,9 @@ impl Drive {
                         Err(_) => None,
                     }
                 });
+            }
+            Action::Follow => {
+                _ = self.steps.send(Step::Grown);
             }
             Action::Read => {
                 let Some(peer) = &self.peer else { return };
