@@ -1,59 +1,19 @@
-//! What can go wrong, as data.
+//! What can go wrong between two agents, and on this side, as data. (Why a request fails is in
+//! [`rules::failure`](crate::rules::failure).)
 
 use std::io;
+use std::net::SocketAddr;
 
-use serde::{Deserialize, Serialize};
-
-/// Why one request failed. Other requests and other peers are not affected.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
-#[non_exhaustive]
-pub enum Failure {
-    /// Its time was up.
-    #[error("the deadline passed while it was {phase}")]
-    Deadline {
-        /// What it was doing.
-        phase: String,
-    },
-    /// The engine to read from cannot be reached, or went away.
-    #[error("the engine to read from is gone: {0}")]
-    PeerGone(String),
-    /// The two sides do not fit, or do not trust each other.
-    #[error("refused: {0}")]
-    Refused(String),
-    /// The engine to read from, or its ranks, have restarted since the request was granted.
-    #[error("the engine to read from has restarted since it granted the request")]
-    Restarted,
-    /// The request's block tables do not fit the engines' groups.
-    #[error("the request does not fit: {0}")]
-    BadRequest(String),
-    /// The transport could not move the bytes.
-    #[error("the transport failed: {0}")]
-    Transport(String),
-}
-
-impl Failure {
-    /// One word for each kind, for counters.
-    pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Deadline { .. } => "deadline",
-            Self::PeerGone(_) => "peer_gone",
-            Self::Refused(_) => "refused",
-            Self::Restarted => "restarted",
-            Self::BadRequest(_) => "bad_request",
-            Self::Transport(_) => "transport",
-        }
-    }
-
-    /// All kinds.
-    pub const KINDS: [&'static str; 6] =
-        ["deadline", "peer_gone", "refused", "restarted", "bad_request", "transport"];
-}
+use crate::rules::lease::AlreadyGranted;
+use crate::wire::version::Version;
 
 /// Why a connection to a peer cannot be had, or ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PeerError {
     /// The operating system says so.
+    ///
+    /// What to do: check that the other engine runs and that its address can be reached from here.
     #[error("{what}: {kind}")]
     Io {
         /// What was being done.
@@ -62,45 +22,64 @@ pub enum PeerError {
         kind: io::ErrorKind,
     },
     /// It takes too long.
+    ///
+    /// What to do: check the network between the two engines, and whether the other one is overloaded.
     #[error("{0} takes too long")]
     Slow(&'static str),
     /// The peer did not prove that it holds our key.
+    ///
+    /// What to do: give both sides the same key, by file or in the environment.
     #[error(
         "the peer does not hold the same key as this side, or holds none. Give both sides the same \
          key (file or environment)"
     )]
     Untrusted,
-    /// TLS does not come about.
+    /// A TLS connection could not be set up.
+    ///
+    /// What to do: check that both certificates come from the authority that both sides were given,
+    /// that they are valid today, and that the peer's names the host that was connected to.
     #[error("TLS: {0}")]
     Tls(String),
     /// The peer broke the protocol.
+    ///
+    /// What to do: check that the address is that of a kvferry agent, and that both sides use a key,
+    /// or both TLS, or both neither.
     #[error("the peer broke the protocol: {0}")]
     Misbehaved(Misbehaviour),
     /// The peer speaks another major version.
+    ///
+    /// What to do: install the same release of kvferry on both sides.
     #[error(
         "the peer speaks protocol {theirs}, this side {ours}: the major versions must be the same. \
          Install the same release of kvferry on both sides"
     )]
     Version {
         /// What the peer speaks.
-        theirs: crate::message::Version,
+        theirs: Version,
         /// What this side speaks.
-        ours: crate::message::Version,
+        ours: Version,
     },
     /// The peer is too old for what is asked.
+    ///
+    /// What to do: upgrade kvferry on the peer's side.
     #[error("the peer speaks protocol {theirs}: {what} needs {needed}")]
     TooOld {
         /// What was asked for.
         what: &'static str,
         /// What the two sides agreed on.
-        theirs: crate::message::Version,
+        theirs: Version,
         /// What is needed.
-        needed: crate::message::Version,
+        needed: Version,
     },
     /// The peer says no, and why.
+    ///
+    /// What to do: change what the peer's reason names.
     #[error("the peer refuses: {0}")]
     Refused(String),
     /// The connection was given up on this side.
+    ///
+    /// What to do: nothing, if this engine is shutting down; otherwise look in the log for why the
+    /// connection ended.
     #[error("the connection is closed")]
     Closed,
 }
@@ -110,10 +89,18 @@ pub enum PeerError {
 #[non_exhaustive]
 pub enum Misbehaviour {
     /// Its first bytes are not those of this protocol.
+    ///
+    /// What to do: find out what connects to this port; it is not an agent of kvferry.
     #[error("its first bytes are not kvferry's")]
     Magic,
     /// It wants a kind of protection that this side does not offer.
-    #[error("it opens the connection in mode {theirs}, this side expects {ours}")]
+    ///
+    /// What to do: give both sides a key, or both TLS, or both neither.
+    #[error(
+        "it opens the connection with {}, this side expects {}",
+        protection(.theirs),
+        protection(.ours)
+    )]
     Mode {
         /// What it wants.
         theirs: u8,
@@ -121,37 +108,64 @@ pub enum Misbehaviour {
         ours: u8,
     },
     /// A message longer than allowed.
+    ///
+    /// What to do: install the same release on both sides; if it is the same, somebody sends bad data
+    /// on purpose, or the network corrupts it.
     #[error("a message of {0} bytes")]
     TooLong(u64),
-    /// A message that does not decode.
-    #[error("a message that does not decode")]
+    /// A message that cannot be decoded.
+    ///
+    /// What to do: as for a message that is too long.
+    #[error("a message that cannot be decoded")]
     Garbage,
     /// A message that was altered on its way, or replayed.
+    ///
+    /// What to do: look for what alters traffic between the two machines; nothing of it was believed.
     #[error("a message that fails authentication")]
     Forged,
     /// An answer to a question that was not asked, or the wrong kind of answer.
+    ///
+    /// What to do: install the same release of kvferry on both sides.
     #[error("an answer that does not fit the question")]
     Answer,
+}
+
+/// What the byte after the magic ([`Trust::mode`](crate::Trust)) stands for.
+fn protection(mode: &u8) -> String {
+    match mode {
+        0 => "no protection".to_owned(),
+        1 => "a shared key".to_owned(),
+        2 => "TLS".to_owned(),
+        other => format!("unknown protection {other}"),
+    }
 }
 
 /// Why the agent cannot do what is asked of it on this side.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option that cannot be.
+    /// An option that makes no sense.
+    ///
+    /// What to do: set the option that the message names to what it asks for.
     #[error("{0}")]
     Options(String),
-    /// The key cannot be read or is no key.
+    /// The key or a certificate cannot be read or used.
+    ///
+    /// What to do: correct the file or value that the message names.
     #[error("{0}")]
     Key(String),
     /// Without a key only loopback is served.
+    ///
+    /// What to do: give a key or TLS certificates, or listen on a loopback address.
     #[error(
         "{0} can be reached from other machines, and there is no key to keep strangers out: give a \
          key, bind to a loopback address, or say 'insecure' if everyone on that network may read \
          and write this engine's memory"
     )]
-    NeedsKey(std::net::SocketAddr),
+    NeedsKey(SocketAddr),
     /// The operating system refuses.
+    ///
+    /// What to do: check what the message names: a port in use, or a limit on threads or files.
     #[error("{what}: {kind}")]
     Io {
         /// What was being done.
@@ -160,21 +174,39 @@ pub enum Error {
         kind: io::ErrorKind,
     },
     /// The transport refuses.
+    ///
+    /// What to do: see the transport's error.
     #[error("{0}")]
     Transport(#[from] kvferry_transport::Error),
     /// A request of this name is under way.
-    #[error("request '{0}' is under way already")]
+    ///
+    /// What to do: wait until it has ended and settled, or give the new request another name.
+    #[error("request '{0}' is already under way")]
     Duplicate(String),
     /// The request has a lease.
+    ///
+    /// What to do: revoke the lease or wait for its end before granting another.
     #[error(transparent)]
-    AlreadyGranted(#[from] crate::lease::AlreadyGranted),
+    AlreadyGranted(#[from] AlreadyGranted),
     /// The agent has stopped.
+    ///
+    /// What to do: do not use an agent after it was closed; start another.
     #[error("the agent has stopped")]
     Stopped,
     /// A peer.
+    ///
+    /// What to do: see the error of the peer.
     #[error(transparent)]
     Peer(#[from] PeerError),
     /// The cards of an engine's ranks do not belong together.
+    ///
+    /// What to do: publish exactly one card of every rank, all from workers of this engine.
     #[error("{0}")]
     Cards(String),
+}
+
+impl From<getrandom::Error> for Error {
+    fn from(error: getrandom::Error) -> Self {
+        Self::Io { what: format!("drawing a random number: {error}"), kind: io::ErrorKind::Other }
+    }
 }

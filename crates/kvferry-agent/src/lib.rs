@@ -9,41 +9,46 @@
 //!   P: Scheduler::released ◀──confirmed── D's workers, when each has read its part
 //! ```
 //!
-//! The rules of the game are in two state machines without clock, thread or socket: [`lease`] (what P
-//! promises) and [`life`] (what D does), which are checked exhaustively. Everything that waits has a
-//! deadline; nothing that a peer sends makes this process panic.
+//! The rooms, from the ground up; each knows only those above it:
+//!
+//! | room | what is in it |
+//! |---|---|
+//! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); why a request can fail |
+//! | `error`, `metrics`, `mailbox`, `background`, `carrier` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports |
+//! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
+//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `holds` (leases of others that are kept alive), `status`, `options` |
+//! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `core`, `options` |
+//!
+//! Everything that waits has a deadline; nothing that a peer sends makes this process panic.
 
 #![forbid(unsafe_code)]
 
 mod background;
 mod carrier;
-mod channel;
 mod error;
-pub mod follow;
-mod grant;
-pub mod lease;
-pub mod life;
-mod link;
-mod message;
+#[doc(hidden)]
+pub mod fuzz;
+mod mailbox;
 mod metrics;
-mod mover;
-mod random;
+mod rules;
 mod scheduler;
-mod server;
-mod trust;
+mod wire;
 mod worker;
 
 pub use carrier::{Carrier, Source, carry};
-pub use error::{Error, Failure, Misbehaviour, PeerError};
-pub use grant::{Fingerprint, Grant};
+pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
-pub use lease::{Ended, Loss, Released};
-pub use message::{Card, Incarnation, Ticket, Version};
-pub use metrics::Phases;
+pub use metrics::{Described, Timings, catalogue};
+pub use rules::failure::Failure;
+pub use rules::grant::{Fingerprint, Grant};
+pub use rules::lease::{Ended, Loss, Released};
+pub use rules::{follow, lease, life};
 pub use scheduler::{
     GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Scheduler, SchedulerOptions, Status,
     ask_status,
 };
-pub use server::Limits;
-pub use trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
+pub use wire::door::Limits;
+pub use wire::message::{Card, Incarnation, Ticket};
+pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
+pub use wire::version::Version;
 pub use worker::{Ending, Load, Notice, Outcome, Worker, WorkerOptions};

@@ -1,11 +1,45 @@
 //! Counters and histograms, and their export as Prometheus text.
+//!
+//! Names and what they mean are told here alone: [`catalogue`] gives them to whoever exports them under
+//! a roof of their own.
 
 use std::fmt::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::error::Failure;
-use crate::lease::Ended;
+use crate::rules::failure::Failure;
+use crate::rules::lease::Ended;
+
+/// A name, and what it stands for.
+pub type Described = (&'static str, &'static str);
+
+/// Everything that is counted or measured, by section:
+///
+/// * `counters`: those of [`Scheduler::counts`](crate::Scheduler::counts);
+/// * `timings`: where a load's time can go, in order ([`Timings`]);
+/// * `outcomes`: how a load can end ([`Outcome`](crate::Outcome));
+/// * `failures`: why one can fail ([`Failure::kind`](crate::Failure::kind)).
+pub fn catalogue() -> [(&'static str, Vec<Described>); 4] {
+    let counters = SchedulerMetrics::default();
+    let counters = counters.counters().map(|(name, help, _)| (name, help));
+    let timings = Timings::NAMES.into_iter().zip(Timings::MEANINGS);
+    let failures = Failure::KINDS.into_iter().zip(Failure::MEANINGS);
+    [
+        ("counters", counters.to_vec()),
+        ("timings", timings.collect()),
+        ("outcomes", OUTCOMES.to_vec()),
+        ("failures", failures.collect()),
+    ]
+}
+
+/// How a load can end.
+const OUTCOMES: [Described; 4] = [
+    ("done", "All bytes are here, and good."),
+    ("failed", "Something broke."),
+    ("expired", "The lease did not hold, and what was read is not used."),
+    ("aborted", "The engine did not want the request any more."),
+];
 
 /// A sum that only grows.
 #[derive(Debug, Default)]
@@ -58,7 +92,7 @@ impl Histogram {
 
 /// Where the time of a request went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Phases {
+pub struct Timings {
     /// In the worker's queue.
     pub queue: Duration,
     /// Until the engine to read from was known.
@@ -73,12 +107,22 @@ pub struct Phases {
     pub confirm: Duration,
 }
 
-impl Phases {
+impl Timings {
     /// The names, in order.
     pub const NAMES: [&'static str; 6] = ["queue", "handshake", "plan", "post", "wire", "confirm"];
 
+    /// What each of them measures, in the order of the names.
+    pub const MEANINGS: [&'static str; Self::NAMES.len()] = [
+        "In the worker's queue.",
+        "Until the engine to read from was known.",
+        "Turning block tables into copies.",
+        "Handing the copies to the transport.",
+        "Until the last byte.",
+        "Until the lease was confirmed.",
+    ];
+
     /// The times, in the order of the names.
-    pub fn times(&self) -> [Duration; 6] {
+    pub fn times(&self) -> [Duration; Self::NAMES.len()] {
         [self.queue, self.handshake, self.plan, self.post, self.wire, self.confirm]
     }
 }
@@ -95,15 +139,12 @@ pub(crate) struct WorkerMetrics {
     pub(crate) copies: Counter,
     pub(crate) handshakes: Counter,
     pub(crate) quarantines: Counter,
-    pub(crate) phases: [Histogram; Phases::NAMES.len()],
+    pub(crate) timings: [Histogram; Timings::NAMES.len()],
 }
 
 impl WorkerMetrics {
     pub(crate) fn failed(&self, failure: &Failure) {
-        let kind = Failure::KINDS.iter().position(|kind| *kind == failure.kind());
-        if let Some(kind) = kind {
-            self.failed[kind].add(1);
-        }
+        self.failed[failure.number()].add(1);
     }
 
     /// `in_flight` and `quarantined` are what is so at this moment.
@@ -141,11 +182,19 @@ impl WorkerMetrics {
         }
         let name = "kvferry_load_phase_seconds";
         text.head(name, "histogram", "Where the time of loads that were done went.");
-        for (phase, histogram) in Phases::NAMES.iter().zip(&self.phases) {
+        for (phase, histogram) in Timings::NAMES.iter().zip(&self.timings) {
             histogram.write(&mut text, name, &format!("phase=\"{phase}\""));
         }
         out
     }
+}
+
+/// What is counted where peers come in.
+#[derive(Debug, Default)]
+pub(crate) struct DoorCounts {
+    pub(crate) connections: Counter,
+    pub(crate) turned_away: Counter,
+    pub(crate) misbehaved: Counter,
 }
 
 /// What a scheduler counts.
@@ -154,12 +203,11 @@ pub(crate) struct SchedulerMetrics {
     pub(crate) granted: Counter,
     pub(crate) ended: [Counter; Ended::ALL.len()],
     pub(crate) held: Histogram,
-    pub(crate) connections: Counter,
-    pub(crate) turned_away: Counter,
-    pub(crate) misbehaved: Counter,
+    pub(crate) door: Arc<DoorCounts>,
     pub(crate) refused: Counter,
     pub(crate) heartbeats: Counter,
     pub(crate) lost: Counter,
+    pub(crate) forged: Counter,
 }
 
 impl SchedulerMetrics {
@@ -168,32 +216,51 @@ impl SchedulerMetrics {
         self.held.observe(after);
     }
 
-    fn counters(&self) -> [(&'static str, &'static str, &Counter); 7] {
+    fn counters(&self) -> [(&'static str, &'static str, &Counter); 12] {
+        let [confirmed, abandoned, expired, revoked] = &self.ended;
         [
-            ("leases_granted", "Leases granted.", &self.granted),
-            ("connections", "Peers that proved themselves.", &self.connections),
+            (
+                "leases_granted",
+                "Requests whose blocks this engine promised to keep.",
+                &self.granted,
+            ),
+            (
+                "leases_confirmed",
+                "Requests whose blocks came back because all of the other side has read them.",
+                confirmed,
+            ),
+            (
+                "leases_abandoned",
+                "Requests whose blocks came back because the other side does not want them.",
+                abandoned,
+            ),
+            (
+                "leases_expired",
+                "Requests whose blocks came back because nobody asked for them in time.",
+                expired,
+            ),
+            ("leases_revoked", "Requests whose blocks this engine took back.", revoked),
+            ("connections", "Peers that proved themselves.", &self.door.connections),
             (
                 "connections_turned_away",
-                "Connections that did not prove themselves, or came when there were too many.",
-                &self.turned_away,
+                "Peers that did not prove themselves, or were too many.",
+                &self.door.turned_away,
             ),
+            ("connections_misbehaved", "Peers that broke the protocol.", &self.door.misbehaved),
+            ("refusals", "Peers whose memory does not fit this engine's.", &self.refused),
+            ("heartbeats", "Leases of other engines that were extended.", &self.heartbeats),
+            ("holds_lost", "Leases of other engines that were lost before a load.", &self.lost),
             (
-                "connections_misbehaved",
-                "Connections ended because the peer broke the protocol.",
-                &self.misbehaved,
+                "confirmations_not_granted",
+                "Reads by block tables that this engine did not grant: they were changed on the way.",
+                &self.forged,
             ),
-            ("refusals", "Peers that do not fit.", &self.refused),
-            ("heartbeats", "Leases of others extended.", &self.heartbeats),
-            ("holds_lost", "Leases of others that were lost.", &self.lost),
         ]
     }
 
-    /// Every counter by its name; leases that ended also by why they did.
+    /// Every counter by its name.
     pub(crate) fn counts(&self) -> Vec<(String, u64)> {
-        let ended = Ended::ALL.iter().zip(&self.ended);
-        let ended = ended.map(|(why, counter)| (format!("leases_{why}"), counter.get()));
-        let others = self.counters().map(|(name, _, counter)| (name.to_owned(), counter.get()));
-        ended.chain(others).collect()
+        self.counters().map(|(name, _, counter)| (name.to_owned(), counter.get())).to_vec()
     }
 
     pub(crate) fn text(&self, labels: &str, open: usize, holds: usize) -> String {
@@ -204,7 +271,12 @@ impl SchedulerMetrics {
             let label = format!("why=\"{why}\"");
             text.line("kvferry_leases_ended_total", &label, counter.get() as f64);
         }
+        // Leases that ended were counted above, as one family.
+        let is_end = |name: &str| Ended::ALL.iter().any(|why| name == format!("leases_{why}"));
         for (name, help, counter) in self.counters() {
+            if is_end(name) {
+                continue;
+            }
             let name = format!("kvferry_{name}_total");
             text.head(&name, "counter", help);
             text.line(&name, "", counter.get() as f64);
@@ -261,6 +333,37 @@ mod tests {
             "kvferry_leases_open{engine=\"p\"} 3",
         ] {
             assert!(text.lines().any(|l| l == line), "{line}\nis not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn every_name_in_the_catalogue_is_counted_and_described() {
+        let catalogue = catalogue();
+        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [11, 6, 4, 6]);
+        for (section, described) in &catalogue {
+            for (name, help) in described {
+                assert!(help.ends_with('.'), "{section}: {name}: {help}");
+            }
+        }
+        let counts = SchedulerMetrics::default().counts();
+        let counted: Vec<&str> = counts.iter().map(|(name, _)| name.as_str()).collect();
+        let named: Vec<&str> = catalogue[0].1.iter().map(|(name, _)| *name).collect();
+        assert_eq!(counted, named);
+        // In the text every end of a lease is there once, by why it ended.
+        for why in Ended::ALL {
+            assert!(named.contains(&format!("leases_{why}").as_str()), "{why}");
+            let metrics = SchedulerMetrics::default();
+            metrics.ended(why, Duration::ZERO);
+            let text = metrics.text("", 0, 0);
+            let counted = text.lines().filter(|line| line.starts_with("kvferry_leases_"));
+            let counted: Vec<&str> = counted.filter(|line| line.ends_with(" 1")).collect();
+            assert_eq!(counted, [format!("kvferry_leases_ended_total{{why=\"{why}\"}} 1")]);
+            let count = metrics.counts().into_iter().find(|(_, n)| *n == 1).unwrap();
+            assert_eq!(count.0, format!("leases_{why}"));
+        }
+        let text = WorkerMetrics::default().text("", 0, 0);
+        for (outcome, _) in OUTCOMES {
+            assert!(text.contains(&format!("outcome=\"{outcome}\"")), "{outcome}");
         }
     }
 

@@ -71,10 +71,10 @@ fn pain_14_decode_blocks_come_back_when_prefill_falls_silent() {
         }
         let ending = d.ranks[0].wait_end("r");
         match &ending.outcome {
-            Outcome::Failed(Failure::Deadline { phase }) => match silent_from {
-                "handshake" => assert_eq!(phase, "shaking hands"),
+            Outcome::Failed(Failure::Deadline { stage }) => match silent_from {
+                "handshake" => assert_eq!(stage, "shaking hands"),
                 _ => {
-                    assert_eq!(phase, "confirming");
+                    assert_eq!(stage, "confirming");
                     // The danger: every byte is right, and nobody can know it.
                     assert_eq!(d.ranks[0].wrong(1, &destination, 4), 0);
                 }

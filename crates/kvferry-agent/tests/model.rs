@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use kvferry_agent::follow::{Follower, Part};
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
-use kvferry_agent::life::{Action, Event, Life, Phase};
+use kvferry_agent::life::{Action, Event, Life, Stage};
 use kvferry_agent::{BlockTable, Failure, Fingerprint, Grant, Loss};
 
 const RANKS: usize = 2;
@@ -305,7 +305,7 @@ impl World {
                 }
             }
             if let Some(load) = &rank.load {
-                let following = load.life.phase() == &Phase::Following;
+                let following = load.life.stage() == &Stage::Following;
                 match load.question {
                     Question::None
                         if bounds.fault == Fault::ReadsOverLateWords && rank.reading.is_some() =>
@@ -555,7 +555,7 @@ impl World {
                     self.sent.insert(Message::Abandon { grant });
                 }
                 Action::Report => {
-                    let done = rank.load.as_ref().is_some_and(|l| l.life.phase() == &Phase::Done);
+                    let done = rank.load.as_ref().is_some_and(|l| l.life.stage() == &Stage::Done);
                     if done && rank.words != [grant; 2] {
                         let words = rank.words;
                         return Err(format!("D{r} uses {words:?} for grant {grant}"));

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, BlockTable, Card, Carrier, Error, Key, Load, Notice, Outcome, Phases,
-    SchedulerOptions, Ticket, Trust, WorkerOptions, carry,
+    self as agent, BlockTable, Card, Carrier, Error, Key, Load, Notice, Outcome, SchedulerOptions,
+    Ticket, Timings, Trust, WorkerOptions, carry,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
@@ -56,7 +56,7 @@ pub(crate) struct Ending {
     bytes: u64,
     #[pyo3(get)]
     copies: u64,
-    phases: Phases,
+    timings: Timings,
     rest: Vec<u8>,
 }
 
@@ -333,8 +333,8 @@ impl Worker {
 impl Ending {
     #[getter]
     fn seconds(&self) -> BTreeMap<&'static str, f64> {
-        let times = self.phases.times();
-        Phases::NAMES.iter().zip(times).map(|(name, time)| (*name, time.as_secs_f64())).collect()
+        let times = self.timings.times();
+        Timings::NAMES.iter().zip(times).map(|(name, time)| (*name, time.as_secs_f64())).collect()
     }
 
     #[getter]
@@ -366,7 +366,7 @@ impl Ending {
                     quarantined: false,
                     bytes: 0,
                     copies: 0,
-                    phases: Phases::default(),
+                    timings: Timings::default(),
                     rest: vec![],
                 };
             }
@@ -385,7 +385,7 @@ impl Ending {
             quarantined: ending.quarantined,
             bytes: ending.bytes,
             copies: ending.copies,
-            phases: ending.phases,
+            timings: ending.timings,
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
         }
     }

@@ -129,7 +129,7 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
                     quarantined: ending.quarantined,
                     bytes: ending.bytes,
                     copies: ending.copies,
-                    phases: ending.phases,
+                    phases: ending.timings,
                     wrong,
                     compared,
                 })));

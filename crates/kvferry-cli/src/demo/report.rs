@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
 
-use kvferry_agent::Phases;
+use kvferry_agent::Timings;
 use serde::Serialize;
 
 /// The result.
@@ -150,9 +150,9 @@ impl Report {
 }
 
 /// Median and worst of each phase.
-pub(crate) fn phases(all: &[Phases]) -> Vec<PhaseReport> {
+pub(crate) fn phases(all: &[Timings]) -> Vec<PhaseReport> {
     let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
-    let phases = Phases::NAMES.iter().enumerate().map(|(i, name)| {
+    let phases = Timings::NAMES.iter().enumerate().map(|(i, name)| {
         let mut times: Vec<Duration> = all.iter().map(|phases| phases.times()[i]).collect();
         times.sort_unstable();
         PhaseReport {

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use kvferry_agent::{BlockTable, Failure, Load, Outcome, Phases, Ticket};
+use kvferry_agent::{BlockTable, Failure, Load, Outcome, Ticket, Timings};
 use kvferry_layout::Manifest;
 
 use self::engine::{Engine, longest};
@@ -119,7 +119,7 @@ struct Show<'a> {
     longest: u64,
     key: String,
     report: Report,
-    all_phases: Vec<Phases>,
+    all_phases: Vec<Timings>,
     rates: Vec<f64>,
     next_chaos: Instant,
     /// Processes that were killed on purpose.

@@ -1,6 +1,6 @@
 //! What the demo's processes say to each other: one JSON object a line.
 
-use kvferry_agent::{BlockTable, Load, Outcome, Phases, Ticket};
+use kvferry_agent::{BlockTable, Load, Outcome, Ticket, Timings};
 use serde::{Deserialize, Serialize};
 
 /// How a rank's memory is reached.
@@ -97,7 +97,7 @@ pub(crate) struct End {
     pub(crate) quarantined: bool,
     pub(crate) bytes: u64,
     pub(crate) copies: u64,
-    pub(crate) phases: Phases,
+    pub(crate) phases: Timings,
     /// Of a request that was done: bytes of its blocks that are not what they should be.
     pub(crate) wrong: u64,
     /// Bytes that were compared.

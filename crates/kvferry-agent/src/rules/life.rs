@@ -18,15 +18,15 @@
 //! | any of these | abort | aborted | the engine |
 //! | any of these | deadline | failed | the clock |
 //!
-//! Whatever comes later than the end is ignored. Beside its phase a life knows whether bytes may
+//! Whatever comes later than the end is ignored. Beside its stage a life knows whether bytes may
 //! still land in its blocks: they are handed back when it has ended *and* nothing can land.
 
-use crate::error::Failure;
-use crate::lease::Loss;
+use super::failure::Failure;
+use super::lease::Loss;
 
 /// Where a request stands on one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Phase {
+pub enum Stage {
     /// In the worker's queue.
     Waiting,
     /// The engine to read from is not known yet.
@@ -50,7 +50,7 @@ pub enum Phase {
     Expired(Loss),
 }
 
-impl Phase {
+impl Stage {
     /// Whether nothing follows.
     pub fn is_end(&self) -> bool {
         match self {
@@ -128,20 +128,20 @@ pub enum Action {
 /// The life of one request on one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Life {
-    phase: Phase,
+    stage: Stage,
     landing: bool,
 }
 
 impl Default for Life {
     fn default() -> Self {
-        Self { phase: Phase::Waiting, landing: false }
+        Self { stage: Stage::Waiting, landing: false }
     }
 }
 
 impl Life {
     /// Where it stands.
-    pub fn phase(&self) -> &Phase {
-        &self.phase
+    pub fn stage(&self) -> &Stage {
+        &self.stage
     }
 
     /// Whether bytes may still land in its blocks.
@@ -151,7 +151,7 @@ impl Life {
 
     /// Takes note of what has happened, and says what to do.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
-        if self.phase.is_end() {
+        if self.stage.is_end() {
             // What matters after the end is only that the blocks are at rest. The last byte may have
             // been on its way to be reported when the end came.
             let at_rest = matches!(event, Event::Settled | Event::Arrived);
@@ -161,56 +161,56 @@ impl Life {
             self.landing = false;
             return vec![Action::HandBack];
         }
-        match (&self.phase, event) {
-            (_, Event::Abort) => self.end(Phase::Aborted),
-            (phase, Event::Deadline) => {
-                let failure = Failure::Deadline { phase: phase.name().to_owned() };
-                self.end(Phase::Failed(failure))
+        match (&self.stage, event) {
+            (_, Event::Abort) => self.end(Stage::Aborted),
+            (stage, Event::Deadline) => {
+                let failure = Failure::Deadline { stage: stage.name().to_owned() };
+                self.end(Stage::Failed(failure))
             }
-            (Phase::Waiting, Event::Admitted) => self.go(Phase::ShakingHands, Action::ShakeHands),
-            (Phase::ShakingHands, Event::Known) => self.go(Phase::Following, Action::Follow),
-            (Phase::Following, Event::Grown { last }) => {
+            (Stage::Waiting, Event::Admitted) => self.go(Stage::ShakingHands, Action::ShakeHands),
+            (Stage::ShakingHands, Event::Known) => self.go(Stage::Following, Action::Follow),
+            (Stage::Following, Event::Grown { last }) => {
                 self.landing = true;
-                self.go(Phase::Reading { last }, Action::Read)
+                self.go(Stage::Reading { last }, Action::Read)
             }
-            (Phase::Following, Event::NotHeld(loss)) => self.end(Phase::Expired(loss)),
-            (Phase::Reading { last }, Event::Arrived) => {
+            (Stage::Following, Event::NotHeld(loss)) => self.end(Stage::Expired(loss)),
+            (Stage::Reading { last }, Event::Arrived) => {
                 self.landing = false;
                 match last {
-                    true => self.go(Phase::Confirming, Action::Confirm),
-                    false => self.go(Phase::Following, Action::Follow),
+                    true => self.go(Stage::Confirming, Action::Confirm),
+                    false => self.go(Stage::Following, Action::Follow),
                 }
             }
-            (Phase::Reading { .. }, Event::Settled) => {
+            (Stage::Reading { .. }, Event::Settled) => {
                 self.landing = false;
                 vec![]
             }
-            (Phase::Confirming, Event::Held) => self.end(Phase::Done),
-            (Phase::Confirming, Event::NotHeld(loss)) => self.end(Phase::Expired(loss)),
-            (_, Event::Failed(failure)) => self.end(Phase::Failed(failure)),
+            (Stage::Confirming, Event::Held) => self.end(Stage::Done),
+            (Stage::Confirming, Event::NotHeld(loss)) => self.end(Stage::Expired(loss)),
+            (_, Event::Failed(failure)) => self.end(Stage::Failed(failure)),
             // Late, repeated or out of order.
             _ => vec![],
         }
     }
 
-    fn go(&mut self, phase: Phase, action: Action) -> Vec<Action> {
-        self.phase = phase;
+    fn go(&mut self, stage: Stage, action: Action) -> Vec<Action> {
+        self.stage = stage;
         vec![action]
     }
 
-    fn end(&mut self, phase: Phase) -> Vec<Action> {
+    fn end(&mut self, stage: Stage) -> Vec<Action> {
         let mut actions = vec![Action::Report];
         if self.landing {
             actions.push(Action::Cancel);
         } else {
             actions.push(Action::HandBack);
         }
-        match phase {
+        match stage {
             // P has ended the lease, or never knew it.
-            Phase::Done | Phase::Expired(_) => {}
+            Stage::Done | Stage::Expired(_) => {}
             _ => actions.push(Action::Abandon),
         }
-        self.phase = phase;
+        self.stage = stage;
         actions
     }
 }
@@ -232,7 +232,7 @@ mod tests {
     fn a_good_life() {
         let (life, actions) =
             through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Held]);
-        assert_eq!(life.phase(), &Phase::Done);
+        assert_eq!(life.stage(), &Stage::Done);
         use Action::*;
         assert_eq!(actions, [ShakeHands, Follow, Read, Confirm, Report, HandBack]);
     }
@@ -257,7 +257,7 @@ mod tests {
     fn a_lease_that_ends_while_it_is_followed_ends_the_load() {
         let lost = Event::NotHeld(Loss::Unknown);
         let (life, actions) = through(&[Event::Admitted, Event::Known, lost]);
-        assert_eq!(life.phase(), &Phase::Expired(Loss::Unknown));
+        assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
         assert!(actions.ends_with(&[Action::Report, Action::HandBack]));
     }
 
@@ -265,21 +265,21 @@ mod tests {
     fn bytes_are_never_used_without_a_confirmation() {
         let (life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Held]);
         assert_eq!(
-            life.phase(),
-            &Phase::Reading { last: true },
+            life.stage(),
+            &Stage::Reading { last: true },
             "an answer before the question means nothing"
         );
         let lost = Event::NotHeld(Loss::Unknown);
         let (life, _) =
             through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, lost, Event::Held]);
-        assert_eq!(life.phase(), &Phase::Expired(Loss::Unknown));
+        assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
     }
 
     #[test]
     fn blocks_stay_in_quarantine_while_bytes_may_land() {
         for end in [Event::Abort, Event::Deadline, Event::Failed(Failure::PeerGone("x".into()))] {
             let (mut life, actions) = through(&[Event::Admitted, Event::Known, ALL, end]);
-            assert!(life.phase().is_end());
+            assert!(life.stage().is_end());
             assert!(!actions.contains(&Action::HandBack));
             assert!(actions.contains(&Action::Cancel));
             assert!(actions.contains(&Action::Abandon));
@@ -292,7 +292,7 @@ mod tests {
     fn an_abort_may_cross_the_last_byte() {
         let (mut life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Abort]);
         assert_eq!(life.on(Event::Arrived), [Action::HandBack]);
-        assert_eq!(life.phase(), &Phase::Aborted);
+        assert_eq!(life.stage(), &Stage::Aborted);
     }
 
     #[test]
@@ -305,12 +305,12 @@ mod tests {
     }
 
     #[test]
-    fn an_abort_ends_it_in_every_phase() {
+    fn an_abort_ends_it_in_every_stage() {
         let steps = [Event::Admitted, Event::Known, ALL, Event::Arrived];
         for n in 0..=steps.len() {
             let (mut life, _) = through(&steps[..n]);
             let actions = life.on(Event::Abort);
-            assert_eq!(life.phase(), &Phase::Aborted);
+            assert_eq!(life.stage(), &Stage::Aborted);
             assert_eq!(actions[0], Action::Report);
             assert_eq!(life.on(Event::Abort), []);
             assert_eq!(life.on(Event::Deadline), []);
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn a_deadline_says_where_the_time_ran_out() {
         let (life, _) = through(&[Event::Admitted, Event::Deadline]);
-        let failure = Failure::Deadline { phase: "shaking hands".to_owned() };
-        assert_eq!(life.phase(), &Phase::Failed(failure));
+        let failure = Failure::Deadline { stage: "shaking hands".to_owned() };
+        assert_eq!(life.stage(), &Stage::Failed(failure));
     }
 }

@@ -2,21 +2,24 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, warn};
 
-use crate::channel::{self, MAX_OPENING, MAX_REPLY, Receiver, Sender, io_error};
-use crate::error::PeerError;
-use crate::message::{
-    Hello, Question, Reply, Version, Welcome, decode, decode_opening, encode, encode_opening,
+use super::channel::{self, MAX_OPENING, MAX_REPLY, Receiver, Sender, io_error};
+use super::message::{
+    Hello, Question, Reply, Ticket, Welcome, decode, decode_opening, encode, encode_opening,
 };
-use crate::trust::Trust;
+use super::trust::Trust;
+use super::version::Version;
+use crate::background::after;
+use crate::error::PeerError;
 
 /// How this side presents itself.
 #[derive(Clone, Debug)]
@@ -75,6 +78,11 @@ impl Link {
         Ok(link)
     }
 
+    /// What both sides speak.
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -98,17 +106,8 @@ impl Link {
     }
 }
 
-/// The questions that were not answered yet.
-#[derive(Default)]
-struct Waiting(Mutex<HashMap<u32, oneshot::Sender<Result<Reply, PeerError>>>>);
-
-impl Waiting {
-    fn lock(
-        &self,
-    ) -> std::sync::MutexGuard<'_, HashMap<u32, oneshot::Sender<Result<Reply, PeerError>>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+/// The questions that were not answered yet, by their number.
+type Waiting = Mutex<HashMap<u32, oneshot::Sender<Result<Reply, PeerError>>>>;
 
 async fn talk(
     mut sender: Sender,
@@ -159,11 +158,12 @@ async fn listen(mut receiver: Receiver, waiting: &Waiting, keepalive: Duration) 
 #[derive(Debug)]
 pub(crate) struct Links {
     caller: Caller,
-    slots: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Slot>>>>,
+    dials: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Dial>>>>,
 }
 
+/// The connection to one address, or how the tries to open it went.
 #[derive(Debug, Default)]
-struct Slot {
+struct Dial {
     link: Option<Link>,
     failures: u32,
     not_before: Option<Instant>,
@@ -175,53 +175,62 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 impl Links {
     pub(crate) fn new(caller: Caller) -> Self {
-        Self { caller, slots: Mutex::default() }
+        Self { caller, dials: Mutex::default() }
     }
 
     /// How many engines this side is connected to, or was a moment ago.
     pub(crate) fn addresses(&self) -> Vec<String> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+        self.dials.lock().keys().cloned().collect()
     }
 
     /// The connection to an address; opens one, with pauses between tries, until `deadline`.
     pub(crate) async fn get(&self, address: &str, deadline: Instant) -> Result<Link, PeerError> {
-        let slot = {
-            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-            slots.entry(address.to_owned()).or_default().clone()
+        let dial = {
+            let mut dials = self.dials.lock();
+            dials.entry(address.to_owned()).or_default().clone()
         };
-        let got = timeout_at(deadline, self.get_in(&slot, address, deadline)).await;
+        let got = timeout_at(deadline, self.get_in(&dial, address, deadline)).await;
         let got = got.unwrap_or(Err(PeerError::Slow("connecting")));
         if got.is_err() {
-            self.forget_gone(address, &slot);
+            self.forget_gone(address, &dial);
         }
         got
     }
 
+    /// Tells the engine of a ticket that its lease is not wanted any more.
+    pub(crate) async fn abandon(&self, ticket: &Ticket) -> Result<(), PeerError> {
+        // Later than this the lease has expired by itself, or nobody cares.
+        let deadline = after(ticket.term().min(Duration::from_secs(60))).into();
+        let link = self.get(&ticket.address, deadline).await?;
+        let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);
+        link.ask(Question::Abandon { incarnation, keys }, deadline).await.map(|_| ())
+    }
+
     /// A peer that is gone is forgotten, once nobody waits for it.
-    fn forget_gone(&self, address: &str, slot: &Arc<tokio::sync::Mutex<Slot>>) {
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+    fn forget_gone(&self, address: &str, dial: &Arc<tokio::sync::Mutex<Dial>>) {
+        let mut dials = self.dials.lock();
         // The map, and the caller.
-        if Arc::strong_count(slot) <= 2 {
-            slots.remove(address);
+        if Arc::strong_count(dial) <= 2 {
+            dials.remove(address);
         }
     }
 
     async fn get_in(
         &self,
-        slot: &tokio::sync::Mutex<Slot>,
+        dial: &tokio::sync::Mutex<Dial>,
         address: &str,
         deadline: Instant,
     ) -> Result<Link, PeerError> {
-        let mut slot = slot.lock().await;
+        let mut dial = dial.lock().await;
         loop {
-            if let Some(link) = &slot.link {
+            if let Some(link) = &dial.link {
                 if !link.is_closed() {
                     return Ok(link.clone());
                 }
                 debug!(address, "the connection has ended");
-                slot.link = None;
+                dial.link = None;
             }
-            if let (Some(not_before), Some(last)) = (slot.not_before, &slot.last) {
+            if let (Some(not_before), Some(last)) = (dial.not_before, &dial.last) {
                 let pausing = Instant::now() < not_before;
                 if pausing && (not_before >= deadline || is_final(last)) {
                     return Err(last.clone());
@@ -230,15 +239,15 @@ impl Links {
             }
             match timeout_at(deadline, Link::open(address, &self.caller)).await {
                 Ok(Ok(link)) => {
-                    *slot = Slot { link: Some(link.clone()), ..Slot::default() };
+                    *dial = Dial { link: Some(link.clone()), ..Dial::default() };
                     return Ok(link);
                 }
                 Ok(Err(error)) => {
-                    let pause = FIRST_PAUSE * 2_u32.pow(slot.failures.min(8));
-                    slot.failures += 1;
-                    slot.not_before = Some(Instant::now() + pause.min(LONGEST_PAUSE));
-                    slot.last = Some(error.clone());
-                    warn!(address, %error, tries = slot.failures, "cannot connect");
+                    let pause = FIRST_PAUSE * 2_u32.pow(dial.failures.min(8));
+                    dial.failures += 1;
+                    dial.not_before = Some(Instant::now() + pause.min(LONGEST_PAUSE));
+                    dial.last = Some(error.clone());
+                    warn!(address, %error, tries = dial.failures, "cannot connect");
                     if is_final(&error) {
                         return Err(error);
                     }

@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use snow::{Builder, StatelessTransportState};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::TcpStream;
 
+use super::trust::{Tls, Trust};
 use crate::error::{Misbehaviour, PeerError};
-use crate::trust::{Tls, Trust};
 
 const MAGIC: &[u8; 8] = b"kvferry\x01";
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
@@ -23,12 +22,14 @@ pub(crate) const MAX_QUESTION: usize = 8 << 20;
 /// Longest answer: the cards of many ranks.
 pub(crate) const MAX_REPLY: usize = 256 << 20;
 
-type Source = Box<dyn AsyncRead + Send + Unpin>;
-type Sink = Box<dyn AsyncWrite + Send + Unpin>;
+/// A connection that bytes go both ways on: TCP, TLS, or bytes in memory.
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin + 'static> Stream for S {}
 
 /// The half that receives.
 pub(crate) struct Receiver {
-    stream: Source,
+    stream: Box<dyn AsyncRead + Send + Unpin>,
     noise: Option<(Arc<StatelessTransportState>, u64)>,
     /// Decrypted, but not yet asked for.
     pending: Vec<u8>,
@@ -36,26 +37,26 @@ pub(crate) struct Receiver {
 
 /// The half that sends.
 pub(crate) struct Sender {
-    stream: Sink,
+    stream: Box<dyn AsyncWrite + Send + Unpin>,
     noise: Option<(Arc<StatelessTransportState>, u64)>,
 }
 
 /// Opens a connection as the side that connected. `address` is what was connected to.
 pub(crate) async fn open(
-    mut stream: TcpStream,
+    mut stream: impl Stream,
     trust: &Trust,
     address: &str,
 ) -> Result<(Sender, Receiver), PeerError> {
     let prologue = prologue(trust);
     stream.write_all(&prologue).await.map_err(|e| io_error("connecting", &e))?;
     match trust {
-        Trust::Loopback | Trust::Insecure => Ok(plain(stream)),
+        Trust::Loopback | Trust::Insecure => Ok(halves(stream, None)),
         Trust::Tls(tls) => {
             let name = Tls::name(address)
                 .ok_or_else(|| PeerError::Tls(format!("'{address}' has no host name")))?;
             let connector = tokio_rustls::TlsConnector::from(tls.client.clone());
             let stream = connector.connect(name, stream).await.map_err(|e| tls_error(&e))?;
-            Ok(split(stream))
+            Ok(halves(stream, None))
         }
         Trust::Key(key) => {
             let builder = noise_builder(&prologue, key.bytes())?;
@@ -73,7 +74,7 @@ pub(crate) async fn open(
 
 /// Accepts a connection. Says nothing to a peer that has not proven itself.
 pub(crate) async fn accept(
-    mut stream: TcpStream,
+    mut stream: impl Stream,
     trust: &Trust,
 ) -> Result<(Sender, Receiver), PeerError> {
     let prologue = prologue(trust);
@@ -87,11 +88,11 @@ pub(crate) async fn accept(
         return Err(PeerError::Misbehaved(Misbehaviour::Mode { theirs, ours }));
     }
     match trust {
-        Trust::Loopback | Trust::Insecure => Ok(plain(stream)),
+        Trust::Loopback | Trust::Insecure => Ok(halves(stream, None)),
         Trust::Tls(tls) => {
             let acceptor = tokio_rustls::TlsAcceptor::from(tls.server.clone());
             let stream = acceptor.accept(stream).await.map_err(|e| tls_error(&e))?;
-            Ok(split(stream))
+            Ok(halves(stream, None))
         }
         Trust::Key(key) => {
             let builder = noise_builder(&prologue, key.bytes())?;
@@ -119,33 +120,19 @@ fn noise_builder<'a>(prologue: &'a [u8], key: &'a [u8; 32]) -> Result<Builder<'a
     builder.and_then(|builder| builder.psk(0, key)).map_err(|_| PeerError::Untrusted)
 }
 
-fn plain(stream: TcpStream) -> (Sender, Receiver) {
-    let (read, write) = stream.into_split();
-    halves(Box::new(read), Box::new(write), None)
-}
-
-fn split<S>(stream: S) -> (Sender, Receiver)
-where
-    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
-    let (read, write) = tokio::io::split(stream);
-    halves(Box::new(read), Box::new(write), None)
-}
-
-fn sealed(stream: TcpStream, noise: snow::HandshakeState) -> Result<(Sender, Receiver), PeerError> {
+fn sealed(
+    stream: impl Stream,
+    noise: snow::HandshakeState,
+) -> Result<(Sender, Receiver), PeerError> {
     let noise = noise.into_stateless_transport_mode().map_err(|_| PeerError::Untrusted)?;
-    let (read, write) = stream.into_split();
-    Ok(halves(Box::new(read), Box::new(write), Some(Arc::new(noise))))
+    Ok(halves(stream, Some(Arc::new(noise))))
 }
 
-fn halves(
-    read: Source,
-    write: Sink,
-    noise: Option<Arc<StatelessTransportState>>,
-) -> (Sender, Receiver) {
+fn halves(stream: impl Stream, noise: Option<Arc<StatelessTransportState>>) -> (Sender, Receiver) {
+    let (read, write) = tokio::io::split(stream);
     let numbered = noise.map(|noise| (noise, 0));
-    let sender = Sender { stream: write, noise: numbered.clone() };
-    (sender, Receiver { stream: read, noise: numbered, pending: vec![] })
+    let sender = Sender { stream: Box::new(write), noise: numbered.clone() };
+    (sender, Receiver { stream: Box::new(read), noise: numbered, pending: vec![] })
 }
 
 impl Sender {
@@ -220,7 +207,7 @@ async fn read_frame<S: AsyncRead + Unpin + ?Sized>(stream: &mut S) -> io::Result
     Ok(frame)
 }
 
-async fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
+async fn write_frame(stream: &mut impl Stream, frame: &[u8]) -> io::Result<()> {
     let mut bytes = (frame.len() as u16).to_le_bytes().to_vec();
     bytes.extend(frame);
     stream.write_all(&bytes).await

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use kvferry_plan::BlockTable;
 
-use crate::grant::{Fingerprint, Grant};
+use super::grant::{Fingerprint, Grant};
 
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.

@@ -1,13 +1,13 @@
 //! D's side of a lease that grows: what one rank has heard of it, and what it has read.
 //!
-//! A [`Follower`] is a plain value, like [`Leases`](crate::lease::Leases) and [`Life`](crate::life::Life).
+//! A [`Follower`] is a plain value, like [`Leases`](super::lease::Leases) and [`Life`](super::life::Life).
 //! Its owner asks P how far the request is, reads the [`Part`] that is new, and says when that has
 //! arrived. When P has started over, everything is read again: nothing may be in flight then, which is so
 //! because a follower is told of P's answers only between two parts.
 
 use thiserror::Error;
 
-use crate::grant::Grant;
+use super::grant::Grant;
 
 /// What one rank knows and has of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]

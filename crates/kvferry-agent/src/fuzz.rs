@@ -1,0 +1,156 @@
+//! Fuzz bodies for what strangers reach first: whatever the bytes, nothing may panic, nothing may be
+//! half right, and memory stays in proportion. The same bodies run in a normal test, on random and on
+//! mutated bytes. Not part of the library's promises.
+
+use std::fmt;
+use std::io::Cursor;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::rules::grant::Fingerprint;
+use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
+use crate::wire::door::{Door, Host, Limits};
+use crate::wire::message::{
+    Card, Hello, Incarnation, Question, Reply, Welcome, decode, decode_opening, encode,
+    encode_opening,
+};
+use crate::wire::trust::{Key, Trust};
+use crate::wire::version::Version;
+
+/// Decodes each kind of message. What decodes must encode, and decode to the same again. Answers how
+/// many kinds the bytes were taken for.
+pub fn decode_message(bytes: &[u8]) -> usize {
+    fn whole<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(bytes: &[u8]) -> bool {
+        let Ok(value) = decode::<T>(bytes) else { return false };
+        // Numbers have more than one encoding; what they stand for is the same.
+        assert_eq!(decode::<T>(&encode(&value)).as_ref(), Ok(&value));
+        true
+    }
+    fn opening<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(bytes: &[u8]) -> bool {
+        let ours = Version::CURRENT;
+        let Ok((theirs, value)) = decode_opening::<T>(ours, bytes) else { return false };
+        let again = decode_opening::<T>(ours, &encode_opening(theirs, &value));
+        assert_eq!(again.as_ref(), Ok(&(theirs, value)));
+        true
+    }
+    let taken = [
+        opening::<Hello>(bytes),
+        opening::<Welcome>(bytes),
+        whole::<(u32, Question)>(bytes),
+        whole::<(u32, Reply)>(bytes),
+        whole::<Card>(bytes),
+    ];
+    taken.into_iter().filter(|taken| *taken).count()
+}
+
+/// Plays the bytes as one whole connection to an agent that has no key, and to one that has. Answers
+/// whether the first one let it in, and how many questions it answered.
+pub fn connect(bytes: &[u8]) -> (bool, u64) {
+    let key = Key::new(b"a key that no fuzzer knows").expect("it is long enough");
+    assert_eq!(visit(bytes, Trust::Key(key)), (false, 0), "let in without the key");
+    visit(bytes, Trust::Loopback)
+}
+
+fn visit(bytes: &[u8], trust: Trust) -> (bool, u64) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let runtime = runtime.expect("a runtime without sockets can be made");
+    let door = Door::new(trust, Version::CURRENT, Limits::default());
+    let host = Counting::default();
+    let stream = tokio::io::join(Cursor::new(bytes.to_vec()), tokio::io::sink());
+    let inside = runtime.block_on(door.visit(stream, &host));
+    assert!(door.guests().is_empty(), "whoever has left is not inside");
+    (inside, host.0.into_inner())
+}
+
+/// Answers with what was asked for, as far as there is any.
+#[derive(Default)]
+struct Counting(AtomicU64);
+
+impl Host for Counting {
+    fn welcome(&self) -> Welcome {
+        Welcome { engine: "p".to_owned(), incarnation: Incarnation(1), term_ms: 1000 }
+    }
+
+    async fn answer(&self, _: &str, _: Version, question: Question) -> Reply {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        match question {
+            Question::Extend { keys, .. } => {
+                Reply::Leases(keys.iter().map(|_| Answer::NotHeld(Loss::Unknown)).collect())
+            }
+            Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
+            Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
+            Question::Fit { .. } => Reply::NotReady,
+            Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
+        }
+    }
+}
+
+/// Good messages to start mutating from.
+pub fn messages() -> Vec<Vec<u8>> {
+    let card = Card {
+        rank: 3,
+        manifest: vec![1; 40],
+        transport: "tcp".to_owned(),
+        description: vec![2; 20],
+    };
+    let incarnation = Incarnation(7);
+    let replies = [
+        Reply::Cards { incarnation, cards: vec![card.clone(), card.clone()] },
+        Reply::Refused("it does not fit".to_owned()),
+        Reply::NotReady,
+        Reply::Leases(vec![Answer::Held, Answer::NotHeld(Loss::Restarted)]),
+        Reply::Lease(Answer::NotHeld(Loss::Ended(Ended::Expired))),
+        Reply::Done,
+        Reply::Status("{}".to_owned()),
+    ];
+    let welcome = Counting::default().welcome();
+    let hello = Hello { who: "d/0 (tp0)".to_owned() };
+    let mut all = vec![
+        encode(&card),
+        encode_opening(Version::CURRENT, &hello),
+        encode_opening(Version { major: 1, minor: 9 }, &welcome),
+    ];
+    all.extend(replies.map(|reply| encode(&(8_u32, reply))));
+    all.extend(questions().map(|question| encode(&(9_u32, question))));
+    all
+}
+
+/// Good connections to start mutating from, without and with a key.
+pub fn connections() -> Vec<Vec<u8>> {
+    let open = |mode: u8| [&b"kvferry\x01"[..], &[mode]].concat();
+    let framed = |message: Vec<u8>| [&(message.len() as u32).to_le_bytes()[..], &message].concat();
+    let hello = encode_opening(Version::CURRENT, &Hello { who: "d/0 (tp0)".to_owned() });
+    let mut talk = [open(0), framed(hello)].concat();
+    let mut all = vec![talk.clone()];
+    for (number, question) in questions().into_iter().enumerate() {
+        talk.extend(framed(encode(&(number as u32, question))));
+        all.push(talk.clone());
+    }
+    // The first message of a key's proof: an ephemeral key and a tag, which prove nothing.
+    let proof = [&48_u16.to_le_bytes()[..], &[5; 48]].concat();
+    all.push([open(1), proof].concat());
+    all.push([open(2), vec![0x16, 3, 1, 0, 5, 1, 0, 0, 1, 0]].concat());
+    all
+}
+
+fn questions() -> [Question; 7] {
+    let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
+    let incarnation = Incarnation(7);
+    let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
+    [
+        Question::Fit { manifest: vec![1; 30], transport: "local".to_owned() },
+        Question::Extend { incarnation, keys: vec![key("a"), key("b")] },
+        Question::Confirm { incarnation, key: key("a"), consumer: consumer.clone() },
+        Question::ConfirmRead {
+            incarnation,
+            key: key("a"),
+            consumer,
+            read_by: Fingerprint([7; 16]),
+        },
+        Question::Abandon { incarnation, keys: vec![key("c")] },
+        Question::Ping,
+        Question::Status,
+    ]
+}

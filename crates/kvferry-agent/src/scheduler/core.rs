@@ -1,0 +1,196 @@
+//! What a scheduler and its server share: what the engine's ranks hold, and the leases on it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Manifest;
+use parking_lot::{Mutex, MutexGuard};
+use tokio::time::sleep;
+use tracing::{debug, info, warn};
+
+use super::holds::Holds;
+use super::options::SchedulerOptions;
+use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
+use crate::error::Error;
+use crate::mailbox::Mailbox;
+use crate::metrics::{SchedulerMetrics, escape};
+use crate::rules::grant::Grant;
+use crate::rules::lease::{Ended, LeaseKey, Leases, Released};
+use crate::wire::door::Door;
+use crate::wire::message::{Card, Incarnation, Ticket};
+
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) options: SchedulerOptions,
+    /// Where peers find the engine.
+    pub(super) address: String,
+    pub(super) door: Arc<Door>,
+    pub(super) holds: Arc<Holds>,
+    pub(super) metrics: Arc<SchedulerMetrics>,
+    pub(super) released: Mailbox<Released>,
+    started: Instant,
+    next_nonce: AtomicU64,
+    leases: Mutex<Leases>,
+    present: Mutex<Present>,
+}
+
+/// The life that the engine is in.
+#[derive(Debug)]
+struct Present {
+    incarnation: Incarnation,
+    published: Option<Arc<Published>>,
+}
+
+/// What the engine's ranks hold, in one of its lives.
+#[derive(Debug)]
+pub(super) struct Published {
+    pub(super) incarnation: Incarnation,
+    pub(super) ranks: Vec<(Card, Manifest)>,
+}
+
+impl Core {
+    pub(super) fn new(
+        options: SchedulerOptions,
+        address: String,
+        door: Arc<Door>,
+        holds: Arc<Holds>,
+        metrics: Arc<SchedulerMetrics>,
+    ) -> Result<Self, Error> {
+        let incarnation = Incarnation(getrandom::u64()?);
+        Ok(Self {
+            address,
+            door,
+            holds,
+            metrics,
+            released: Mailbox::default(),
+            started: Instant::now(),
+            next_nonce: AtomicU64::new(getrandom::u64()?),
+            leases: Mutex::new(Leases::new(options.term, options.longest)),
+            present: Mutex::new(Present { incarnation, published: None }),
+            options,
+        })
+    }
+
+    /// Time on this engine's own clock.
+    pub(super) fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    pub(super) fn leases(&self) -> MutexGuard<'_, Leases> {
+        self.leases.lock()
+    }
+
+    pub(super) fn incarnation(&self) -> Incarnation {
+        self.present.lock().incarnation
+    }
+
+    pub(super) fn published(&self) -> Option<Arc<Published>> {
+        self.present.lock().published.clone()
+    }
+
+    pub(super) fn term_ms(&self) -> u64 {
+        milliseconds(self.options.term)
+    }
+
+    pub(super) fn publish(&self, ranks: Vec<(Card, Manifest)>) -> Result<(), Error> {
+        let mut present = self.present.lock();
+        if let Some(published) = &present.published {
+            let before = published.ranks.iter().map(|(card, _)| card);
+            if before.eq(ranks.iter().map(|(card, _)| card)) {
+                return Ok(());
+            }
+            present.incarnation = Incarnation(getrandom::u64()?);
+            info!(incarnation = %present.incarnation, "the engine's ranks hold other memory: a new life");
+        }
+        let incarnation = present.incarnation;
+        present.published = Some(Arc::new(Published { incarnation, ranks }));
+        // Under the lock: no lease of the new life can be among those that end.
+        self.leases().revoke_all(self.now());
+        drop(present);
+        self.collect();
+        Ok(())
+    }
+
+    pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+        let present = self.present.lock();
+        let nonce = self.next_nonce.fetch_add(1, Ordering::Relaxed);
+        let key = LeaseKey { request: request.to_owned(), nonce };
+        self.leases().grant(key, grant, self.now())?;
+        self.metrics.granted.add(1);
+        debug!(request, "granted");
+        Ok(Ticket {
+            engine: self.options.engine.clone(),
+            address: self.address.clone(),
+            incarnation: present.incarnation,
+            request: request.to_owned(),
+            nonce,
+            term_ms: self.term_ms(),
+        })
+    }
+
+    /// Moves what the table has released to where the engine finds it.
+    pub(super) fn collect(&self) {
+        // The table is let go of first: whoever waits may ask for it at once.
+        let released = self.leases().take_released();
+        for one in released {
+            self.metrics.ended(one.why, one.after);
+            match one.why {
+                Ended::Expired => {
+                    warn!(request = one.request, after = ?one.after, "the lease expired");
+                }
+                why => debug!(request = one.request, %why, after = ?one.after, "released"),
+            }
+            self.released.put(one);
+        }
+    }
+
+    /// Ends leases that nobody extends, for as long as this is polled.
+    pub(super) async fn expire(self: Arc<Self>) {
+        let pause =
+            (self.options.term / 10).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        loop {
+            sleep(pause).await;
+            self.leases().expire(self.now());
+            self.collect();
+        }
+    }
+
+    pub(super) fn status(&self) -> Status {
+        let now = self.now();
+        // One lock at a time.
+        let leases = {
+            let leases = self.leases();
+            let leases = leases.iter(now).map(|(request, age, left, confirmed)| LeaseStatus {
+                request: request.to_owned(),
+                age_ms: milliseconds(age),
+                left_ms: milliseconds(left),
+                confirmed,
+            });
+            leases.collect()
+        };
+        let peers = self.door.guests().into_iter().map(|guest| GuestStatus {
+            who: guest.who,
+            from: guest.from.to_string(),
+            protocol: guest.version.to_string(),
+        });
+        Status {
+            engine: self.options.engine.clone(),
+            incarnation: self.incarnation(),
+            protocol: self.options.version.to_string(),
+            uptime_ms: milliseconds(now),
+            ranks: self.published().map_or(0, |published| published.ranks.len()),
+            leases,
+            holds: self.holds.status(),
+            peers: peers.collect(),
+            connected_to: self.holds.connected_to(),
+        }
+    }
+
+    /// As Prometheus text.
+    pub(super) fn metrics_text(&self) -> String {
+        let labels = format!("engine=\"{}\"", escape(&self.options.engine));
+        let open = self.leases().open();
+        self.metrics.text(&labels, open, self.holds.len())
+    }
+}

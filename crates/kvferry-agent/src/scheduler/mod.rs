@@ -1,0 +1,190 @@
+//! The half of the agent that lives where an engine owns its blocks.
+//!
+//! As a source it listens on the engine's one address ([`server`]), tells peers what the engine's ranks
+//! hold, and keeps the leases ([`core`]). As a destination it keeps alive the leases of requests that
+//! wait or are being read, and gives up those that are not wanted any more ([`holds`]). What it is
+//! doing can be asked for ([`status`]).
+
+mod core;
+mod holds;
+mod options;
+mod server;
+mod status;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Manifest;
+use tokio::net::TcpListener;
+use tracing::{info, warn};
+
+use self::core::Core;
+use self::holds::Holds;
+pub use self::holds::{Lost, LostWhy};
+pub use self::options::SchedulerOptions;
+pub use self::status::{GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
+use crate::background::Background;
+use crate::error::Error;
+use crate::metrics::SchedulerMetrics;
+use crate::rules::grant::Grant;
+use crate::rules::lease::Released;
+use crate::wire::door::Door;
+use crate::wire::link::Caller;
+use crate::wire::message::{Card, Incarnation, Ticket};
+use crate::wire::trust::Trust;
+
+/// The scheduler half of an agent. Dropping it ends its thread and connections.
+#[derive(Debug)]
+pub struct Scheduler {
+    core: Arc<Core>,
+    background: Background,
+}
+
+impl Scheduler {
+    /// Starts to listen. Peers are told to come back until the ranks are [published](Self::publish).
+    pub fn start(options: SchedulerOptions) -> Result<Self, Error> {
+        options.check()?;
+        let failed = |error: std::io::Error| Error::Io {
+            what: format!("listening on {}", options.bind),
+            kind: error.kind(),
+        };
+        let listener = std::net::TcpListener::bind(options.bind).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        let address = options.address(bound)?;
+        match &options.trust {
+            Trust::Loopback => info!(%address, "there is no key: only this machine is served"),
+            Trust::Insecure if !bound.ip().is_loopback() => {
+                warn!(%address, "insecure: whoever reaches this address reads and writes the engine's memory");
+            }
+            _ => {}
+        }
+        let background = Background::start("kvferry-sched")?;
+        let listener = {
+            let _inside = background.handle().enter();
+            TcpListener::from_std(listener).map_err(failed)?
+        };
+        let caller = Caller {
+            who: options.engine.clone(),
+            trust: options.trust.clone(),
+            version: options.version,
+            keepalive: options.keepalive,
+        };
+        let door = Arc::new(Door::new(options.trust.clone(), options.version, options.limits));
+        let metrics = SchedulerMetrics { door: door.counts.clone(), ..SchedulerMetrics::default() };
+        let metrics = Arc::new(metrics);
+        let holds = Arc::new(Holds::new(caller, metrics.clone()));
+        let core = Core::new(options, address, door.clone(), holds.clone(), metrics)?;
+        let core = Arc::new(core);
+        background.spawn(door.serve(listener, core.clone()));
+        background.spawn(core.clone().expire());
+        background.spawn(holds.beat());
+        Ok(Self { core, background })
+    }
+
+    /// Where peers find this engine: `host:port`.
+    pub fn address(&self) -> &str {
+        &self.core.address
+    }
+
+    /// This life of the engine.
+    pub fn incarnation(&self) -> Incarnation {
+        self.core.incarnation()
+    }
+
+    /// Makes known what the engine's ranks hold: one card of each. Cards that differ from those
+    /// before begin a new life: the memory they describe is another, and all leases end.
+    pub fn publish(&self, mut cards: Vec<Card>) -> Result<(), Error> {
+        cards.sort_by_key(|card| card.rank);
+        let ranks = cards.into_iter().enumerate().map(|(rank, card)| {
+            if card.rank as usize != rank {
+                return Err(Error::Cards(format!(
+                    "there is no card, or more than one, of rank {rank}"
+                )));
+            }
+            let manifest = Manifest::from_bytes(&card.manifest)
+                .map_err(|error| Error::Cards(format!("the manifest of rank {rank}: {error}")))?;
+            if manifest.engine() != self.core.options.engine {
+                return Err(Error::Cards(format!(
+                    "rank {rank} belongs to engine '{}', this is '{}'",
+                    manifest.engine(),
+                    self.core.options.engine
+                )));
+            }
+            Ok((card, manifest))
+        });
+        self.core.publish(ranks.collect::<Result<_, _>>()?)
+    }
+
+    /// Promises to keep a request's blocks as they are, and gives the ticket to read them. Peers may use
+    /// what they read by exactly these tokens and tables, and nothing else.
+    pub fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+        self.core.grant(request, grant)
+    }
+
+    /// Takes a promise back. The blocks are reported as released. Answers whether there was one.
+    pub fn revoke(&self, request: &str) -> bool {
+        let revoked = self.core.leases().revoke(request, self.core.now());
+        self.core.collect();
+        revoked
+    }
+
+    /// The requests whose blocks are the engine's again, since the last call.
+    pub fn released(&self) -> Vec<Released> {
+        self.core.released.take()
+    }
+
+    /// Like [`released`](Self::released), but waits for the first of them until `until`.
+    pub fn wait_released(&self, until: Instant) -> Vec<Released> {
+        self.core.released.wait(until)
+    }
+
+    /// Ends every wait at once, now and from now on, and reports nothing more. For owners who share
+    /// it: what waits is not kept from dropping it.
+    pub fn end_waits(&self) {
+        self.core.released.close();
+    }
+
+    /// Keeps a lease of another engine alive until the request is [settled](Self::settle) or
+    /// [abandoned](Self::abandon), at most for `patience`.
+    pub fn hold(&self, ticket: &Ticket, patience: Duration) {
+        self.core.holds.hold(ticket, patience);
+    }
+
+    /// The request waits no more: its ranks read it. Only the [status](Self::status) tells them apart.
+    pub fn reading(&self, ticket: &Ticket) {
+        self.core.holds.reading(ticket);
+    }
+
+    /// The request was read and confirmed by all ranks: its lease needs no more care.
+    pub fn settle(&self, ticket: &Ticket) {
+        self.core.holds.let_go(ticket);
+    }
+
+    /// The request is not wanted any more: tells the engine that holds the blocks.
+    pub fn abandon(&self, ticket: &Ticket) {
+        self.core.holds.let_go(ticket);
+        let (holds, ticket) = (self.core.holds.clone(), ticket.clone());
+        self.background.spawn(async move { holds.abandon(&ticket).await });
+    }
+
+    /// The requests whose blocks elsewhere are gone, since the last call: do not wait for them.
+    pub fn lost(&self) -> Vec<Lost> {
+        self.core.holds.lost()
+    }
+
+    /// What the agent is doing.
+    pub fn status(&self) -> Status {
+        self.core.status()
+    }
+
+    /// Counters and histograms as Prometheus text.
+    pub fn metrics(&self) -> String {
+        self.core.metrics_text()
+    }
+
+    /// The counters among the metrics, by name, for engines with metrics of their own.
+    pub fn counts(&self) -> Vec<(String, u64)> {
+        self.core.metrics.counts()
+    }
+}

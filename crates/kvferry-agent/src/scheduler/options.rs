@@ -1,0 +1,74 @@
+//! How a scheduler is set up.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::wire::door::Limits;
+use crate::wire::trust::Trust;
+use crate::wire::version::Version;
+
+/// How a [`Scheduler`](crate::Scheduler) is set up.
+#[derive(Clone, Debug)]
+pub struct SchedulerOptions {
+    /// The engine's name, the same as in its manifests.
+    pub engine: String,
+    /// Where to listen. Port 0 means any free one.
+    pub bind: SocketAddr,
+    /// The host to give to peers, where it is not the address to listen on.
+    pub advertise: Option<String>,
+    /// How peers prove who they are.
+    pub trust: Trust,
+    /// How long a lease lasts without an extension.
+    pub term: Duration,
+    /// How long a lease can last in all.
+    pub longest: Duration,
+    /// What a stranger can take of this process.
+    pub limits: Limits,
+    /// A quiet connection to another engine is tried this often.
+    pub keepalive: Duration,
+    /// The protocol to speak.
+    pub version: Version,
+}
+
+impl SchedulerOptions {
+    /// An engine that listens on a free port of the loopback address.
+    pub fn new(engine: impl Into<String>) -> Self {
+        Self {
+            engine: engine.into(),
+            bind: ([127, 0, 0, 1], 0).into(),
+            advertise: None,
+            trust: Trust::Loopback,
+            term: Duration::from_secs(30),
+            longest: Duration::from_secs(1800),
+            limits: Limits::default(),
+            keepalive: Duration::from_secs(5),
+            version: Version::CURRENT,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), Error> {
+        self.trust.check_bind(self.bind)?;
+        if self.term < Duration::from_millis(20) {
+            return Err(Error::Options(format!(
+                "a lease of {:?} is too short to be extended in time: take at least 20 ms",
+                self.term
+            )));
+        }
+        Ok(())
+    }
+
+    /// The address to give to peers, once `bound` is known.
+    pub(super) fn address(&self, bound: SocketAddr) -> Result<String, Error> {
+        match &self.advertise {
+            Some(host) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv6()) => {
+                Ok(format!("[{host}]:{}", bound.port()))
+            }
+            Some(host) => Ok(format!("{host}:{}", bound.port())),
+            None if bound.ip().is_unspecified() => Err(Error::Options(format!(
+                "peers cannot connect to {bound}: say which host to advertise"
+            ))),
+            None => Ok(bound.to_string()),
+        }
+    }
+}

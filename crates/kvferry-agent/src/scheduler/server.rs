@@ -1,0 +1,119 @@
+//! What peers are told at the engine's one address.
+
+use kvferry_layout::Manifest;
+use kvferry_plan::Plan;
+use tracing::{debug, info, warn};
+
+use super::core::{Core, Published};
+use crate::rules::grant::Fingerprint;
+use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
+use crate::wire::door::Host;
+use crate::wire::message::{Card, Incarnation, Question, Reply, Welcome};
+use crate::wire::version::Version;
+
+impl Host for Core {
+    fn welcome(&self) -> Welcome {
+        Welcome {
+            engine: self.options.engine.clone(),
+            incarnation: self.incarnation(),
+            term_ms: self.term_ms(),
+        }
+    }
+
+    async fn answer(&self, who: &str, version: Version, question: Question) -> Reply {
+        match question {
+            Question::Fit { manifest, transport } => {
+                let Some(published) = self.published() else { return Reply::NotReady };
+                let incarnation = published.incarnation;
+                let fitted =
+                    tokio::task::spawn_blocking(move || fit(&published, &manifest, &transport));
+                match fitted.await {
+                    Ok(Ok(cards)) => {
+                        info!(who, cards = cards.len(), "shook hands");
+                        Reply::Cards { incarnation, cards }
+                    }
+                    Ok(Err(reason)) => {
+                        self.metrics.refused.add(1);
+                        warn!(who, reason, "refused a peer");
+                        Reply::Refused(reason)
+                    }
+                    Err(_) => Reply::Refused("the engine could not compile the plan".to_owned()),
+                }
+            }
+            Question::Extend { incarnation, keys } => {
+                let restarted = incarnation != self.incarnation();
+                let now = self.now();
+                let mut leases = self.leases();
+                let answers = keys.iter().map(|key| match restarted {
+                    true => Answer::NotHeld(Loss::Restarted),
+                    false => leases.extend(key, now),
+                });
+                Reply::Leases(answers.collect())
+            }
+            Question::Confirm { incarnation, key, consumer } => {
+                self.confirm(who, incarnation, &key, &consumer, None)
+            }
+            Question::ConfirmRead { incarnation, key, consumer, read_by } => {
+                self.confirm(who, incarnation, &key, &consumer, Some(read_by))
+            }
+            Question::Abandon { incarnation, keys } => {
+                if incarnation == self.incarnation() {
+                    for key in &keys {
+                        if self.leases().abandon(key, self.now()) {
+                            debug!(who, %key, "abandoned");
+                        }
+                    }
+                    self.collect();
+                }
+                Reply::Done
+            }
+            Question::Ping => Reply::Done,
+            Question::Status if version < Version::STATUS => {
+                Reply::Refused(format!("protocol {version} has no such question"))
+            }
+            Question::Status => {
+                Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())
+            }
+        }
+    }
+}
+
+impl Core {
+    fn confirm(
+        &self,
+        who: &str,
+        incarnation: Incarnation,
+        key: &LeaseKey,
+        consumer: &Consumer,
+        read_by: Option<Fingerprint>,
+    ) -> Reply {
+        if incarnation != self.incarnation() {
+            return Reply::Lease(Answer::NotHeld(Loss::Restarted));
+        }
+        let answer = self.leases().confirm(key, consumer, read_by, self.now());
+        debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
+        if answer == Answer::NotHeld(Loss::NotGranted) {
+            self.metrics.forged.add(1);
+            warn!(who, %key, "a peer has read by tables that were not granted: they were changed on the way");
+        }
+        self.collect();
+        Reply::Lease(answer)
+    }
+}
+
+/// The cards that a destination needs, or why it cannot be served.
+fn fit(published: &Published, manifest: &[u8], transport: &str) -> Result<Vec<Card>, String> {
+    let destination = Manifest::from_bytes(manifest).map_err(|error| error.to_string())?;
+    let other = published.ranks.iter().find(|(card, _)| card.transport != transport);
+    if let Some((card, _)) = other {
+        return Err(format!(
+            "rank {} of the source is reached by transport '{}', the destination uses '{transport}'. \
+             Set the same transport on both sides.",
+            card.rank, card.transport
+        ));
+    }
+    let sources: Vec<&Manifest> = published.ranks.iter().map(|(_, manifest)| manifest).collect();
+    let plan = Plan::compile(&destination, &sources).map_err(|error| error.to_string())?;
+    let needed = published.ranks.iter().enumerate().filter(|(i, _)| plan.reads(*i));
+    Ok(needed.map(|(_, (card, _))| card.clone()).collect())
+}

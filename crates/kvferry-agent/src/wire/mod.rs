@@ -1,0 +1,14 @@
+//! What passes between two agents, and how.
+//!
+//! * [`version`]: which protocol is spoken. [`message`]: what is said in it.
+//! * [`trust`]: how a peer proves who it is.
+//! * [`channel`]: messages over one connection, authenticated and encrypted.
+//! * [`link`]: connections to other engines, as the side that asks.
+//! * [`door`]: connections from other engines, as the side that answers.
+
+pub(crate) mod channel;
+pub(crate) mod door;
+pub(crate) mod link;
+pub(crate) mod message;
+pub(crate) mod trust;
+pub(crate) mod version;

@@ -1,0 +1,302 @@
+//! Lives one load by the rules of [`life`](crate::rules::life): turns what happens into events, and
+//! does what the rules ask for.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::task::AbortHandle;
+use tokio::time::sleep_until;
+use tracing::{Instrument, debug, warn};
+
+use super::core::{Core, QUARANTINED, Running};
+use super::load::{Ending, Load, Notice, Outcome};
+use super::mover::{Job, Moved, Progress};
+use super::peers::SourceEngine;
+use crate::background::after;
+use crate::metrics::Timings;
+use crate::rules::failure::Failure;
+use crate::rules::lease::{Answer, Loss};
+use crate::rules::life::{Action, Event, Life};
+
+/// Lives one load, from the queue until nothing can land in its blocks any more.
+pub(super) async fn drive(
+    core: Arc<Core>,
+    load: Arc<Load>,
+    running: Arc<Running>,
+    handshake: Duration,
+) {
+    let began = Instant::now();
+    let deadline = after(load.patience);
+    let (steps, mut happened) = unbounded_channel();
+    let mut one = Drive {
+        attempt: core.attempt(),
+        core: core.clone(),
+        load,
+        running: running.clone(),
+        steps,
+        life: Life::default(),
+        handshake,
+        deadline,
+        turn: None,
+        engine: None,
+        moved: Moved::default(),
+        timings: Timings::default(),
+        since: began,
+        task: None,
+        quarantined: false,
+    };
+    one.spawn({
+        let turns = core.turns.clone();
+        async move { turns.acquire_owned().await.ok().map(Step::Admitted) }
+    });
+    loop {
+        let alive = !one.life.stage().is_end();
+        if !alive && !one.life.landing() {
+            break;
+        }
+        tokio::select! {
+            step = happened.recv() => match step {
+                Some(step) => one.step(step),
+                None => break,
+            },
+            () = running.abort.notified(), if alive => one.happen(Event::Abort),
+            () = sleep_until(deadline.into()), if alive => one.happen(Event::Deadline),
+        }
+    }
+}
+
+/// What happens to a load, with what comes with it.
+enum Step {
+    Admitted(OwnedSemaphorePermit),
+    Known(Arc<SourceEngine>),
+    /// The handshake broke.
+    Failed(Failure),
+    /// There is something to read.
+    Grown,
+    Moving(Progress),
+    Answered(Answer),
+}
+
+struct Drive {
+    /// Names the reads and the confirmation.
+    attempt: u64,
+    core: Arc<Core>,
+    load: Arc<Load>,
+    running: Arc<Running>,
+    steps: UnboundedSender<Step>,
+    life: Life,
+    /// How long a handshake may take.
+    handshake: Duration,
+    deadline: Instant,
+    turn: Option<OwnedSemaphorePermit>,
+    engine: Option<Arc<SourceEngine>>,
+    moved: Moved,
+    timings: Timings,
+    since: Instant,
+    /// What the present stage waits for.
+    task: Option<AbortHandle>,
+    /// It was reported as such.
+    quarantined: bool,
+}
+
+impl Drive {
+    fn spawn<F>(&mut self, task: F)
+    where
+        F: Future<Output = Option<Step>> + Send + 'static,
+    {
+        let steps = self.steps.clone();
+        let task = async move {
+            if let Some(step) = task.await {
+                _ = steps.send(step);
+            }
+        };
+        self.task = Some(tokio::spawn(task.in_current_span()).abort_handle());
+    }
+
+    /// The time since the last such call.
+    fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        let lap = now - self.since;
+        self.since = now;
+        lap
+    }
+
+    fn step(&mut self, step: Step) {
+        let event = match step {
+            Step::Admitted(turn) => {
+                self.turn = Some(turn);
+                self.timings.queue = self.lap();
+                Event::Admitted
+            }
+            Step::Known(engine) => {
+                self.engine = Some(engine);
+                self.timings.handshake = self.lap();
+                Event::Known
+            }
+            Step::Failed(failure) => Event::Failed(failure),
+            Step::Grown => Event::Grown { last: true },
+            Step::Moving(Progress::Arrived(moved)) => {
+                self.lap();
+                (self.timings.plan, self.timings.post) = (moved.plan, moved.post);
+                self.timings.wire = moved.wire;
+                self.moved = moved;
+                Event::Arrived
+            }
+            Step::Moving(Progress::Failed(failure)) => {
+                if let (Failure::PeerGone(_), Some(engine)) = (&failure, &self.engine) {
+                    self.core.peers.forget(engine);
+                }
+                Event::Failed(failure)
+            }
+            Step::Moving(Progress::Settled) => Event::Settled,
+            Step::Answered(answer) => {
+                self.timings.confirm = self.lap();
+                match answer {
+                    Answer::Held => Event::Held,
+                    Answer::NotHeld(loss) => {
+                        if let (Loss::Restarted, Some(engine)) = (loss, &self.engine) {
+                            self.core.peers.forget(engine);
+                        }
+                        Event::NotHeld(loss)
+                    }
+                }
+            }
+        };
+        self.happen(event);
+    }
+
+    fn happen(&mut self, event: Event) {
+        for action in self.life.on(event) {
+            self.act(action);
+        }
+        *self.running.doing.lock() = match self.life.stage().is_end() {
+            true => QUARANTINED,
+            false => self.life.stage().name(),
+        };
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::ShakeHands => self.shake_hands(),
+            Action::Read => self.read(),
+            // What the ticket came with is all there is to read.
+            Action::Follow => _ = self.steps.send(Step::Grown),
+            Action::Confirm => {
+                let (core, load) = (self.core.clone(), self.load.clone());
+                let (attempt, deadline) = (self.attempt, self.deadline);
+                self.spawn(async move {
+                    let read_by = load.grant.fingerprint();
+                    let answer = core.peers.confirm(&load.ticket, attempt, read_by, deadline).await;
+                    answer.map(Step::Answered)
+                });
+            }
+            Action::Cancel => {
+                self.core.metrics.quarantines.add(1);
+                self.core.cancel(self.attempt);
+            }
+            Action::Abandon => {
+                let (core, ticket) = (self.core.clone(), self.load.ticket.clone());
+                tokio::spawn(async move { core.peers.abandon(&ticket).await }.in_current_span());
+            }
+            Action::Report => self.report(),
+            Action::HandBack => {
+                self.core.end(&self.load.request);
+                if self.quarantined {
+                    debug!("nothing will land any more");
+                    let request = self.load.request.clone();
+                    self.core.notices.put(Notice::Settled { request });
+                }
+            }
+        }
+    }
+
+    fn shake_hands(&mut self) {
+        let (core, ticket) = (self.core.clone(), self.load.ticket.clone());
+        // In its own time and on its own: it goes on for others when this load ends.
+        let deadline = after(self.handshake);
+        let known = tokio::spawn(async move { core.peers.known(&ticket, deadline).await });
+        self.spawn(async move {
+            match known.await {
+                Ok(Ok(engine)) => Some(Step::Known(engine)),
+                Ok(Err(failure)) => Some(Step::Failed(failure)),
+                Err(_) => None,
+            }
+        });
+    }
+
+    fn read(&mut self) {
+        let Some(engine) = &self.engine else { return };
+        let steps = self.steps.clone();
+        self.core.read(Job {
+            attempt: self.attempt,
+            load: self.load.clone(),
+            plan: engine.plan.clone(),
+            sources: engine.sources.clone(),
+            deadline: self.deadline,
+            tell: Box::new(move |progress| _ = steps.send(Step::Moving(progress))),
+        });
+    }
+
+    fn report(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+        self.turn = None;
+        let outcome = Outcome::of(self.life.stage());
+        self.count(&outcome);
+        let Timings { queue, handshake, plan, post, wire, confirm } = self.timings;
+        let quarantined = self.life.landing();
+        self.quarantined = quarantined;
+        let (bytes, copies) = (self.moved.bytes, self.moved.copies);
+        debug!(
+            ?outcome,
+            quarantined,
+            bytes,
+            copies,
+            ?queue,
+            ?handshake,
+            ?plan,
+            ?post,
+            ?wire,
+            ?confirm,
+            "ended"
+        );
+        match &outcome {
+            Outcome::Failed(failure) => warn!(%failure, quarantined, "the load failed"),
+            Outcome::Expired(loss) => warn!(%loss, "the load came too late"),
+            _ => {}
+        }
+        // Settled already: the name is free before the engine hears of it.
+        if !quarantined {
+            self.core.end(&self.load.request);
+        }
+        self.core.notices.put(Notice::Ended(Ending {
+            request: self.load.request.clone(),
+            outcome,
+            quarantined,
+            bytes,
+            copies,
+            timings: self.timings,
+            rest: std::mem::take(&mut self.moved.rest),
+        }));
+    }
+
+    fn count(&self, outcome: &Outcome) {
+        let metrics = &self.core.metrics;
+        match outcome {
+            Outcome::Done => {
+                metrics.done.add(1);
+                metrics.bytes.add(self.moved.bytes);
+                metrics.copies.add(self.moved.copies);
+                for (histogram, time) in metrics.timings.iter().zip(self.timings.times()) {
+                    histogram.observe(time);
+                }
+            }
+            Outcome::Failed(failure) => metrics.failed(failure),
+            Outcome::Aborted => metrics.aborted.add(1),
+            Outcome::Expired(_) => metrics.expired.add(1),
+        }
+    }
+}

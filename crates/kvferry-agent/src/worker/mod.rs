@@ -1,0 +1,122 @@
+//! The half of the agent that lives with one rank's memory.
+//!
+//! As a source it only makes a [`Card`]: the transport serves the memory by itself. As a destination
+//! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
+//! reads ([`mover`]), and asks for confirmation. Each request ([`load`]) lives by the rules of
+//! [`life`](crate::rules::life) ([`drive`]).
+
+mod core;
+mod drive;
+mod load;
+mod mover;
+mod options;
+mod peers;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvferry_layout::Manifest;
+use tracing::{Instrument, info_span};
+
+use self::core::Core;
+use self::drive::drive;
+pub use self::load::{Ending, Load, Notice, Outcome};
+pub use self::options::WorkerOptions;
+use self::peers::{Peers, Rank};
+use crate::background::Background;
+use crate::carrier::Carrier;
+use crate::error::Error;
+use crate::metrics::WorkerMetrics;
+use crate::wire::link::Caller;
+use crate::wire::message::Card;
+
+/// The worker half of an agent. Dropping it cancels what is under way and ends its threads.
+#[derive(Debug)]
+pub struct Worker {
+    core: Arc<Core>,
+    options: WorkerOptions,
+    background: Background,
+}
+
+impl Worker {
+    /// Starts the worker of the rank that `manifest` describes. The manifest's regions must be
+    /// registered with the transport.
+    pub fn start(
+        options: WorkerOptions,
+        manifest: Manifest,
+        carrier: Arc<dyn Carrier>,
+    ) -> Result<Self, Error> {
+        if manifest.rank() >= options.ranks {
+            return Err(Error::Options(format!(
+                "there is no rank {} in an engine of {} ranks: they are numbered from 0",
+                manifest.rank(),
+                options.ranks
+            )));
+        }
+        let caller = Caller {
+            who: format!("{}/{} ({})", manifest.engine(), manifest.rank(), manifest.label()),
+            trust: options.trust.clone(),
+            version: options.version,
+            keepalive: options.keepalive,
+        };
+        let metrics = Arc::new(WorkerMetrics::default());
+        let rank = Rank::new(manifest, options.ranks, carrier);
+        let peers = Peers::new(rank, caller, metrics.clone());
+        let core = Arc::new(Core::new(peers, options.concurrent, metrics)?);
+        Ok(Self { core, options, background: Background::start("kvferry-worker")? })
+    }
+
+    /// What this rank makes known to other engines, through its scheduler.
+    pub fn card(&self) -> Result<Card, Error> {
+        self.core.peers.rank.card()
+    }
+
+    /// Starts to load a request. How it ends is told by [`notices`](Self::notices).
+    pub fn load(&self, load: Load) -> Result<(), Error> {
+        let running = self.core.begin(&load.request)?;
+        self.core.metrics.loads.add(1);
+        let span = info_span!("load", request = load.request, from = load.ticket.engine);
+        let driven = drive(self.core.clone(), Arc::new(load), running, self.options.handshake);
+        self.background.spawn(driven.instrument(span));
+        Ok(())
+    }
+
+    /// The request is not wanted any more. Its end is reported as any other.
+    pub fn abort(&self, request: &str) {
+        self.core.abort(request);
+    }
+
+    /// What has happened since the last call.
+    pub fn notices(&self) -> Vec<Notice> {
+        self.core.notices.take()
+    }
+
+    /// Like [`notices`](Self::notices), but waits for the first of them until `until`.
+    pub fn wait(&self, until: Instant) -> Vec<Notice> {
+        self.core.notices.wait(until)
+    }
+
+    /// Ends every wait at once, now and from now on, and reports nothing more. For owners who share
+    /// it: what waits is not kept from dropping it.
+    pub fn end_waits(&self) {
+        self.core.notices.close();
+    }
+
+    /// The loads under way, and what each is doing.
+    pub fn loads(&self) -> Vec<(String, &'static str)> {
+        self.core.loads()
+    }
+
+    /// Counters and histograms as Prometheus text.
+    pub fn metrics(&self) -> String {
+        self.core.metrics_text()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // First no task can start to read, then what is read is cancelled.
+        self.background.stop();
+        self.core.stop_reading();
+    }
+}

@@ -1,0 +1,280 @@
+//! The one thread of a worker that hands what is to be read to the transport and watches it arrive.
+//! How it is read is chosen in [`lowering`].
+
+mod lowering;
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
+use kvferry_plan::{Area, Plan};
+use kvferry_transport::{Operation, Status};
+
+use self::lowering::Lowered;
+use super::load::Load;
+use crate::carrier::Source;
+use crate::error::Error;
+use crate::rules::failure::Failure;
+
+/// How long the thread waits for one read before it looks at the others.
+const GLANCE: Duration = Duration::from_micros(500);
+
+/// What to read, from whom.
+pub(super) struct Job {
+    /// Names it, so that it can be cancelled.
+    pub(super) attempt: u64,
+    pub(super) load: Arc<Load>,
+    pub(super) plan: Arc<Plan>,
+    /// For every source of the plan; `None` where nothing is read.
+    pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
+    pub(super) deadline: Instant,
+    /// Hears how it goes.
+    pub(super) tell: Box<dyn Fn(Progress) + Send>,
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Job").field("attempt", &self.attempt).finish_non_exhaustive()
+    }
+}
+
+/// How a job goes.
+#[derive(Debug)]
+pub(super) enum Progress {
+    /// Every byte is at its place, and nothing more will land.
+    Arrived(Moved),
+    /// It broke. Bytes may still land, unless `Settled` came before.
+    Failed(Failure),
+    /// Nothing will land any more.
+    Settled,
+}
+
+/// What was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Moved {
+    pub(super) bytes: u64,
+    pub(super) copies: u64,
+    pub(super) plan: Duration,
+    pub(super) post: Duration,
+    pub(super) wire: Duration,
+    pub(super) rest: Vec<Area>,
+}
+
+#[derive(Debug)]
+enum Command {
+    Read(Job),
+    /// By its attempt.
+    Cancel(u64),
+}
+
+/// The thread. It ends when this is dropped; what is under way is cancelled.
+#[derive(Debug)]
+pub(super) struct Mover {
+    commands: Option<Sender<Command>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Mover {
+    pub(super) fn start() -> Result<Self, Error> {
+        let (commands, received) = unbounded();
+        let thread = thread::Builder::new().name("kvferry-mover".to_owned());
+        let thread = thread.spawn(move || run(&received)).map_err(|error| Error::Io {
+            what: "starting the agent's thread".to_owned(),
+            kind: error.kind(),
+        })?;
+        Ok(Self { commands: Some(commands), thread: Some(thread) })
+    }
+
+    pub(super) fn read(&self, job: Job) {
+        self.command(Command::Read(job));
+    }
+
+    pub(super) fn cancel(&self, attempt: u64) {
+        self.command(Command::Cancel(attempt));
+    }
+
+    fn command(&self, command: Command) {
+        // The thread lives as long as this.
+        if let Some(commands) = &self.commands {
+            _ = commands.send(command);
+        }
+    }
+}
+
+impl Drop for Mover {
+    fn drop(&mut self) {
+        self.commands = None;
+        if let Some(thread) = self.thread.take() {
+            _ = thread.join();
+        }
+    }
+}
+
+fn run(commands: &Receiver<Command>) {
+    let mut readings: Vec<Reading> = vec![];
+    loop {
+        let command = match readings.is_empty() {
+            true => commands.recv().map_err(|_| TryRecvError::Disconnected),
+            false => commands.try_recv(),
+        };
+        match command {
+            // More may wait: post them before looking at what has arrived.
+            Ok(Command::Read(job)) => readings.extend(Reading::post(job)),
+            Ok(Command::Cancel(attempt)) => {
+                let cancelled = readings.iter_mut().filter(|reading| reading.attempt == attempt);
+                cancelled.for_each(Reading::cancel);
+            }
+            Err(TryRecvError::Disconnected) => return,
+            Err(TryRecvError::Empty) => {
+                readings.retain_mut(|reading| !reading.look());
+                let pending = readings.first().and_then(|reading| {
+                    reading.operations.iter().find(|operation| !operation.poll().is_safe())
+                });
+                if let Some(operation) = pending {
+                    operation.wait(Instant::now() + GLANCE);
+                }
+            }
+        }
+    }
+}
+
+/// A job under way.
+struct Reading {
+    attempt: u64,
+    operations: Vec<Box<dyn Operation>>,
+    moved: Moved,
+    posted: Instant,
+    failed: bool,
+    tell: Box<dyn Fn(Progress) + Send>,
+    /// Keeps the connections for as long as bytes move on them.
+    _sources: Arc<Vec<Option<Box<dyn Source>>>>,
+}
+
+impl Reading {
+    /// Hands what a job reads to the transport, source by source. `None`: there is nothing to wait for.
+    fn post(job: Job) -> Option<Self> {
+        let mut began = Instant::now();
+        let mut lap = || {
+            let lap = began.elapsed();
+            began += lap;
+            lap
+        };
+        let lowered = match Lowered::new(&job.plan, &job.load, &job.sources) {
+            Ok(lowered) => lowered,
+            Err(error) => {
+                (job.tell)(Progress::Settled);
+                (job.tell)(Progress::Failed(Failure::BadRequest(error.to_string())));
+                return None;
+            }
+        };
+        let mut moved = Moved::default();
+        if job.load.rest {
+            moved.rest = lowered.rest();
+        }
+        moved.plan += lap();
+        let mut operations = vec![];
+        let mut failure = None;
+        for (index, source) in job.sources.iter().enumerate() {
+            let copies = lowered.copies(index);
+            moved.plan += lap();
+            if copies.is_empty() {
+                continue;
+            }
+            moved.bytes += copies.iter().map(|copy| copy.bytes).sum::<u64>();
+            moved.copies += copies.len() as u64;
+            let posted = match source {
+                Some(source) => {
+                    source.read(&copies, job.deadline).map_err(|e| transport_failure(&e))
+                }
+                None => {
+                    let message = "the plan reads a rank that it should not";
+                    Err(Failure::Transport(message.to_owned()))
+                }
+            };
+            moved.post += lap();
+            match posted {
+                Ok(operation) => operations.push(operation),
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        drop(lowered);
+        let mut reading = Self {
+            attempt: job.attempt,
+            operations,
+            moved,
+            posted: Instant::now(),
+            failed: false,
+            tell: job.tell,
+            _sources: job.sources,
+        };
+        let over = match failure {
+            Some(failure) => reading.fail(failure),
+            None => reading.look(),
+        };
+        (!over).then_some(reading)
+    }
+
+    /// Nobody waits for the bytes any more; what remains to be told is when nothing more lands.
+    fn cancel(&mut self) {
+        self.failed = true;
+        self.operations.iter().for_each(|operation| operation.cancel());
+    }
+
+    /// Tells what has changed. Answers whether it is over: nothing will land any more.
+    fn look(&mut self) -> bool {
+        let mut safe = true;
+        let mut failure = None;
+        for operation in &self.operations {
+            let status = operation.poll();
+            safe &= status.is_safe();
+            match status {
+                Status::Quarantined(error) | Status::Failed(error) => {
+                    failure = failure.or(Some(transport_failure(&error)));
+                }
+                Status::InProgress | Status::Done(_) => {}
+            }
+        }
+        if let Some(failure) = failure
+            && !self.failed
+        {
+            return self.fail(failure);
+        }
+        if !safe {
+            return false;
+        }
+        let last = if self.failed {
+            Progress::Settled
+        } else {
+            self.moved.wire = self.posted.elapsed();
+            Progress::Arrived(std::mem::take(&mut self.moved))
+        };
+        (self.tell)(last);
+        true
+    }
+
+    /// Answers whether nothing will land any more.
+    fn fail(&mut self, failure: Failure) -> bool {
+        self.cancel();
+        let safe = self.operations.iter().all(|operation| operation.poll().is_safe());
+        if safe {
+            (self.tell)(Progress::Settled);
+        }
+        (self.tell)(Progress::Failed(failure));
+        safe
+    }
+}
+
+fn transport_failure(error: &kvferry_transport::Error) -> Failure {
+    use kvferry_transport::Error as E;
+    match error {
+        E::PeerLost(_) | E::Disconnected | E::PeerMisbehaved(_) => {
+            Failure::PeerGone(error.to_string())
+        }
+        _ => Failure::Transport(error.to_string()),
+    }
+}

@@ -1,0 +1,37 @@
+//! How a worker is set up.
+
+use std::time::Duration;
+
+use crate::wire::trust::Trust;
+use crate::wire::version::Version;
+
+/// How a [`Worker`](crate::Worker) is set up.
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    /// How many ranks the engine has: a request is done when each of them has read it.
+    pub ranks: u32,
+    /// How peers prove who they are.
+    pub trust: Trust,
+    /// How long a handshake with a new engine may take, tries and pauses included.
+    pub handshake: Duration,
+    /// How many requests read at once; the others wait in the queue.
+    pub concurrent: usize,
+    /// A quiet connection to another engine is tried this often.
+    pub keepalive: Duration,
+    /// The protocol to speak.
+    pub version: Version,
+}
+
+impl WorkerOptions {
+    /// For an engine of so many ranks.
+    pub fn new(ranks: u32) -> Self {
+        Self {
+            ranks,
+            trust: Trust::Loopback,
+            handshake: Duration::from_secs(10),
+            concurrent: 64,
+            keepalive: Duration::from_secs(5),
+            version: Version::CURRENT,
+        }
+    }
+}

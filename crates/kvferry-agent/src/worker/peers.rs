@@ -1,0 +1,331 @@
+//! The engines that requests are read from: what is known of them, and what they are asked.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Manifest;
+use kvferry_plan::Plan;
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout_at};
+use tracing::{debug, info, warn};
+
+use crate::carrier::{Carrier, Source};
+use crate::error::{Error, Misbehaviour, PeerError};
+use crate::metrics::WorkerMetrics;
+use crate::rules::failure::Failure;
+use crate::rules::grant::Fingerprint;
+use crate::rules::lease::{Answer, Consumer, Loss};
+use crate::wire::link::{Caller, Links};
+use crate::wire::message::{Card, Incarnation, Question, Reply, Ticket};
+use crate::wire::version::Version;
+
+/// An engine that does not fit is not asked again for so long.
+const REFUSED_FOR: Duration = Duration::from_secs(1);
+/// So many former lives of an engine are remembered: tickets do not live long.
+const FORMER: usize = 64;
+
+/// All engines that this rank reads from.
+#[derive(Debug)]
+pub(super) struct Peers {
+    pub(super) rank: Rank,
+    links: Links,
+    known: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Acquaintance>>>>,
+    metrics: Arc<WorkerMetrics>,
+}
+
+/// The rank that reads.
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub(super) engine: String,
+    pub(super) number: u32,
+    /// How many ranks its engine has.
+    ranks: u32,
+    manifest: Arc<Manifest>,
+    manifest_bytes: Vec<u8>,
+    carrier: Arc<dyn Carrier>,
+}
+
+/// What is known of the engine at one address.
+#[derive(Debug, Default)]
+struct Acquaintance {
+    engine: Option<Arc<SourceEngine>>,
+    /// Earlier lives of it: tickets of theirs are void.
+    former: HashSet<Incarnation>,
+    /// That it does not fit, and until when it is not asked again.
+    refused: Option<(Incarnation, String, Instant)>,
+}
+
+/// An engine that requests can be read from, in one of its lives.
+#[derive(Debug)]
+pub(super) struct SourceEngine {
+    address: String,
+    incarnation: Incarnation,
+    pub(super) plan: Arc<Plan>,
+    /// For every source of the plan; `None` where nothing is read.
+    pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
+}
+
+impl Rank {
+    pub(super) fn new(manifest: Manifest, ranks: u32, carrier: Arc<dyn Carrier>) -> Self {
+        Self {
+            engine: manifest.engine().to_owned(),
+            number: manifest.rank(),
+            ranks,
+            manifest_bytes: manifest.to_bytes(),
+            manifest: Arc::new(manifest),
+            carrier,
+        }
+    }
+
+    /// What it makes known to other engines.
+    pub(super) fn card(&self) -> Result<Card, Error> {
+        Ok(Card {
+            rank: self.number,
+            manifest: self.manifest_bytes.clone(),
+            transport: self.carrier.name().to_owned(),
+            description: self.carrier.describe()?,
+        })
+    }
+}
+
+impl Peers {
+    pub(super) fn new(rank: Rank, caller: Caller, metrics: Arc<WorkerMetrics>) -> Self {
+        Self { rank, links: Links::new(caller), known: Mutex::default(), metrics }
+    }
+
+    /// The engine of a ticket, shaken hands with if need be.
+    pub(super) async fn known(
+        &self,
+        ticket: &Ticket,
+        deadline: Instant,
+    ) -> Result<Arc<SourceEngine>, Failure> {
+        let acquaintance = self.known.lock().entry(ticket.address.clone()).or_default().clone();
+        let met = async { self.meet(&mut *acquaintance.lock().await, ticket, deadline).await };
+        let met = timeout_at(deadline.into(), met).await;
+        let met = met
+            .unwrap_or_else(|_| Err(Failure::PeerGone("the handshake takes too long".to_owned())));
+        if met.is_err() {
+            // An engine that is gone is forgotten, once nobody waits for it.
+            let mut known = self.known.lock();
+            let unused = Arc::strong_count(&acquaintance) <= 2;
+            if unused
+                && acquaintance.try_lock().is_ok_and(|a| a.engine.is_none() && a.refused.is_none())
+            {
+                known.remove(&ticket.address);
+            }
+        }
+        met
+    }
+
+    async fn meet(
+        &self,
+        acquaintance: &mut Acquaintance,
+        ticket: &Ticket,
+        deadline: Instant,
+    ) -> Result<Arc<SourceEngine>, Failure> {
+        if let Some(engine) = &acquaintance.engine
+            && engine.incarnation == ticket.incarnation
+        {
+            return Ok(engine.clone());
+        }
+        if acquaintance.former.contains(&ticket.incarnation) {
+            return Err(Failure::Restarted);
+        }
+        if let Some((incarnation, reason, until)) = &acquaintance.refused
+            && *incarnation == ticket.incarnation
+            && Instant::now() < *until
+        {
+            return Err(Failure::Refused(reason.clone()));
+        }
+        // Whatever is known is about another life. Nothing is read at its addresses any more.
+        if let Some(old) = acquaintance.engine.take() {
+            info!(address = old.address, "the engine has restarted: shaking hands anew");
+            acquaintance.former.insert(old.incarnation);
+            old.disconnect();
+        }
+        let engine = match self.shake_hands(&ticket.address, deadline).await {
+            Ok(engine) => Arc::new(engine),
+            Err(failure) => {
+                if let Failure::Refused(reason) = &failure {
+                    warn!(engine = ticket.engine, reason, "the engine does not fit");
+                    let until = Instant::now() + REFUSED_FOR;
+                    acquaintance.refused = Some((ticket.incarnation, reason.clone(), until));
+                }
+                return Err(failure);
+            }
+        };
+        acquaintance.refused = None;
+        acquaintance.former.remove(&engine.incarnation);
+        acquaintance.engine = Some(engine.clone());
+        if engine.incarnation == ticket.incarnation {
+            return Ok(engine);
+        }
+        if acquaintance.former.len() >= FORMER {
+            acquaintance.former.clear();
+        }
+        acquaintance.former.insert(ticket.incarnation);
+        Err(Failure::Restarted)
+    }
+
+    async fn shake_hands(&self, address: &str, deadline: Instant) -> Result<SourceEngine, Failure> {
+        let (incarnation, cards) = self.ask_for_cards(address, deadline).await?;
+        let manifests = cards.iter().map(|card| {
+            Manifest::from_bytes(&card.manifest)
+                .map_err(|error| Failure::Refused(error.to_string()))
+        });
+        let manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
+        let own = self.rank.manifest.clone();
+        // Compiled here as well: what this rank writes into its memory it proves itself.
+        let plan = tokio::task::spawn_blocking(move || {
+            Plan::compile(&own, &manifests.iter().collect::<Vec<_>>())
+        });
+        let plan =
+            plan.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
+        let plan = plan.map_err(|error| Failure::Refused(error.to_string()))?;
+        let sources = self.connect(&plan, cards, deadline).await?;
+        self.metrics.handshakes.add(1);
+        info!(address, %incarnation, sources = sources.len(), "shook hands");
+        let (plan, sources) = (Arc::new(plan), Arc::new(sources));
+        Ok(SourceEngine { address: address.to_owned(), incarnation, plan, sources })
+    }
+
+    /// Whether the two sides fit: the cards of the ranks to read.
+    async fn ask_for_cards(
+        &self,
+        address: &str,
+        deadline: Instant,
+    ) -> Result<(Incarnation, Vec<Card>), Failure> {
+        let until = deadline.into();
+        let mut pause = Duration::from_millis(10);
+        loop {
+            let link =
+                self.links.get(address, until).await.map_err(|error| peer_failure(&error))?;
+            let question = Question::Fit {
+                manifest: self.rank.manifest_bytes.clone(),
+                transport: self.rank.carrier.name().to_owned(),
+            };
+            match link.ask(question, until).await {
+                Ok(Reply::Cards { incarnation, cards }) => return Ok((incarnation, cards)),
+                Ok(Reply::Refused(reason)) => return Err(Failure::Refused(reason)),
+                // It starts, or has just gone: try again until the deadline.
+                Ok(Reply::NotReady) | Err(PeerError::Io { .. } | PeerError::Closed) => {
+                    sleep(pause).await;
+                    pause = (pause * 2).min(Duration::from_secs(1));
+                }
+                Ok(_) => return Err(peer_failure(&PeerError::Misbehaved(Misbehaviour::Answer))),
+                Err(error) => return Err(peer_failure(&error)),
+            }
+        }
+    }
+
+    /// Connects the transport to every rank that the plan reads, all at once.
+    async fn connect(
+        &self,
+        plan: &Plan,
+        cards: Vec<Card>,
+        deadline: Instant,
+    ) -> Result<Vec<Option<Box<dyn Source>>>, Failure> {
+        let mut connecting = JoinSet::new();
+        let mut sources: Vec<Option<Box<dyn Source>>> = Vec::new();
+        for (index, card) in cards.into_iter().enumerate() {
+            sources.push(None);
+            if plan.reads(index) {
+                let carrier = self.rank.carrier.clone();
+                connecting.spawn_blocking(move || {
+                    let connected = carrier.connect(&card.description, deadline);
+                    connected.map(|source| (index, source)).map_err(|e| (card.rank, e))
+                });
+            }
+        }
+        while let Some(connected) = connecting.join_next().await {
+            match connected {
+                Ok(Ok((index, source))) => sources[index] = Some(source),
+                Ok(Err((rank, error))) => {
+                    return Err(Failure::PeerGone(format!("rank {rank}: {error}")));
+                }
+                Err(_) => return Err(Failure::PeerGone("the transport gave up".to_owned())),
+            }
+        }
+        Ok(sources)
+    }
+
+    /// Asks whether the lease held until now for what was read by, until there is an answer. The deadline
+    /// is the caller's.
+    pub(super) async fn confirm(
+        &self,
+        ticket: &Ticket,
+        attempt: u64,
+        read_by: Fingerprint,
+        deadline: Instant,
+    ) -> Option<Answer> {
+        let consumer = Consumer {
+            engine: self.rank.engine.clone(),
+            rank: self.rank.number,
+            ranks: self.rank.ranks,
+            attempt,
+        };
+        loop {
+            let asked = async {
+                let link = self.links.get(&ticket.address, deadline.into()).await?;
+                let (incarnation, key) = (ticket.incarnation, ticket.key());
+                let consumer = consumer.clone();
+                let question = match link.version() >= Version::GRANTS {
+                    true => Question::ConfirmRead { incarnation, key, consumer, read_by },
+                    // It cannot tell whether the tables are its own.
+                    false => Question::Confirm { incarnation, key, consumer },
+                };
+                link.ask(question, deadline.into()).await
+            };
+            match asked.await {
+                Ok(Reply::Lease(answer)) => return Some(answer),
+                Ok(_) => return Some(Answer::NotHeld(Loss::Unknown)),
+                Err(error) => {
+                    debug!(%error, "the confirmation was not answered: asking again");
+                    if Instant::now() >= deadline {
+                        return None;
+                    }
+                    sleep(Duration::from_millis(10)).await;
+                }
+            }
+        }
+    }
+
+    /// Tells P that it need not keep the blocks for this rank's engine.
+    pub(super) async fn abandon(&self, ticket: &Ticket) {
+        if let Err(error) = self.links.abandon(ticket).await {
+            debug!(%error, "cannot give up the lease: it will expire");
+        }
+    }
+
+    /// Never reads from this engine again: the next request shakes hands anew.
+    pub(super) fn forget(&self, engine: &Arc<SourceEngine>) {
+        let acquaintance = self.known.lock().get(&engine.address).cloned();
+        if let Some(acquaintance) = acquaintance
+            && let Ok(mut acquaintance) = acquaintance.try_lock()
+            && acquaintance.engine.as_ref().is_some_and(|known| Arc::ptr_eq(known, engine))
+        {
+            info!(address = engine.address, "the engine is forgotten");
+            acquaintance.engine = None;
+        }
+        engine.disconnect();
+    }
+}
+
+impl SourceEngine {
+    fn disconnect(&self) {
+        for source in self.sources.iter().flatten() {
+            source.disconnect();
+        }
+    }
+}
+
+fn peer_failure(error: &PeerError) -> Failure {
+    match error {
+        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed => {
+            Failure::PeerGone(error.to_string())
+        }
+        _ => Failure::Refused(error.to_string()),
+    }
+}
