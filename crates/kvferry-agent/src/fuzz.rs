@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::rules::grant::Fingerprint;
 use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
@@ -79,6 +80,7 @@ impl Host for Counting {
                 Reply::Leases(keys.iter().map(|_| Answer::NotHeld(Loss::Unknown)).collect())
             }
             Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
+            Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
             Question::Fit { .. } => Reply::NotReady,
             Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
         }
@@ -133,14 +135,20 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 6] {
+fn questions() -> [Question; 7] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
     [
         Question::Fit { manifest: vec![1; 30], transport: "local".to_owned() },
         Question::Extend { incarnation, keys: vec![key("a"), key("b")] },
-        Question::Confirm { incarnation, key: key("a"), consumer },
+        Question::Confirm { incarnation, key: key("a"), consumer: consumer.clone() },
+        Question::ConfirmRead {
+            incarnation,
+            key: key("a"),
+            consumer,
+            read_by: Fingerprint([7; 16]),
+        },
         Question::Abandon { incarnation, keys: vec![key("c")] },
         Question::Ping,
         Question::Status,

@@ -14,7 +14,7 @@
 //!
 //! | room | what is in it |
 //! |---|---|
-//! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises) and [`life`] (what D does); why a request can fail |
+//! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); why a request can fail |
 //! | `error`, `metrics`, `mailbox`, `background`, `carrier` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports |
 //! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
 //! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `holds` (leases of others that are kept alive), `status`, `options` |
@@ -41,8 +41,9 @@ pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
 pub use metrics::{Described, Timings, catalogue};
 pub use rules::failure::Failure;
+pub use rules::grant::{Fingerprint, Grant};
 pub use rules::lease::{Ended, Loss, Released};
-pub use rules::{lease, life};
+pub use rules::{follow, lease, life};
 pub use scheduler::{
     GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Scheduler, SchedulerOptions, Status,
     ask_status,

@@ -207,6 +207,7 @@ pub(crate) struct SchedulerMetrics {
     pub(crate) refused: Counter,
     pub(crate) heartbeats: Counter,
     pub(crate) lost: Counter,
+    pub(crate) forged: Counter,
 }
 
 impl SchedulerMetrics {
@@ -215,7 +216,7 @@ impl SchedulerMetrics {
         self.held.observe(after);
     }
 
-    fn counters(&self) -> [(&'static str, &'static str, &Counter); 11] {
+    fn counters(&self) -> [(&'static str, &'static str, &Counter); 12] {
         let [confirmed, abandoned, expired, revoked] = &self.ended;
         [
             (
@@ -249,6 +250,11 @@ impl SchedulerMetrics {
             ("refusals", "Peers whose memory does not fit this engine's.", &self.refused),
             ("heartbeats", "Leases of other engines that were extended.", &self.heartbeats),
             ("holds_lost", "Leases of other engines that were lost before a load.", &self.lost),
+            (
+                "confirmations_not_granted",
+                "Reads by block tables that this engine did not grant: they were changed on the way.",
+                &self.forged,
+            ),
         ]
     }
 

@@ -5,23 +5,28 @@
 //! allow: a message that was ever sent may be delivered at any time and any number of times, or
 //! never; P overwrites a block the moment it is free; a cancelled read goes on landing until its
 //! transport says that it has settled; the request keeps its name when it is served again; a decode
-//! rank may start over under its old name.
+//! rank may start over under its old name. P may compute while ranks follow: a word at a time, starting
+//! over in a block that others have overwritten meanwhile; and a client may forge the tables.
 //!
 //! Shown in every state: what is used was read under a confirmed lease (invariant 3), nothing lands
-//! in a block that was handed back (4), and when nothing more is delivered and time passes, all
-//! blocks are back on both sides and nothing is remembered (7). Each safeguard is then taken away,
-//! and the check must find the damage.
+//! in a block that was handed back (4), when nothing more is delivered and time passes, all blocks are
+//! back on both sides and nothing is remembered (7), and what is used is what P granted (8). Each
+//! safeguard is then taken away, and the check must find the damage.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
+use kvferry_agent::follow::{Follower, Part};
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Stage};
-use kvferry_agent::{Failure, Loss};
+use kvferry_agent::{BlockTable, Failure, Fingerprint, Grant, Loss};
 
 const RANKS: usize = 2;
+const REQUEST: &str = "request";
 const SCRAP: u8 = 0;
+/// What P's other block holds: another user's prompt.
+const FOREIGN: u8 = u8::MAX;
 
 /// A safeguard that is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,14 +46,40 @@ enum Fault {
     NoExpiry,
     /// A restarted P answers for leases of its earlier life.
     NoIncarnation,
+    /// D does not say by which tables it read.
+    NoFingerprint,
+    /// P does not tell followers that it has started over.
+    NoEpoch,
+    /// D keeps what it read before P started over.
+    KeepsOldEpoch,
+    /// D reads on while what it asked for last may still land.
+    ReadsOverLateWords,
+    /// D uses what P has not sealed.
+    NoSeal,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Message {
     Extend { grant: u8 },
-    Confirm { grant: u8, rank: u8, attempt: u8 },
+    Confirm { grant: u8, rank: u8, attempt: u8, read_by: Fingerprint },
     Answer { rank: u8, attempt: u8, answer: Answer },
     Abandon { grant: u8 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Question {
+    None,
+    Asked,
+    /// `None`: the lease is not held.
+    Answered(Option<Told>),
+}
+
+/// What P says of a growing lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Told {
+    epoch: u8,
+    words: u8,
+    sealed: bool,
 }
 
 /// One decode rank: a process with one block.
@@ -69,12 +100,29 @@ struct Load {
     life: Life,
     grant: u8,
     attempt: u8,
+    /// A client has put another block into its tables.
+    forged: bool,
+    follower: Follower,
+    /// The question how far P is. Its answer comes on the connection that it was asked on: late or not
+    /// at all, but not twice.
+    question: Question,
+    /// What it reads now.
+    part: Option<Part>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Reading {
     attempt: u8,
+    forged: bool,
+    /// The words that it reads, and which of them have landed.
+    words: [bool; 2],
     landed: [bool; 2],
+}
+
+impl Reading {
+    fn whole(&self) -> bool {
+        self.words == self.landed
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -85,9 +133,11 @@ struct World {
     grants: u8,
     /// Grants before this one are of an earlier life of P.
     born: u8,
-    /// P's block: free, or kept for a grant.
+    /// P's block: free, or of a grant.
     block: Option<u8>,
-    word: u8,
+    words: [u8; 2],
+    /// How often P may still start the request over, while it computes it.
+    computing: Option<u8>,
     ranks: [Rank; RANKS],
     sent: BTreeSet<Message>,
 }
@@ -98,6 +148,10 @@ struct Bounds {
     attempts: [u8; RANKS],
     ticks: u8,
     restarts: u8,
+    /// Whether a client may change tables on their way to D.
+    forgery: bool,
+    /// P computes word by word, and starts over at most this often; `None`: all at once.
+    growth: Option<u8>,
     fault: Fault,
 }
 
@@ -106,7 +160,13 @@ fn at(tick: u8) -> Duration {
 }
 
 fn key(grant: u8) -> LeaseKey {
-    LeaseKey { request: "request".to_owned(), nonce: u64::from(grant) }
+    LeaseKey { request: REQUEST.to_owned(), nonce: u64::from(grant) }
+}
+
+/// What P grants when so many words are complete, or what a client makes of it.
+fn tables(epoch: u8, words: u8, forged: bool) -> Grant {
+    let table = BlockTable { first: u64::from(forged), blocks: (0..words.into()).collect() };
+    Grant { epoch: epoch.into(), tokens: words.into(), tables: vec![table] }
 }
 
 impl World {
@@ -119,7 +179,8 @@ impl World {
             grants: 0,
             born: 0,
             block: None,
-            word: SCRAP,
+            words: [SCRAP; 2],
+            computing: None,
             ranks: [rank.clone(), rank],
             sent: BTreeSet::new(),
         }
@@ -137,10 +198,54 @@ impl World {
         };
 
         if self.block.is_none() && self.grants < bounds.grants {
-            step("P grants".into(), &|w| {
-                w.grants += 1;
-                (w.block, w.word) = (Some(w.grants), w.grants);
-                w.leases.grant(key(w.grants), at(w.now)).map_err(|e| e.to_string())
+            match bounds.growth {
+                None => step("P grants".into(), &|w| {
+                    w.grants += 1;
+                    (w.block, w.words) = (Some(w.grants), [w.grants; 2]);
+                    let granted = w.leases.grant(key(w.grants), tables(0, 2, false), at(w.now));
+                    granted.map_err(|e| e.to_string())
+                }),
+                Some(restarts) => step("P begins".into(), &|w| {
+                    w.grants += 1;
+                    (w.block, w.words) = (Some(w.grants), [SCRAP; 2]);
+                    w.computing = Some(restarts);
+                    w.leases.begin(key(w.grants)).map_err(|e| e.to_string())
+                }),
+            }
+        }
+        if let Some(restarts) = self.computing {
+            if self.words[0] == SCRAP {
+                step("P has computed a word".into(), &|w| {
+                    w.words[0] = w.grants;
+                    w.grow(1);
+                    Ok(())
+                });
+            } else {
+                step("P has computed all".into(), &|w| {
+                    w.words[1] = w.grants;
+                    w.computing = None;
+                    let tables = tables(0, 2, false).tables;
+                    if w.leases.seal(REQUEST, 2, tables, at(w.now)).is_err() {
+                        // Nobody wants it: the block is free at once.
+                        (w.block, w.words) = (None, [SCRAP; 2]);
+                    }
+                    Ok(())
+                });
+            }
+            if restarts > 0 {
+                step("P starts over".into(), &|w| {
+                    w.computing = Some(restarts - 1);
+                    w.words = [SCRAP; 2];
+                    if bounds.fault != Fault::NoEpoch {
+                        _ = w.leases.restart(REQUEST);
+                    }
+                    Ok(())
+                });
+            }
+            step("P gives up".into(), &|w| {
+                w.leases.revoke(REQUEST, at(w.now));
+                (w.block, w.words, w.computing) = (None, [SCRAP; 2], None);
+                Ok(())
             });
         }
         if self.now < bounds.ticks {
@@ -162,7 +267,7 @@ impl World {
                     w.grants = 0;
                     w.born = 0;
                 }
-                (w.block, w.word) = (None, SCRAP);
+                (w.block, w.words, w.computing) = (None, [SCRAP; 2], None);
                 Ok(())
             });
         }
@@ -172,20 +277,55 @@ impl World {
         for r in 0..RANKS {
             let rank = &self.ranks[r];
             if rank.kept_for.is_none() && rank.attempts < bounds.attempts[r] {
-                for grant in 1..=self.grants {
-                    step(format!("D{r} loads grant {grant}"), &|w| {
+                let forged = [false, true].into_iter().take(1 + usize::from(bounds.forgery));
+                for (grant, forged) in
+                    (1..=self.grants).flat_map(|g| forged.clone().map(move |f| (g, f)))
+                {
+                    let how = if forged { " by forged tables" } else { "" };
+                    step(format!("D{r} loads grant {grant}{how}"), &|w| {
                         let rank = &mut w.ranks[r];
                         rank.attempts += 1;
                         let attempt = rank.attempts;
                         rank.kept_for = Some(attempt);
                         rank.words = [SCRAP; 2];
-                        rank.load = Some(Load { life: Life::default(), grant, attempt });
+                        rank.load = Some(Load {
+                            life: Life::default(),
+                            grant,
+                            attempt,
+                            forged,
+                            follower: Follower::of(
+                                bounds.growth.is_none().then(|| tables(0, 2, forged)),
+                            ),
+                            question: Question::None,
+                            part: None,
+                        });
                         w.sent.insert(Message::Extend { grant });
                         Ok(())
                     });
                 }
             }
-            if rank.load.is_some() {
+            if let Some(load) = &rank.load {
+                let following = load.life.stage() == &Stage::Following;
+                match load.question {
+                    Question::None
+                        if bounds.fault == Fault::ReadsOverLateWords && rank.reading.is_some() =>
+                    {
+                        step(format!("D{r} asks while it reads"), &|w| {
+                            w.follow(r);
+                            Ok(())
+                        });
+                    }
+                    Question::None => {}
+                    Question::Asked => step(format!("P tells D{r} how far it is"), &|w| {
+                        w.tell(r, bounds);
+                        Ok(())
+                    }),
+                    Question::Answered(told) => {
+                        if following || bounds.fault == Fault::ReadsOverLateWords {
+                            step(format!("D{r} hears {told:?}"), &|w| w.hear(r, told, bounds));
+                        }
+                    }
+                }
                 // That a read breaks is below, where reads are.
                 for event in [Event::Admitted, Event::Known, Event::Abort, Event::Deadline] {
                     step(format!("D{r}: {event:?}"), &|w| w.happen(r, event.clone(), bounds));
@@ -198,7 +338,7 @@ impl World {
                 });
             }
             if let Some(reading) = &rank.reading {
-                for word in 0..2 {
+                for word in (0..2).filter(|&word| reading.words[word]) {
                     step(format!("word {word} lands on D{r}"), &|w| {
                         let rank = &mut w.ranks[r];
                         if rank.kept_for != Some(reading.attempt) {
@@ -206,14 +346,14 @@ impl World {
                                 "a late word lands in a block of D{r} in other use"
                             ));
                         }
-                        rank.words[word] = w.word;
+                        rank.words[word] = if reading.forged { FOREIGN } else { w.words[word] };
                         if let Some(reading) = &mut rank.reading {
                             reading.landed[word] = true;
                         }
                         Ok(())
                     });
                 }
-                let whole = reading.landed == [true; 2];
+                let whole = reading.whole();
                 step(format!("D{r}'s read settles"), &|w| {
                     w.ranks[r].reading = None;
                     let reads = w.ranks[r].load.as_ref();
@@ -234,10 +374,62 @@ impl World {
         next
     }
 
+    /// P tells followers how far it is.
+    fn grow(&mut self, words: u8) {
+        // Without a lease nobody wants it any more.
+        _ = self.leases.advance(REQUEST, words.into(), tables(0, words, false).tables);
+    }
+
+    /// A rank asks P how far it is.
+    fn follow(&mut self, r: usize) {
+        if let Some(load) = &mut self.ranks[r].load {
+            load.question = Question::Asked;
+        }
+    }
+
+    /// P answers that.
+    fn tell(&mut self, r: usize, bounds: &Bounds) {
+        let Some(load) = &mut self.ranks[r].load else { return };
+        let nonce = u64::from(load.grant);
+        let told = self.leases.frontier(REQUEST).filter(|told| told.nonce == nonce);
+        load.question = Question::Answered(told.map(|told| Told {
+            epoch: told.grant.epoch as u8,
+            words: told.grant.tokens as u8,
+            sealed: told.sealed || (bounds.fault == Fault::NoSeal && told.grant.tokens > 0),
+        }));
+    }
+
+    /// The rank hears the answer.
+    fn hear(&mut self, r: usize, told: Option<Told>, bounds: &Bounds) -> Result<(), String> {
+        let Some(load) = &mut self.ranks[r].load else { return Ok(()) };
+        load.question = Question::None;
+        let Some(told) = told else {
+            return self.happen(r, Event::NotHeld(Loss::Unknown), bounds);
+        };
+        let mut grant = tables(told.epoch, told.words, load.forged);
+        if bounds.fault == Fault::KeepsOldEpoch {
+            grant.epoch = load.follower.grant().epoch;
+        }
+        if load.follower.hear(grant, told.sealed).is_err() {
+            let failure = Failure::Transport("contradiction".into());
+            return self.happen(r, Event::Failed(failure), bounds);
+        }
+        match load.follower.next(1) {
+            Some(part) => {
+                load.part = Some(part);
+                self.happen(r, Event::Grown { last: part.last }, bounds)
+            }
+            None => {
+                self.follow(r);
+                Ok(())
+            }
+        }
+    }
+
     /// A free block of P is overwritten at once.
     fn reuse(&mut self) {
         for _ in self.leases.take_released() {
-            (self.block, self.word) = (None, SCRAP);
+            (self.block, self.words) = (None, [SCRAP; 2]);
         }
     }
 
@@ -253,7 +445,7 @@ impl World {
                 let grant = self.heard(*grant, bounds);
                 self.leases.abandon(&key(grant), at(self.now));
             }
-            Message::Confirm { grant, rank, attempt } => {
+            Message::Confirm { grant, rank, attempt, read_by } => {
                 let answer = if current(grant) {
                     let grant = self.heard(*grant, bounds);
                     let consumer = |rank| {
@@ -263,15 +455,22 @@ impl World {
                         };
                         Consumer { engine: "d".into(), rank, ranks: 2, attempt }
                     };
+                    let given = *read_by;
+                    let read_by = match bounds.fault {
+                        Fault::NoFingerprint => None,
+                        _ => Some(*read_by),
+                    };
+                    let rank = u32::from(*rank);
                     let answer =
-                        self.leases.confirm(&key(grant), &consumer(u32::from(*rank)), at(self.now));
+                        self.leases.confirm(&key(grant), &consumer(rank), read_by, at(self.now));
                     let open = self.leases.open() == 1;
                     if bounds.fault == Fault::CountByNumber && open && answer == Answer::Held {
                         // As if the next one counted, whoever sends it.
-                        let again = Message::Confirm { grant, rank: 2, attempt: *attempt };
+                        let attempt = *attempt;
+                        let again = Message::Confirm { grant, rank: 2, attempt, read_by: given };
                         if !self.sent.insert(again) {
-                            let other = consumer(1 - u32::from(*rank));
-                            self.leases.confirm(&key(grant), &other, at(self.now));
+                            let other = consumer(1 - rank);
+                            self.leases.confirm(&key(grant), &other, read_by, at(self.now));
                         }
                     }
                     answer
@@ -311,17 +510,46 @@ impl World {
 
     fn happen(&mut self, r: usize, event: Event, bounds: &Bounds) -> Result<(), String> {
         let Some(load) = &mut self.ranks[r].load else { return Ok(()) };
-        let (grant, attempt) = (load.grant, load.attempt);
+        if let (Event::Arrived, Some(part)) = (&event, load.part) {
+            load.follower.arrived(&part);
+        }
+        let (grant, attempt, forged) = (load.grant, load.attempt, load.forged);
         for action in load.life.on(event) {
             let rank = &mut self.ranks[r];
             match action {
                 Action::ShakeHands => {}
-                Action::Read => rank.reading = Some(Reading { attempt, landed: [false; 2] }),
+                Action::Follow => {
+                    let known = rank.load.as_mut().and_then(|load| {
+                        load.part = load.follower.next(1);
+                        load.part
+                    });
+                    match known {
+                        Some(part) => self.happen(r, Event::Grown { last: part.last }, bounds)?,
+                        None => self.follow(r),
+                    }
+                }
+                Action::Read => {
+                    let part = rank.load.as_ref().and_then(|load| load.part);
+                    let new = part.map_or(0..0, |part| part.held..part.tokens);
+                    let words = [new.contains(&0), new.contains(&1)];
+                    rank.reading = Some(Reading { attempt, forged, words, landed: [false; 2] });
+                }
                 Action::Confirm if bounds.fault == Fault::NoConfirmation => {
                     return self.happen(r, Event::Held, bounds);
                 }
                 Action::Confirm => {
-                    self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt });
+                    let read_by = rank.load.as_ref().map(|load| {
+                        let mut grant = load.follower.grant().clone();
+                        if bounds.fault == Fault::KeepsOldEpoch
+                            && let Some(now) = self.leases.frontier(REQUEST)
+                        {
+                            // It knows of the new epoch, and has not read anew.
+                            grant.epoch = now.grant.epoch;
+                        }
+                        grant.fingerprint()
+                    });
+                    let read_by = read_by.unwrap_or(Fingerprint([0; 16]));
+                    self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt, read_by });
                 }
                 Action::Abandon => {
                     self.sent.insert(Message::Abandon { grant });
@@ -348,13 +576,18 @@ impl World {
         for r in 0..RANKS {
             self.happen(r, Event::Deadline, bounds)?;
             let last = match self.ranks[r].reading.take() {
-                Some(reading) if reading.landed == [true; 2] => Event::Arrived,
+                Some(reading) if reading.whole() => Event::Arrived,
                 _ => Event::Settled,
             };
             self.happen(r, last, bounds)?;
             if self.ranks[r].kept_for.is_some() {
                 return Err(format!("D{r} does not get its block back"));
             }
+        }
+        if self.computing.take().is_some() {
+            // Its own life ends the request.
+            self.leases.revoke(REQUEST, at(self.now));
+            self.block = None;
         }
         for later in [5, 10] {
             if bounds.fault != Fault::NoExpiry {
@@ -434,37 +667,101 @@ fn check(bounds: &Bounds) {
 
 #[test]
 fn two_ranks_one_lease() {
-    check(&Bounds { grants: 1, attempts: [1, 1], ticks: 2, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 1],
+        ticks: 2,
+        restarts: 0,
+        forgery: false,
+        growth: None,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn the_request_is_served_again() {
-    check(&Bounds { grants: 2, attempts: [1, 1], ticks: 1, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 2,
+        attempts: [1, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: false,
+        growth: None,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn a_rank_starts_over() {
-    check(&Bounds { grants: 1, attempts: [2, 1], ticks: 1, restarts: 0, fault: Fault::None });
+    check(&Bounds {
+        grants: 1,
+        attempts: [2, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: false,
+        growth: None,
+        fault: Fault::None,
+    });
 }
 
 #[test]
 fn the_prefill_engine_restarts() {
-    check(&Bounds { grants: 2, attempts: [1, 1], ticks: 0, restarts: 1, fault: Fault::None });
+    check(&Bounds {
+        grants: 2,
+        attempts: [1, 1],
+        ticks: 0,
+        restarts: 1,
+        forgery: false,
+        growth: None,
+        fault: Fault::None,
+    });
+}
+
+#[test]
+fn a_client_forges_tables() {
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: true,
+        growth: None,
+        fault: Fault::None,
+    });
+}
+
+#[test]
+fn ranks_follow_while_p_computes_and_starts_over() {
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 1],
+        ticks: 0,
+        restarts: 0,
+        forgery: false,
+        growth: Some(1),
+        fault: Fault::None,
+    });
 }
 
 /// Without each of its safeguards the protocol breaks, and the check sees it.
 #[test]
 fn every_safeguard_is_needed() {
-    for (fault, grants, attempts, ticks, restarts) in [
-        (Fault::NoConfirmation, 1, [1, 0], 1, 0),
-        (Fault::CountByNumber, 1, [1, 1], 0, 0),
-        (Fault::NoNonce, 2, [1, 0], 1, 0),
-        (Fault::NoAttempt, 1, [2, 0], 1, 0),
-        (Fault::HandBackOnCancel, 1, [1, 0], 0, 0),
-        (Fault::NoExpiry, 1, [0, 0], 0, 0),
-        (Fault::NoIncarnation, 2, [1, 0], 0, 1),
+    for (fault, grants, attempts, ticks, restarts, forgery, growth) in [
+        (Fault::NoConfirmation, 1, [1, 0], 1, 0, false, None),
+        (Fault::CountByNumber, 1, [1, 1], 0, 0, false, None),
+        (Fault::NoNonce, 2, [1, 0], 1, 0, false, None),
+        (Fault::NoAttempt, 1, [2, 0], 1, 0, false, None),
+        (Fault::HandBackOnCancel, 1, [1, 0], 0, 0, false, None),
+        (Fault::NoExpiry, 1, [0, 0], 0, 0, false, None),
+        (Fault::NoIncarnation, 2, [1, 0], 0, 1, false, None),
+        (Fault::NoFingerprint, 1, [1, 0], 0, 0, true, None),
+        (Fault::NoEpoch, 1, [1, 0], 0, 0, false, Some(1)),
+        (Fault::KeepsOldEpoch, 1, [1, 0], 0, 0, false, Some(1)),
+        (Fault::ReadsOverLateWords, 1, [1, 0], 0, 0, false, Some(1)),
+        (Fault::NoSeal, 1, [1, 0], 0, 0, false, Some(0)),
     ] {
-        let sound = Bounds { grants, attempts, ticks, restarts, fault: Fault::None };
+        let sound =
+            Bounds { grants, attempts, ticks, restarts, forgery, growth, fault: Fault::None };
         assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
         match explore(&Bounds { fault, ..sound }) {
             Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),

@@ -24,7 +24,7 @@ impl<'a> Table<'a> {
 }
 
 /// A [`Table`] that owns its ids: what crosses threads and processes.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct BlockTable {
     /// Position of the first id; above 0 where the list was clipped.
     pub first: u64,

@@ -8,12 +8,25 @@
 //! its lease leaves the table, never before. An answer of [`Answer::Held`] therefore means that the
 //! blocks had not been touched when the question arrived: the reader needs no clock to know that
 //! what it read before it asked is good.
+//!
+//! A lease says what may be read: its [`Grant`]. Block ids reach the reader through a router and a
+//! client; it asks with the [`Fingerprint`] of what it read by, and what is not what was granted is not
+//! held.
+//!
+//! A lease may be opened while the engine still computes the request. It *grows* until it is *sealed*:
+//! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
+//! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
+//! anything released when it ends.
 
 use std::collections::{BTreeMap, btree_map};
 use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use kvferry_plan::BlockTable;
+
+use super::grant::{Fingerprint, Grant};
 
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.
@@ -63,6 +76,8 @@ pub enum Loss {
     Ended(Ended),
     /// The engine that granted it has restarted, or its ranks have.
     Restarted,
+    /// It is held, but for other blocks or tokens than those that were read.
+    NotGranted,
 }
 
 impl fmt::Display for Loss {
@@ -71,6 +86,10 @@ impl fmt::Display for Loss {
             Self::Unknown => f.write_str("no such lease is known"),
             Self::Ended(ended) => write!(f, "the lease ended: {ended}"),
             Self::Restarted => f.write_str("the engine has restarted since it granted the lease"),
+            Self::NotGranted => f.write_str(
+                "the block tables that were read are not those that the engine granted: a router or a \
+                 client has changed them",
+            ),
         }
     }
 }
@@ -127,6 +146,37 @@ pub struct Released {
 #[error("request '{0}' has a lease already")]
 pub struct AlreadyGranted(pub String);
 
+/// Why a lease does not grow.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotGrown {
+    /// There is none, or it has ended: nobody wants the request, or it was sealed.
+    #[error("request '{0}' has no lease that grows")]
+    NoLease(String),
+    /// What was granted may have been read: it cannot become anything else within an epoch.
+    #[error(
+        "request '{request}' was granted {before} tokens; a grant of {after} with other tables does not go on from there"
+    )]
+    Changed {
+        /// The request.
+        request: String,
+        /// Tokens granted so far.
+        before: u64,
+        /// Tokens of the new grant.
+        after: u64,
+    },
+}
+
+/// How far a lease has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frontier<'a> {
+    /// Which lease of the request.
+    pub nonce: u64,
+    /// What may be read.
+    pub grant: &'a Grant,
+    /// Whether that is all.
+    pub sealed: bool,
+}
+
 /// All leases of one engine. Times are on the owner's own clock, since any fixed moment.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Leases {
@@ -140,7 +190,16 @@ pub struct Leases {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Lease {
     nonce: u64,
-    granted: Duration,
+    grant: Grant,
+    /// `None` while it grows.
+    sealed: Option<Sealed>,
+}
+
+/// A promise to keep blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Sealed {
+    grant: Fingerprint,
+    since: Duration,
     expires: Duration,
     readers: Readers,
 }
@@ -181,50 +240,138 @@ impl Leases {
         self.ended.len()
     }
 
-    /// Every open lease: its request, its age, the time left, and how many ranks have confirmed.
+    /// Every sealed lease: its request, its age, the time left, and how many ranks have confirmed.
     pub fn iter(&self, now: Duration) -> impl Iterator<Item = (&str, Duration, Duration, usize)> {
-        self.open.iter().map(move |(request, lease)| {
-            let confirmed = lease.readers.values().map(BTreeMap::len).max().unwrap_or(0);
-            let age = now.saturating_sub(lease.granted);
-            (request.as_str(), age, lease.expires.saturating_sub(now), confirmed)
+        self.open.iter().filter_map(move |(request, lease)| {
+            let sealed = lease.sealed.as_ref()?;
+            let confirmed = sealed.readers.values().map(BTreeMap::len).max().unwrap_or(0);
+            let age = now.saturating_sub(sealed.since);
+            Some((request.as_str(), age, sealed.expires.saturating_sub(now), confirmed))
         })
     }
 
-    /// Promises to keep a request's blocks. `nonce` must never have been used before.
-    pub fn grant(&mut self, key: LeaseKey, now: Duration) -> Result<(), AlreadyGranted> {
+    /// Promises to keep a request's blocks. The key's nonce must never have been used before.
+    pub fn grant(
+        &mut self,
+        key: LeaseKey,
+        grant: Grant,
+        now: Duration,
+    ) -> Result<(), AlreadyGranted> {
+        let request = key.request.clone();
+        self.begin(key)?;
+        // Whatever it is, it goes on from nothing.
+        let lease = self.open.get_mut(&request);
+        if let Some(lease) = lease {
+            lease.grant = grant;
+            lease.seal(now, self.term);
+        }
+        Ok(())
+    }
+
+    /// Begins a lease that grows. The key's nonce must never have been used before.
+    pub fn begin(&mut self, key: LeaseKey) -> Result<(), AlreadyGranted> {
         match self.open.entry(key.request) {
             btree_map::Entry::Occupied(entry) => Err(AlreadyGranted(entry.key().clone())),
             btree_map::Entry::Vacant(entry) => {
-                let (expires, readers) = (now + self.term, Readers::new());
-                entry.insert(Lease { nonce: key.nonce, granted: now, expires, readers });
+                entry.insert(Lease { nonce: key.nonce, grant: Grant::default(), sealed: None });
                 Ok(())
             }
         }
+    }
+
+    /// More of a request is complete: so many tokens, in these blocks. The epoch is the lease's own.
+    pub fn advance(
+        &mut self,
+        request: &str,
+        tokens: u64,
+        tables: Vec<BlockTable>,
+    ) -> Result<(), NotGrown> {
+        let lease = self.growing(request)?;
+        let grown = Grant { epoch: lease.grant.epoch, tokens, tables };
+        if !grown.extends(&lease.grant) {
+            return Err(NotGrown::Changed {
+                request: request.to_owned(),
+                before: lease.grant.tokens,
+                after: tokens,
+            });
+        }
+        lease.grant = grown;
+        Ok(())
+    }
+
+    /// The engine starts the request over: nothing that was granted so far holds any more. To be called
+    /// before the blocks can change.
+    pub fn restart(&mut self, request: &str) -> Result<(), NotGrown> {
+        let lease = self.growing(request)?;
+        lease.grant = Grant { epoch: lease.grant.epoch + 1, ..Grant::default() };
+        Ok(())
+    }
+
+    /// All of a request is complete: from now on the lease is a promise to keep its blocks.
+    pub fn seal(
+        &mut self,
+        request: &str,
+        tokens: u64,
+        tables: Vec<BlockTable>,
+        now: Duration,
+    ) -> Result<(), NotGrown> {
+        self.advance(request, tokens, tables)?;
+        let term = self.term;
+        self.growing(request)?.seal(now, term);
+        Ok(())
+    }
+
+    /// How far a request's lease has come; `None` where there is none.
+    pub fn frontier(&self, request: &str) -> Option<Frontier<'_>> {
+        let Lease { nonce, grant, sealed } = self.open.get(request)?;
+        Some(Frontier { nonce: *nonce, grant, sealed: sealed.is_some() })
+    }
+
+    fn growing(&mut self, request: &str) -> Result<&mut Lease, NotGrown> {
+        let lease = self.open.get_mut(request).filter(|lease| lease.sealed.is_none());
+        lease.ok_or_else(|| NotGrown::NoLease(request.to_owned()))
     }
 
     /// A reader still wants the request. Answers whether the lease is held.
     pub fn extend(&mut self, key: &LeaseKey, now: Duration) -> Answer {
         match self.open.get_mut(&key.request) {
             Some(lease) if lease.nonce == key.nonce => {
-                // Never past the longest life, and never back.
-                let until = (now + self.term).min(lease.granted + self.longest);
-                lease.expires = lease.expires.max(until);
+                if let Some(sealed) = &mut lease.sealed {
+                    // Never past the longest life, and never back.
+                    let until = (now + self.term).min(sealed.since + self.longest);
+                    sealed.expires = sealed.expires.max(until);
+                }
                 Answer::Held
             }
             _ => Answer::NotHeld(self.loss(key)),
         }
     }
 
-    /// A rank has read all that it needs and asks whether the blocks were kept until now. When every
-    /// rank of an engine has asked, the lease ends.
-    pub fn confirm(&mut self, key: &LeaseKey, consumer: &Consumer, now: Duration) -> Answer {
+    /// A rank has read all that it needs, by the tables that `read_by` stands for, and asks whether the
+    /// blocks were kept until now. When every rank of an engine has asked, the lease ends. A rank that
+    /// read by other tables is told so and is not counted: whoever changed them cannot end the lease.
+    /// `None`: the rank is of a version that does not say.
+    pub fn confirm(
+        &mut self,
+        key: &LeaseKey,
+        consumer: &Consumer,
+        read_by: Option<Fingerprint>,
+        now: Duration,
+    ) -> Answer {
         let reader = (consumer.engine.clone(), consumer.ranks);
         match self.open.get_mut(&key.request) {
             Some(lease) if lease.nonce == key.nonce => {
                 if consumer.rank >= consumer.ranks {
                     return Answer::NotHeld(Loss::Unknown);
                 }
-                let ranks = lease.readers.entry(reader).or_default();
+                // What still grows nobody can have read.
+                let Some(sealed) = &mut lease.sealed else {
+                    return Answer::NotHeld(Loss::NotGranted);
+                };
+                if read_by.is_some_and(|read_by| read_by != sealed.grant) {
+                    return Answer::NotHeld(Loss::NotGranted);
+                }
+                let ranks = sealed.readers.entry(reader).or_default();
                 ranks.insert(consumer.rank, consumer.attempt);
                 if ranks.len() == consumer.ranks as usize {
                     self.end(&key.request, Ended::Confirmed, now);
@@ -270,7 +417,10 @@ impl Leases {
 
     /// Ends what nobody extended, and forgets what ended long ago.
     pub fn expire(&mut self, now: Duration) {
-        let due = self.open.iter().filter(|(_, lease)| lease.expires <= now);
+        let due = self
+            .open
+            .iter()
+            .filter(|(_, lease)| lease.sealed.as_ref().is_some_and(|sealed| sealed.expires <= now));
         let due: Vec<String> = due.map(|(request, _)| request.clone()).collect();
         for request in due {
             self.end(&request, Ended::Expired, now);
@@ -285,15 +435,29 @@ impl Leases {
 
     fn end(&mut self, request: &str, why: Ended, now: Duration) {
         let Some((request, lease)) = self.open.remove_entry(request) else { return };
-        let forget = now + self.term;
         let key = LeaseKey { request: request.clone(), nonce: lease.nonce };
-        self.ended.insert(key, Tombstone { why, readers: lease.readers, forget });
-        let after = now.saturating_sub(lease.granted);
-        self.released.push(Released { request, why, after });
+        let mut readers = Readers::new();
+        if let Some(sealed) = lease.sealed {
+            readers = sealed.readers;
+            let after = now.saturating_sub(sealed.since);
+            self.released.push(Released { request, why, after });
+        }
+        self.ended.insert(key, Tombstone { why, readers, forget: now + self.term });
     }
 
     fn loss(&self, key: &LeaseKey) -> Loss {
         self.ended.get(key).map_or(Loss::Unknown, |tombstone| Loss::Ended(tombstone.why))
+    }
+}
+
+impl Lease {
+    fn seal(&mut self, now: Duration, term: Duration) {
+        self.sealed = Some(Sealed {
+            grant: self.grant.fingerprint(),
+            since: now,
+            expires: now + term,
+            readers: Readers::new(),
+        });
     }
 }
 
@@ -303,6 +467,18 @@ mod tests {
 
     const TERM: Duration = Duration::from_secs(10);
 
+    fn table(blocks: &[u32]) -> Vec<BlockTable> {
+        vec![BlockTable { first: 0, blocks: blocks.to_vec() }]
+    }
+
+    fn grant() -> Grant {
+        Grant { epoch: 0, tokens: 20, tables: table(&[3, 4]) }
+    }
+
+    fn good() -> Option<Fingerprint> {
+        Some(grant().fingerprint())
+    }
+
     fn at(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
@@ -311,22 +487,24 @@ mod tests {
         LeaseKey { request: "r".to_owned(), nonce }
     }
 
+    const NOT_GRANTED: Answer = Answer::NotHeld(Loss::NotGranted);
+
     fn rank(rank: u32, attempt: u64) -> Consumer {
         Consumer { engine: "d".to_owned(), rank, ranks: 2, attempt }
     }
 
     fn granted() -> Leases {
         let mut leases = Leases::new(TERM, TERM * 3);
-        leases.grant(key(1), at(0)).unwrap();
+        leases.grant(key(1), grant(), at(0)).unwrap();
         leases
     }
 
     #[test]
     fn released_when_every_rank_has_confirmed() {
         let mut leases = granted();
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), Answer::Held);
         assert_eq!(leases.take_released(), []);
-        assert_eq!(leases.confirm(&key(1), &rank(1, 8), at(2)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(1, 8), good(), at(2)), Answer::Held);
         let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
         assert_eq!(leases.take_released(), [released]);
     }
@@ -335,7 +513,7 @@ mod tests {
     fn duplicates_count_once() {
         let mut leases = granted();
         for _ in 0..5 {
-            assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(1)), Answer::Held);
+            assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), Answer::Held);
         }
         assert_eq!(leases.open(), 1);
     }
@@ -343,14 +521,14 @@ mod tests {
     #[test]
     fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
         let mut leases = granted();
-        leases.confirm(&key(1), &rank(0, 7), at(1));
-        leases.confirm(&key(1), &rank(1, 8), at(1));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(2)), Answer::Held);
+        leases.confirm(&key(1), &rank(0, 7), good(), at(1));
+        leases.confirm(&key(1), &rank(1, 8), good(), at(1));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(2)), Answer::Held);
         let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 9), at(2)), ended);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 9), good(), at(2)), ended);
         leases.expire(at(11));
         assert_eq!(
-            leases.confirm(&key(1), &rank(0, 7), at(12)),
+            leases.confirm(&key(1), &rank(0, 7), good(), at(12)),
             Answer::NotHeld(Loss::Unknown),
             "forgotten: nobody can say any more that the bytes were good"
         );
@@ -372,18 +550,18 @@ mod tests {
         assert_eq!(leases.open(), 0);
         let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
         assert_eq!(leases.extend(&key(1), at(30)), lost);
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), at(30)), lost);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(30)), lost);
     }
 
     #[test]
     fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
         let mut leases = granted();
         assert!(leases.abandon(&key(1), at(1)));
-        leases.grant(key(2), at(2)).unwrap();
+        leases.grant(key(2), grant(), at(2)).unwrap();
         assert!(!leases.abandon(&key(1), at(3)));
         for r in 0..2 {
             let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
-            assert_eq!(leases.confirm(&key(1), &rank(r, 7), at(3)), lost);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), good(), at(3)), lost);
         }
         assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
         assert_eq!(leases.open(), 1);
@@ -395,19 +573,95 @@ mod tests {
     fn engines_of_another_shape_are_counted_apart() {
         let mut leases = granted();
         let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
-        leases.confirm(&key(1), &rank(0, 7), at(1));
-        leases.confirm(&key(1), &other, at(1));
+        leases.confirm(&key(1), &rank(0, 7), good(), at(1));
+        leases.confirm(&key(1), &other, good(), at(1));
         assert_eq!(leases.open(), 1);
         let beyond = Consumer { rank: 2, ..rank(0, 7) };
-        assert_eq!(leases.confirm(&key(1), &beyond, at(1)), Answer::NotHeld(Loss::Unknown));
+        assert_eq!(leases.confirm(&key(1), &beyond, good(), at(1)), Answer::NotHeld(Loss::Unknown));
     }
 
     #[test]
     fn one_lease_per_request() {
         let mut leases = granted();
-        assert_eq!(leases.grant(key(2), at(1)), Err(AlreadyGranted("r".to_owned())));
+        assert_eq!(leases.grant(key(2), grant(), at(1)), Err(AlreadyGranted("r".to_owned())));
         assert!(leases.revoke("r", at(1)));
         assert!(!leases.revoke("r", at(1)));
-        assert_eq!(leases.grant(key(2), at(1)), Ok(()));
+        assert_eq!(leases.grant(key(2), grant(), at(1)), Ok(()));
+    }
+
+    #[test]
+    fn what_was_not_granted_is_not_held_and_ends_nothing() {
+        let mut leases = granted();
+        let forged = Some(Fingerprint([8; 16]));
+        for r in 0..2 {
+            let refused = Answer::NotHeld(Loss::NotGranted);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), forged, at(1)), refused);
+        }
+        assert_eq!(leases.open(), 1, "whoever forged it cannot end it");
+        for r in 0..2 {
+            let answer = leases.confirm(&key(1), &rank(r, 8), good(), at(2));
+            assert_eq!(answer, Answer::Held, "the rightful reader is served");
+        }
+        assert_eq!(leases.open(), 0);
+        // The attempt that forged did not earn the answer of the one that did not.
+        let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), forged, at(3)), ended);
+    }
+
+    #[test]
+    fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
+        let mut leases = Leases::new(TERM, TERM * 3);
+        leases.begin(key(1)).unwrap();
+        leases.advance("r", 16, table(&[3])).unwrap();
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), NOT_GRANTED);
+        leases.expire(at(100));
+        assert_eq!(
+            leases.extend(&key(1), at(100)),
+            Answer::Held,
+            "the engine computes for as long as it takes"
+        );
+        let Frontier { grant: granted, sealed, .. } = leases.frontier("r").unwrap();
+        assert_eq!((granted.tokens, sealed), (16, false));
+        leases.seal("r", 20, table(&[3, 4]), at(100)).unwrap();
+        assert!(leases.frontier("r").unwrap().sealed);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(101)), Answer::Held);
+        leases.expire(at(110));
+        assert_eq!(leases.take_released().len(), 1);
+        assert_eq!(leases.frontier("r"), None);
+    }
+
+    #[test]
+    fn what_was_granted_cannot_change_within_an_epoch() {
+        let mut leases = Leases::new(TERM, TERM * 3);
+        leases.begin(key(1)).unwrap();
+        leases.advance("r", 16, table(&[3])).unwrap();
+        for (tokens, blocks) in [(15, &[3][..]), (16, &[4]), (20, &[4, 3]), (20, &[])] {
+            let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: tokens };
+            assert_eq!(leases.advance("r", tokens, table(blocks)), Err(changed));
+        }
+        leases.restart("r").unwrap();
+        let frontier = leases.frontier("r").unwrap();
+        assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (1, 0));
+        leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
+        assert_eq!(
+            leases.confirm(&key(1), &rank(0, 7), good(), at(1)),
+            NOT_GRANTED,
+            "the same blocks of an earlier epoch are not the same"
+        );
+        let again = Grant { epoch: 1, ..grant() }.fingerprint();
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(again), at(1)), Answer::Held);
+        let sealed = NotGrown::NoLease("r".to_owned());
+        assert_eq!(leases.advance("r", 21, table(&[3, 4])), Err(sealed.clone()));
+        assert_eq!(leases.restart("r"), Err(sealed));
+    }
+
+    #[test]
+    fn what_is_given_up_while_it_grows_is_not_kept() {
+        let mut leases = Leases::new(TERM, TERM * 3);
+        leases.begin(key(1)).unwrap();
+        assert!(leases.abandon(&key(1), at(1)));
+        assert_eq!(leases.take_released(), [], "the engine never promised to keep them");
+        let gone = NotGrown::NoLease("r".to_owned());
+        assert_eq!(leases.seal("r", 20, table(&[3, 4]), at(2)), Err(gone));
     }
 }

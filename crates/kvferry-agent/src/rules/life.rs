@@ -6,9 +6,11 @@
 //! | from | event | to | who brings it |
 //! |---|---|---|---|
 //! | waiting | admitted | shaking hands | the worker's queue |
-//! | shaking hands | known | reading | the handshake |
+//! | shaking hands | known | following | the handshake |
 //! | shaking hands | failed | failed | the handshake |
-//! | reading | arrived | confirming | the transport |
+//! | following | grown | reading | P, or the grant that a ticket came with |
+//! | following | not held | expired | P |
+//! | reading | arrived | following; after the last part: confirming | the transport |
 //! | reading | settled | reading: nothing will land, and that it failed comes next | the transport |
 //! | reading | failed | failed | the transport |
 //! | confirming | held | done | P |
@@ -29,8 +31,13 @@ pub enum Stage {
     Waiting,
     /// The engine to read from is not known yet.
     ShakingHands,
+    /// The engine to read from is asked how far it is.
+    Following,
     /// Bytes are on their way.
-    Reading,
+    Reading {
+        /// Whether all bytes are here when these are.
+        last: bool,
+    },
     /// All bytes are here; the engine they came from is asked whether they are good.
     Confirming,
     /// They are.
@@ -47,7 +54,8 @@ impl Stage {
     /// Whether nothing follows.
     pub fn is_end(&self) -> bool {
         match self {
-            Self::Waiting | Self::ShakingHands | Self::Reading | Self::Confirming => false,
+            Self::Waiting | Self::ShakingHands | Self::Following => false,
+            Self::Reading { .. } | Self::Confirming => false,
             Self::Done | Self::Failed(_) | Self::Aborted | Self::Expired(_) => true,
         }
     }
@@ -57,7 +65,8 @@ impl Stage {
         match self {
             Self::Waiting => "waiting",
             Self::ShakingHands => "shaking hands",
-            Self::Reading => "reading",
+            Self::Following => "following",
+            Self::Reading { .. } => "reading",
             Self::Confirming => "confirming",
             Self::Done => "done",
             Self::Failed(_) => "failed",
@@ -74,7 +83,12 @@ pub enum Event {
     Admitted,
     /// The engine to read from is known and fits.
     Known,
-    /// Every byte is at its place, and nothing more will land.
+    /// There is something to read.
+    Grown {
+        /// Whether it is all that is left.
+        last: bool,
+    },
+    /// Every byte of it is at its place, and nothing more will land.
     Arrived,
     /// The handshake, the reads or the confirmation broke. Bytes may still land.
     Failed(Failure),
@@ -95,7 +109,9 @@ pub enum Event {
 pub enum Action {
     /// Find out what there is to know about the engine to read from.
     ShakeHands,
-    /// Start to read.
+    /// Find out what there is to read.
+    Follow,
+    /// Start to read it.
     Read,
     /// Ask whether the lease held.
     Confirm,
@@ -152,15 +168,20 @@ impl Life {
                 self.end(Stage::Failed(failure))
             }
             (Stage::Waiting, Event::Admitted) => self.go(Stage::ShakingHands, Action::ShakeHands),
-            (Stage::ShakingHands, Event::Known) => {
+            (Stage::ShakingHands, Event::Known) => self.go(Stage::Following, Action::Follow),
+            (Stage::Following, Event::Grown { last }) => {
                 self.landing = true;
-                self.go(Stage::Reading, Action::Read)
+                self.go(Stage::Reading { last }, Action::Read)
             }
-            (Stage::Reading, Event::Arrived) => {
+            (Stage::Following, Event::NotHeld(loss)) => self.end(Stage::Expired(loss)),
+            (Stage::Reading { last }, Event::Arrived) => {
                 self.landing = false;
-                self.go(Stage::Confirming, Action::Confirm)
+                match last {
+                    true => self.go(Stage::Confirming, Action::Confirm),
+                    false => self.go(Stage::Following, Action::Follow),
+                }
             }
-            (Stage::Reading, Event::Settled) => {
+            (Stage::Reading { .. }, Event::Settled) => {
                 self.landing = false;
                 vec![]
             }
@@ -198,6 +219,9 @@ impl Life {
 mod tests {
     use super::*;
 
+    /// All there is can be read.
+    const ALL: Event = Event::Grown { last: true };
+
     fn through(events: &[Event]) -> (Life, Vec<Action>) {
         let mut life = Life::default();
         let actions = events.iter().flat_map(|event| life.on(event.clone())).collect();
@@ -207,26 +231,54 @@ mod tests {
     #[test]
     fn a_good_life() {
         let (life, actions) =
-            through(&[Event::Admitted, Event::Known, Event::Arrived, Event::Held]);
+            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Held]);
         assert_eq!(life.stage(), &Stage::Done);
         use Action::*;
-        assert_eq!(actions, [ShakeHands, Read, Confirm, Report, HandBack]);
+        assert_eq!(actions, [ShakeHands, Follow, Read, Confirm, Report, HandBack]);
+    }
+
+    #[test]
+    fn what_grows_is_read_part_by_part_and_never_two_at_once() {
+        let some = Event::Grown { last: false };
+        let (mut life, actions) =
+            through(&[Event::Admitted, Event::Known, some.clone(), some.clone(), ALL]);
+        use Action::*;
+        assert_eq!(actions, [ShakeHands, Follow, Read], "one part has to arrive before the next");
+        assert_eq!(life.on(Event::Held), [], "nothing is good before all of it is here");
+        assert_eq!(life.on(Event::Arrived), [Follow]);
+        assert!(!life.landing());
+        assert_eq!(life.on(some), [Read]);
+        assert_eq!(life.on(Event::Arrived), [Follow]);
+        assert_eq!(life.on(ALL), [Read]);
+        assert_eq!(life.on(Event::Arrived), [Confirm]);
+    }
+
+    #[test]
+    fn a_lease_that_ends_while_it_is_followed_ends_the_load() {
+        let lost = Event::NotHeld(Loss::Unknown);
+        let (life, actions) = through(&[Event::Admitted, Event::Known, lost]);
+        assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
+        assert!(actions.ends_with(&[Action::Report, Action::HandBack]));
     }
 
     #[test]
     fn bytes_are_never_used_without_a_confirmation() {
-        let (life, _) = through(&[Event::Admitted, Event::Known, Event::Held]);
-        assert_eq!(life.stage(), &Stage::Reading, "an answer before the question means nothing");
+        let (life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Held]);
+        assert_eq!(
+            life.stage(),
+            &Stage::Reading { last: true },
+            "an answer before the question means nothing"
+        );
         let lost = Event::NotHeld(Loss::Unknown);
         let (life, _) =
-            through(&[Event::Admitted, Event::Known, Event::Arrived, lost, Event::Held]);
+            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, lost, Event::Held]);
         assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
     }
 
     #[test]
     fn blocks_stay_in_quarantine_while_bytes_may_land() {
         for end in [Event::Abort, Event::Deadline, Event::Failed(Failure::PeerGone("x".into()))] {
-            let (mut life, actions) = through(&[Event::Admitted, Event::Known, end]);
+            let (mut life, actions) = through(&[Event::Admitted, Event::Known, ALL, end]);
             assert!(life.stage().is_end());
             assert!(!actions.contains(&Action::HandBack));
             assert!(actions.contains(&Action::Cancel));
@@ -238,7 +290,7 @@ mod tests {
 
     #[test]
     fn an_abort_may_cross_the_last_byte() {
-        let (mut life, _) = through(&[Event::Admitted, Event::Known, Event::Abort]);
+        let (mut life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Abort]);
         assert_eq!(life.on(Event::Arrived), [Action::HandBack]);
         assert_eq!(life.stage(), &Stage::Aborted);
     }
@@ -246,14 +298,15 @@ mod tests {
     #[test]
     fn no_quarantine_for_what_is_at_rest() {
         let failed = Event::Failed(Failure::BadRequest("x".into()));
-        let (life, actions) = through(&[Event::Admitted, Event::Known, Event::Settled, failed]);
+        let (life, actions) =
+            through(&[Event::Admitted, Event::Known, ALL, Event::Settled, failed]);
         assert!(!life.landing());
         assert!(actions.contains(&Action::HandBack));
     }
 
     #[test]
     fn an_abort_ends_it_in_every_stage() {
-        let steps = [Event::Admitted, Event::Known, Event::Arrived];
+        let steps = [Event::Admitted, Event::Known, ALL, Event::Arrived];
         for n in 0..=steps.len() {
             let (mut life, _) = through(&steps[..n]);
             let actions = life.on(Event::Abort);

@@ -3,8 +3,12 @@
 //!
 //! * [`lease`]: what P promises, and to whom.
 //! * [`life`]: what D does with one request on one rank.
+//! * [`grant`]: what may be read, and the fingerprint that stands for it.
+//! * [`follow`]: what D has heard and read of a request that P still computes.
 //! * [`failure`]: why a request can fail.
 
 pub(crate) mod failure;
+pub mod follow;
+pub(crate) mod grant;
 pub mod lease;
 pub mod life;

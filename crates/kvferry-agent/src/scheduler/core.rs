@@ -15,6 +15,7 @@ use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
+use crate::rules::grant::Grant;
 use crate::rules::lease::{Ended, LeaseKey, Leases, Released};
 use crate::wire::door::Door;
 use crate::wire::message::{Card, Incarnation, Ticket};
@@ -111,11 +112,11 @@ impl Core {
         Ok(())
     }
 
-    pub(super) fn grant(&self, request: &str) -> Result<Ticket, Error> {
+    pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
         let present = self.present.lock();
         let nonce = self.next_nonce.fetch_add(1, Ordering::Relaxed);
         let key = LeaseKey { request: request.to_owned(), nonce };
-        self.leases().grant(key, self.now())?;
+        self.leases().grant(key, grant, self.now())?;
         self.metrics.granted.add(1);
         debug!(request, "granted");
         Ok(Ticket {

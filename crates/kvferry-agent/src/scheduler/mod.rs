@@ -26,6 +26,7 @@ pub use self::status::{GuestStatus, HoldStatus, LeaseStatus, Status, ask_status}
 use crate::background::Background;
 use crate::error::Error;
 use crate::metrics::SchedulerMetrics;
+use crate::rules::grant::Grant;
 use crate::rules::lease::Released;
 use crate::wire::door::Door;
 use crate::wire::link::Caller;
@@ -115,9 +116,10 @@ impl Scheduler {
         self.core.publish(ranks.collect::<Result<_, _>>()?)
     }
 
-    /// Promises to keep a request's blocks as they are, and gives the ticket to read them.
-    pub fn grant(&self, request: &str) -> Result<Ticket, Error> {
-        self.core.grant(request)
+    /// Promises to keep a request's blocks as they are, and gives the ticket to read them. Peers may use
+    /// what they read by exactly these tokens and tables, and nothing else.
+    pub fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+        self.core.grant(request, grant)
     }
 
     /// Takes a promise back. The blocks are reported as released. Answers whether there was one.

@@ -5,9 +5,10 @@ use kvferry_plan::Plan;
 use tracing::{debug, info, warn};
 
 use super::core::{Core, Published};
-use crate::rules::lease::{Answer, Loss};
+use crate::rules::grant::Fingerprint;
+use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
 use crate::wire::door::Host;
-use crate::wire::message::{Card, Question, Reply, Welcome};
+use crate::wire::message::{Card, Incarnation, Question, Reply, Welcome};
 use crate::wire::version::Version;
 
 impl Host for Core {
@@ -50,13 +51,10 @@ impl Host for Core {
                 Reply::Leases(answers.collect())
             }
             Question::Confirm { incarnation, key, consumer } => {
-                if incarnation != self.incarnation() {
-                    return Reply::Lease(Answer::NotHeld(Loss::Restarted));
-                }
-                let answer = self.leases().confirm(&key, &consumer, self.now());
-                debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
-                self.collect();
-                Reply::Lease(answer)
+                self.confirm(who, incarnation, &key, &consumer, None)
+            }
+            Question::ConfirmRead { incarnation, key, consumer, read_by } => {
+                self.confirm(who, incarnation, &key, &consumer, Some(read_by))
             }
             Question::Abandon { incarnation, keys } => {
                 if incarnation == self.incarnation() {
@@ -77,6 +75,29 @@ impl Host for Core {
                 Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())
             }
         }
+    }
+}
+
+impl Core {
+    fn confirm(
+        &self,
+        who: &str,
+        incarnation: Incarnation,
+        key: &LeaseKey,
+        consumer: &Consumer,
+        read_by: Option<Fingerprint>,
+    ) -> Reply {
+        if incarnation != self.incarnation() {
+            return Reply::Lease(Answer::NotHeld(Loss::Restarted));
+        }
+        let answer = self.leases().confirm(key, consumer, read_by, self.now());
+        debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
+        if answer == Answer::NotHeld(Loss::NotGranted) {
+            self.metrics.forged.add(1);
+            warn!(who, %key, "a peer has read by tables that were not granted: they were changed on the way");
+        }
+        self.collect();
+        Reply::Lease(answer)
     }
 }
 

@@ -78,6 +78,11 @@ impl Link {
         Ok(link)
     }
 
+    /// What both sides speak.
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::version::Version;
 use crate::error::{Misbehaviour, PeerError};
+use crate::rules::grant::Fingerprint;
 use crate::rules::lease::{Answer, Consumer, LeaseKey};
 
 /// Names one life of an engine. It changes when the engine restarts, and when its ranks publish new
@@ -138,6 +139,13 @@ pub(crate) enum Question {
     Ping,
     /// What are you doing? (since 1.1)
     Status,
+    /// Like [`Confirm`](Self::Confirm), and says what was read by. (since 1.2)
+    ConfirmRead {
+        incarnation: Incarnation,
+        key: LeaseKey,
+        consumer: Consumer,
+        read_by: Fingerprint,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

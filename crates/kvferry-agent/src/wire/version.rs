@@ -14,9 +14,11 @@ pub struct Version {
 
 impl Version {
     /// What this release speaks.
-    pub const CURRENT: Self = Self { major: 1, minor: 1 };
+    pub const CURRENT: Self = Self { major: 1, minor: 2 };
     /// From here on a side can be asked for its status.
     pub(crate) const STATUS: Self = Self { major: 1, minor: 1 };
+    /// From here on a confirmation says what was read by.
+    pub(crate) const GRANTS: Self = Self { major: 1, minor: 2 };
 }
 
 impl fmt::Display for Version {

@@ -73,6 +73,8 @@ enum Step {
     Known(Arc<SourceEngine>),
     /// The handshake broke.
     Failed(Failure),
+    /// There is something to read.
+    Grown,
     Moving(Progress),
     Answered(Answer),
 }
@@ -134,6 +136,7 @@ impl Drive {
                 Event::Known
             }
             Step::Failed(failure) => Event::Failed(failure),
+            Step::Grown => Event::Grown { last: true },
             Step::Moving(Progress::Arrived(moved)) => {
                 self.lap();
                 (self.timings.plan, self.timings.post) = (moved.plan, moved.post);
@@ -178,11 +181,15 @@ impl Drive {
         match action {
             Action::ShakeHands => self.shake_hands(),
             Action::Read => self.read(),
+            // What the ticket came with is all there is to read.
+            Action::Follow => _ = self.steps.send(Step::Grown),
             Action::Confirm => {
-                let (core, ticket) = (self.core.clone(), self.load.ticket.clone());
+                let (core, load) = (self.core.clone(), self.load.clone());
                 let (attempt, deadline) = (self.attempt, self.deadline);
                 self.spawn(async move {
-                    core.peers.confirm(&ticket, attempt, deadline).await.map(Step::Answered)
+                    let read_by = load.grant.fingerprint();
+                    let answer = core.peers.confirm(&load.ticket, attempt, read_by, deadline).await;
+                    answer.map(Step::Answered)
                 });
             }
             Action::Cancel => {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::Timings;
 use crate::rules::failure::Failure;
+use crate::rules::grant::Grant;
 use crate::rules::lease::Loss;
 use crate::rules::life::Stage;
 use crate::wire::message::Ticket;
@@ -18,12 +19,14 @@ pub struct Load {
     pub request: String,
     /// Where its blocks are.
     pub ticket: Ticket,
-    /// How many tokens it has.
+    /// What the ticket came with: the tokens that the source engine computed, and its block tables. They
+    /// may have passed through a router and a client, so the source engine is asked whether they are
+    /// what it granted before anything that was read by them is used.
+    pub grant: Grant,
+    /// How many tokens to read, at most as many as were granted.
     pub tokens: u64,
     /// For every group of this engine: how many of the first tokens it holds already.
     pub cached: Vec<u64>,
-    /// The source engine's block tables, one for every group.
-    pub source: Vec<BlockTable>,
     /// This engine's block tables, one for every group.
     pub destination: Vec<BlockTable>,
     /// How long it may take in all.

@@ -15,9 +15,11 @@ use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
 use crate::rules::failure::Failure;
+use crate::rules::grant::Fingerprint;
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links};
 use crate::wire::message::{Card, Incarnation, Question, Reply, Ticket};
+use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
@@ -249,11 +251,13 @@ impl Peers {
         Ok(sources)
     }
 
-    /// Asks whether the lease held until now, until there is an answer. The deadline is the caller's.
+    /// Asks whether the lease held until now for what was read by, until there is an answer. The deadline
+    /// is the caller's.
     pub(super) async fn confirm(
         &self,
         ticket: &Ticket,
         attempt: u64,
+        read_by: Fingerprint,
         deadline: Instant,
     ) -> Option<Answer> {
         let consumer = Consumer {
@@ -265,10 +269,12 @@ impl Peers {
         loop {
             let asked = async {
                 let link = self.links.get(&ticket.address, deadline.into()).await?;
-                let question = Question::Confirm {
-                    incarnation: ticket.incarnation,
-                    key: ticket.key(),
-                    consumer: consumer.clone(),
+                let (incarnation, key) = (ticket.incarnation, ticket.key());
+                let consumer = consumer.clone();
+                let question = match link.version() >= Version::GRANTS {
+                    true => Question::ConfirmRead { incarnation, key, consumer, read_by },
+                    // It cannot tell whether the tables are its own.
+                    false => Question::Confirm { incarnation, key, consumer },
                 };
                 link.ask(question, deadline.into()).await
             };

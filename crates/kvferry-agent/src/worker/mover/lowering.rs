@@ -43,7 +43,7 @@ impl<'p> Lowered<'p> {
         load: &Load,
         sources: &[Option<Box<dyn Source>>],
     ) -> Result<Self, RequestError> {
-        let source: Vec<Table<'_>> = load.source.iter().map(|table| table.borrow()).collect();
+        let source: Vec<Table<'_>> = load.grant.tables.iter().map(|table| table.borrow()).collect();
         let destination: Vec<Table<'_>> =
             load.destination.iter().map(|table| table.borrow()).collect();
         let request = Request {
