@@ -150,7 +150,7 @@ fn size(expression: &Expression, fields: &Fields<'_>, least: u64) -> Result<u64,
 }
 
 /// A module whose sizes are known.
-struct Sized<'a> {
+struct Measured<'a> {
     kind: &'a str,
     sizes: Vec<(&'a str, u64)>,
     formats: Vec<(&'a str, Format)>,
@@ -168,20 +168,20 @@ impl Family {
     ) -> Result<Description, ConfigError> {
         let (layers, format) = (fields.layers()?, states.model_format(fields)?);
         // In the order in which the definition names them.
-        let mut sized: Vec<(&str, Sized<'_>)> = vec![];
+        let mut measured: Vec<(&str, Measured<'_>)> = vec![];
         let draft = self.draft.iter().flat_map(|draft| &draft.are);
         for name in self.layers.iter().flat_map(Pattern::modules).chain(draft) {
-            if !sized.iter().any(|(known, _)| known == name) {
+            if !measured.iter().any(|(known, _)| known == name) {
                 let module = self.module(shared, name).expect("checked when it was read");
-                sized.push((name, module.sized(states, fields, &format)?));
+                measured.push((name, module.measured(states, fields, &format)?));
             }
         }
         let pattern = self.layers.iter().find(|pattern| pattern.is_there(fields));
         let pattern = pattern.or(self.layers.last()).expect("checked when it was read");
         let caches = |at: Place, modules: &[String], into: &mut Vec<Cache>| {
             for name in modules {
-                let found = sized.iter().find(|(known, _)| known == name);
-                let (_, Sized { kind, sizes, formats, window, .. }) =
+                let found = measured.iter().find(|(known, _)| known == name);
+                let (_, Measured { kind, sizes, formats, window, .. }) =
                     found.expect("all modules have their sizes");
                 let formats: Vec<_> =
                     formats.iter().map(|(role, format)| (*role, format)).collect();
@@ -201,7 +201,7 @@ impl Family {
             caches(Place::Layer(layer), modules, &mut description.caches)?;
             used.extend(modules.iter().map(String::as_str));
         }
-        for (name, module) in &sized {
+        for (name, module) in &measured {
             if used.contains(name) {
                 description.limits.extend(module.limits.iter().cloned());
             }
@@ -246,12 +246,12 @@ impl Family {
 }
 
 impl Module {
-    fn sized<'a>(
+    fn measured<'a>(
         &'a self,
         states: &'a States,
         fields: &Fields<'_>,
         format: &Format,
-    ) -> Result<Sized<'a>, ConfigError> {
+    ) -> Result<Measured<'a>, ConfigError> {
         let kind = states.kind(&self.kind)?;
         // In the order in which the kind names them.
         let sizes = kind.sizes().map(|name| Ok((name, size(&self.sizes[name], fields, 1)?)));
@@ -274,7 +274,7 @@ impl Module {
         }
         limits.extend(kind.limits(&self.kind, &sizes)?);
         let window = self.window.as_ref().map(|window| size(window, fields, 1)).transpose()?;
-        Ok(Sized { kind: &self.kind, sizes, formats, window, limits })
+        Ok(Measured { kind: &self.kind, sizes, formats, window, limits })
     }
 
     fn problem(&self, states: &States) -> Option<String> {
