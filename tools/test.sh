@@ -45,6 +45,7 @@ lane() {
 rust_tests() {
   step cargo test --workspace --locked
   step tools/test-explain.sh
+  step tools/test-docs.sh
 }
 
 step cargo fmt --all --check
