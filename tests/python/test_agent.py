@@ -12,7 +12,7 @@ import uuid
 import kvferry
 import numpy as np
 import pytest
-from handmade import LONG, WIDTH, draft, fill, load, value
+from handmade import BLOCKS, HEADS, LONG, WIDTH, draft, fill, load, value
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
