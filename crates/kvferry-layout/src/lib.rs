@@ -63,6 +63,7 @@
 mod codec;
 mod copy;
 mod error;
+mod loops;
 mod manifest;
 mod price;
 mod sound;
@@ -74,6 +75,7 @@ mod window;
 pub use codec::{MAX_BINARY_BYTES, MAX_JSON_BYTES};
 pub use copy::ByteCopy;
 pub use error::{ManifestError, Spot};
+pub use loops::{BlockPair, Loop, LoopNest, Loops, LoopsError, MAX_LOOPS};
 pub use manifest::{Draft, Group, Manifest, Piece, Scratch};
 pub use price::Price;
 pub use state::{Axis, Format, Kind, Law, Phase, Span, StateBox};
