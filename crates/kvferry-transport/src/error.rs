@@ -57,6 +57,24 @@ pub enum Error {
     /// A library this transport needs is missing or does not load.
     #[error("{0}")]
     Library(String),
+    /// There is no usable CUDA driver.
+    ///
+    /// What to do: run on a machine with an NVIDIA GPU and its driver; in a container, make the GPU
+    /// visible (`--gpus`).
+    #[error("CUDA's driver cannot be used here: {0}")]
+    NoDriver(String),
+    /// CUDA refused a call, or a kernel failed.
+    ///
+    /// What to do: look CUDA's error up; after a failed kernel the process must be restarted.
+    #[error("{what}: {text} (CUDA error {code})")]
+    Cuda {
+        /// What was being done.
+        what: String,
+        /// CUDA's number of the error.
+        code: i32,
+        /// What CUDA says about it.
+        text: String,
+    },
     /// The operating system refused a call.
     #[error("{what}: {kind}{}", Code(*code))]
     System {

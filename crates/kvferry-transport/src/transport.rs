@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::region::RegionId;
-use kvferry_layout::{ByteCopy, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Region};
 
 /// Moves lists of copies between registered memory of this process and of its peers.
 ///
@@ -43,7 +43,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// A read or write under way.
     type Operation: Operation;
 
-    /// The back end's name: `local`, `tcp` or `nixl`.
+    /// The back end's name: `local`, `tcp`, `cuda` or `nixl`.
     fn name(&self) -> &'static str;
 
     /// Registers memory: from now on connected peers may read and write it, and operations of this
@@ -89,6 +89,18 @@ pub trait Transport: Send + Sync + Sized + 'static {
         notification: Option<&[u8]>,
         deadline: Instant,
     ) -> Result<Self::Operation, Error>;
+
+    /// Like [`read`](Self::read), for copies that are described as loops over tables of blocks, and
+    /// without a notification. Back ends that walk loops themselves never make a list of them.
+    fn read_loops(
+        &self,
+        peer: &Self::Peer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Self::Operation, Error> {
+        let copies: Vec<ByteCopy> = loops.copies().collect();
+        self.read(peer, &copies, None, deadline)
+    }
 
     /// Starts to copy from this process's memory into the peer's; otherwise like
     /// [`read`](Self::read).

@@ -108,7 +108,7 @@ pub fn cache_directory() -> Option<PathBuf> {
 }
 
 /// The `site-packages` of the active virtual or Conda environment, else of the Python on the path.
-fn site_packages() -> Vec<PathBuf> {
+pub(crate) fn site_packages() -> Vec<PathBuf> {
     let prefixes: Vec<PathBuf> =
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(env::var_os).map(PathBuf::from).collect();
     let prefixes = if prefixes.is_empty() {

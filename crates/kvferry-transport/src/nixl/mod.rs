@@ -45,6 +45,7 @@ mod grid;
 
 use capi::{Agent, AgentError, AgentSettings, Code, Prepared, Span};
 use driver::Driver;
+pub(crate) use find::site_packages;
 pub use find::{VARIABLE, VERSION, cache_directory, find, install};
 pub use flight::NixlTransfer;
 use flight::{Flight, Job, Order};
