@@ -29,6 +29,8 @@ const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
 const POINTER_DEVICE: c_int = 9;
 const POINTER_IS_LEGACY_IPC: c_int = 10;
+const POINTER_MAPPING_BYTES: c_int = 18;
+const POINTER_MAPPING_BASE: c_int = 19;
 const MAX_DYNAMIC_SHARED: c_int = 8;
 
 /// CUmemAllocationProp, and CUmemLocation and CUmemAccessDesc inside and beside it.
@@ -86,7 +88,6 @@ macro_rules! functions {
 functions! {
     init = "cuInit": fn(c_uint);
     error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
-    device_count = "cuDeviceGetCount": fn(*mut c_int);
     device_get = "cuDeviceGet": fn(*mut c_int, c_int);
     device_uuid = "cuDeviceGetUuid_v2": fn(*mut Uuid, c_int);
     device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
@@ -152,7 +153,7 @@ impl Driver {
     }
 
     fn load() -> Result<Self, Error> {
-        let missing = |error: libloading::Error| Error::NoDriver(error.to_string());
+        let missing = |error: libloading::Error| Error::NoDriver(reason(&error));
         // SAFETY: loading CUDA's driver library runs its initialisers, as any CUDA program does.
         let library = unsafe { libloading::Library::new("libcuda.so.1") }.map_err(missing)?;
         let driver = Self(Functions::load(library).map_err(missing)?);
@@ -178,6 +179,12 @@ impl Driver {
         let text = text.map_or("an error without a name".into(), CStr::to_string_lossy);
         Err(Error::Cuda { what: what.to_owned(), code, text: text.into_owned() })
     }
+}
+
+/// What the system says about a library that does not load.
+pub(super) fn reason(error: &libloading::Error) -> String {
+    let cause = std::error::Error::source(error);
+    cause.map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
 impl fmt::Debug for Driver {
@@ -389,6 +396,19 @@ impl Card {
             )?;
         }
         Ok((base, bytes as u64))
+    }
+
+    /// The mapping that an address of mapped memory lies in: start and length.
+    pub(crate) fn mapping(&self, address: u64) -> Result<(u64, u64), Error> {
+        let (mut base, mut bytes) = (0u64, 0u64);
+        // SAFETY: both attributes have 64 bits, and the pointers are to live values.
+        unsafe {
+            let what = "asking how memory is mapped";
+            let (to_base, to_bytes) = ((&raw mut base).cast(), (&raw mut bytes).cast());
+            call!(self, what, pointer_attribute(to_base, POINTER_MAPPING_BASE, address))?;
+            call!(self, what, pointer_attribute(to_bytes, POINTER_MAPPING_BYTES, address))?;
+        }
+        Ok((base, bytes))
     }
 
     /// The number of the card whose memory an address is.

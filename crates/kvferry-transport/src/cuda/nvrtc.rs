@@ -5,6 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use super::driver::reason;
 use crate::error::Error;
 
 /// Names the library, or the directory it lies in.
@@ -74,7 +75,7 @@ impl Nvrtc {
         });
         let open = |path: &Path| {
             // SAFETY: loading NVRTC runs its initialisers, which do nothing but set it up.
-            unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())
+            unsafe { libloading::Library::new(path) }.map_err(|error| reason(&error))
         };
         let builtins = builtins.and_then(|path| open(&path).ok());
         Ok(Self { library: open(path)?, _builtins: builtins })

@@ -54,9 +54,9 @@ impl Export {
                 card.ordinal()
             )));
         }
-        let (base, bytes) = card.allocation(region.base)?;
         let end = region.base + region.bytes;
         if card.is_plain(region.base)? {
+            let (base, bytes) = card.allocation(region.base)?;
             if end > base + bytes {
                 return Err(Error::Unsupported(format!(
                     "{} bytes at {:#x} reach beyond their allocation of {bytes} bytes at {base:#x}",
@@ -65,9 +65,10 @@ impl Export {
             }
             return Ok(Self { region, base, way: Way::Plain(card.ipc_handle(base)?) });
         }
+        let (base, _) = card.mapping(region.base)?;
         let (mut parts, mut at) = (vec![], base);
         while at < end {
-            let (start, bytes) = card.allocation(at)?;
+            let (start, bytes) = card.mapping(at)?;
             if start != at || bytes == 0 {
                 return Err(Error::Unsupported(format!("the mapped memory at {at:#x} has gaps")));
             }
@@ -202,6 +203,7 @@ pub(crate) struct Opened {
 enum What {
     /// An allocation, by its first address here.
     Plain(IpcHandle, u64),
+    #[expect(dead_code, reason = "held until it is dropped")]
     Mapped(Mapped),
 }
 
