@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvferry_transport::{ByteCopy, Error, Operation, Price, Transport};
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Transport};
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -23,6 +23,10 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn price(&self) -> Price;
     /// Starts to read.
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
+    /// Whether its transport walks loops itself, so that no list of copies need be made.
+    fn executes_loops(&self) -> bool;
+    /// Starts to read what loops describe.
+    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error>;
     /// Ends the connection; reads under way fail. Only the first call does anything: the same rank
     /// may have been connected to again since.
     fn disconnect(&self);
@@ -97,6 +101,15 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let operation = self.keeping.transport.read(&self.peer, copies, deadline)?;
+        Ok(Box::new(operation))
+    }
+
+    fn executes_loops(&self) -> bool {
+        self.keeping.transport.executes_loops()
+    }
+
+    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        let operation = self.keeping.transport.read_loops(&self.peer, loops, deadline)?;
         Ok(Box::new(operation))
     }
 

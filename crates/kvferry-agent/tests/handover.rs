@@ -31,6 +31,44 @@ fn whatever_the_shapes_and_the_transport() {
     }
 }
 
+/// A transport that walks loops gets no list, whatever the shapes.
+#[test]
+fn a_source_that_executes_loops_gets_loops() {
+    for (wide, narrow) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)] {
+        let p = Recipe::new("p", wide).by(By::Looping).start();
+        let d = Recipe::new("d", narrow).by(By::Looping).start();
+        hand_over(&p, &d);
+    }
+}
+
+/// Where others would read the last block whole, loops read what is needed and nothing else.
+#[test]
+fn loops_are_exact() {
+    let start = |name| {
+        let mut recipe = Recipe::new(name, 1).by(By::Looping);
+        recipe.by_head = true;
+        recipe.start()
+    };
+    let (p, d) = (start("p"), start("d"));
+    let tokens = TOKENS_PER_BLOCK + 1;
+    let (source, destination) = ([3, 6], [9, 5]);
+    p.prefill(7, &source, 2 * TOKENS_PER_BLOCK);
+    let load = Load {
+        request: "r".to_owned(),
+        ticket: p.scheduler.grant("r").unwrap(),
+        tokens,
+        cached: vec![0],
+        source: table(&source),
+        destination: table(&destination),
+        patience: LONG,
+        rest: true,
+    };
+    d.ranks[0].worker.load(load).unwrap();
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, tokens * HEADS * DIM));
+    assert_eq!(d.ranks[0].touched() as u64, tokens * HEADS * DIM);
+}
+
 #[test]
 fn decode_engines_of_different_shape_read_from_one_prefill_engine() {
     let p = Recipe::new("p", 2).start();

@@ -116,6 +116,7 @@ mod check;
 mod compile;
 mod cursor;
 mod incompatible;
+mod loops;
 mod nest;
 mod request;
 mod summary;
@@ -124,7 +125,7 @@ mod walk;
 
 pub use compile::{Part, Plan};
 pub use incompatible::Incompatible;
-pub use kvferry_layout::{ByteCopy, Price};
+pub use kvferry_layout::{ByteCopy, Loops, Price};
 pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

@@ -11,9 +11,9 @@ use crate::walk::{Entries, Holding, Segments, walk_own_blocks, walk_rest};
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
 pub struct Transfer<'p> {
-    plan: &'p Plan,
+    pub(crate) plan: &'p Plan,
     /// For every rhythm of the plan.
-    segments: Segments,
+    pub(crate) segments: Segments,
     /// For every leftover.
     rest: Segments,
 }

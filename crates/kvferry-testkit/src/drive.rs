@@ -77,6 +77,11 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
             longest: lengths.max().unwrap_or(0),
         };
         assert_eq!(transfer.summary(source), summary, "the summary is not what is yielded");
+        let loops = transfer.loops(source);
+        assert_eq!(loops.bytes(), summary.bytes, "the loops move another number of bytes");
+        let runs: Vec<ByteCopy> = loops.copies().take(TOO_MANY).collect();
+        assert_eq!(runs.len() as u64, loops.runs(), "the loops yield another number of runs");
+        assert!(joined(runs) == joined(copies.clone()), "the loops move other bytes");
         let moves = copies.iter().map(|&ByteCopy { source, destination, bytes }| Move {
             source,
             destination,
@@ -100,6 +105,18 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     });
     assert!(over == exact, "reading too much reads something else");
     Ok(said)
+}
+
+/// The same bytes as as few copies as can be, in the order of the destination's addresses.
+fn joined(mut copies: Vec<ByteCopy>) -> Vec<ByteCopy> {
+    copies.sort_unstable_by_key(|copy| copy.destination);
+    copies.dedup_by(|next, copy| {
+        let end = (copy.source + copy.bytes, copy.destination + copy.bytes);
+        let touches = end == (next.source, next.destination);
+        copy.bytes += if touches { next.bytes } else { 0 };
+        touches
+    });
+    copies
 }
 
 /// Where every byte goes and comes from, as address there, source rank and address here, in order.

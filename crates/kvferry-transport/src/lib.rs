@@ -1,9 +1,10 @@
 //! Moves lists of copies from the registered memory of other processes into one's own.
 //!
-//! [`Transport`] says what every back end promises. There are three:
+//! [`Transport`] says what every back end promises. There are four:
 //!
 //! * [`local`]: two processes on one host; reads the peer's memory directly.
 //! * [`tcp`]: anything with a network; nothing to install.
+//! * [`cuda`]: two processes on one host with memory on GPUs; one kernel carries out a request.
 //! * [`nixl`]: NVIDIA's transfer library, loaded at run time, for RDMA, NVLink and GPU memory.
 //!
 //! A transport knows addresses and bytes, and nothing of models. It only ever reads from a peer:
@@ -15,7 +16,7 @@
 //! |---|---|
 //! | `contract` | what callers see: the traits, what an operation reports, what can go wrong |
 //! | `shared` | what back ends are built from. `desk` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
-//! | [`local`], [`tcp`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
+//! | [`local`], [`tcp`], [`cuda`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
 //! What a read costs is each back end's own figure (`Transport::price`); `examples/price` measures it.
@@ -24,6 +25,7 @@
 //! conformance suite (`tests/conformance`).
 
 mod contract;
+pub mod cuda;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod local;
@@ -35,5 +37,5 @@ pub mod tcp;
 pub use contract::{
     Error, Instance, InvalidFrame, Operation, RegionId, Report, Side, Statistics, Status, Transport,
 };
-pub use kvferry_layout::{ByteCopy, Place, Price, Region};
+pub use kvferry_layout::{ByteCopy, Loops, Place, Price, Region};
 pub use shared::Transfer;

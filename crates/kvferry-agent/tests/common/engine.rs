@@ -16,6 +16,7 @@ use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Price, Transport};
 
 use super::held::Held;
+use super::looping::Looping;
 use super::memory::{Memory, UNTOUCHED};
 use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, granted, table, value};
 
@@ -37,6 +38,8 @@ pub struct Engine {
 pub enum By {
     Tcp,
     Local,
+    /// Loops, and never lists.
+    Looping,
     /// Reads that do what the test says.
     Held,
 }
@@ -110,6 +113,7 @@ impl Recipe {
                     unsafe { transport.register(region) }.unwrap();
                     carry(Arc::new(transport))
                 }
+                By::Looping => Arc::new(Looping),
                 By::Held => {
                     held = Some(Arc::new(Held::new((self.prices)(rank))));
                     held.clone().unwrap() as Arc<dyn Carrier>

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{Carrier, Source};
-use kvferry_transport::{ByteCopy, Error, Operation, Price, Report, Status};
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
 
 use super::eventually;
 
@@ -106,6 +106,14 @@ impl Source for HeldSource {
         });
         self.reads.lock().unwrap().push_back(read.clone());
         Ok(Box::new(HeldOperation(read)))
+    }
+
+    fn executes_loops(&self) -> bool {
+        false
+    }
+
+    fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
+        Err(Error::Unsupported("these reads are lists".to_owned()))
     }
 
     fn disconnect(&self) {}

@@ -9,6 +9,7 @@
 
 pub mod engine;
 pub mod held;
+pub mod looping;
 pub mod memory;
 pub mod wire;
 

@@ -1,6 +1,7 @@
 //! `kvferry bench`: measure on this machine.
 
 mod contender;
+mod gpu;
 mod memory;
 mod transfer;
 
@@ -18,15 +19,47 @@ pub(crate) struct Bench {
 #[derive(Debug, Subcommand)]
 enum Command {
     Transfer(transfer::Transfer),
+    Gpu(Gpu),
     /// One side of a pair of processes that is being measured.
     #[command(hide = true)]
     Worker(contender::Worker),
+}
+
+/// Measure the cuda transport: real plans of real models, between two processes on one card.
+///
+/// Every byte of the destination is checked. The limit is one copy on the card of as many bytes of the
+/// other process's memory, in the same run.
+#[derive(Debug, Args)]
+struct Gpu {
+    /// Rounds of which medians are taken.
+    #[arg(long, default_value_t = 15)]
+    rounds: usize,
+    /// Only cases whose name contains this.
+    #[arg(long, default_value = "", value_name = "TEXT")]
+    only: String,
+    /// Write the results to this file, as JSON.
+    #[arg(long, value_name = "PATH")]
+    json: Option<std::path::PathBuf>,
+    /// Be the process that is read.
+    #[arg(long, hide = true)]
+    serve: bool,
+}
+
+impl Gpu {
+    fn run(self) -> Result<(), gpu::Failure> {
+        let Self { rounds, only, json, serve } = self;
+        match serve {
+            true => gpu::serve(),
+            false => gpu::run(&gpu::Settings { rounds, only, json }, &["bench", "gpu", "--serve"]),
+        }
+    }
 }
 
 impl Bench {
     pub(crate) fn run(self) -> ExitCode {
         let done = match self.command {
             Command::Transfer(transfer) => transfer.run(),
+            Command::Gpu(gpu) => gpu.run(),
             Command::Worker(worker) => worker.run(),
         };
         match done {

@@ -104,5 +104,19 @@ fn push_whole_blocks(
         let repeats = (end - start) as u64 * split;
         segments.push_blocks(first(sources), first(destinations), even, repeats);
         start = end;
+        if repeats == 1 {
+            // Most often blocks lie scattered: those that neither continue the one before nor are
+            // continued by the one after. The last may still be continued by what comes.
+            let alone = |at: usize| {
+                sources[at + 1] != sources[at].wrapping_add(1)
+                    || destinations[at + 1] != destinations[at].wrapping_add(1)
+            };
+            let mut end = start;
+            while end + 1 < blocks && alone(end) {
+                end += 1;
+            }
+            segments.push_scattered(&sources[start..end], &destinations[start..end], even);
+            start = end;
+        }
     }
 }

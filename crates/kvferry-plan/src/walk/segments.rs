@@ -112,6 +112,18 @@ impl Segments {
         }
     }
 
+    /// Adds stretches that fill one block each, none of which continues another or the one before.
+    pub(crate) fn push_scattered(&mut self, sources: &[u32], destinations: &[u32], entries: u64) {
+        if sources.is_empty() {
+            return;
+        }
+        self.close();
+        let shape = self.number(Shape { entries, repeats: 1, ..Shape::default() });
+        let pairs = sources.iter().zip(destinations);
+        let segment = |(&source, &destination)| Segment { source, destination, shape };
+        self.list.extend(pairs.map(segment));
+    }
+
     /// Starts a new segment.
     fn open(&mut self, source: Slot, destination: Slot, entries: u64) {
         self.close();
@@ -127,6 +139,13 @@ impl Segments {
 
     fn close(&mut self) {
         let Some((source, destination, shape)) = self.open.take() else { return };
+        let shape = self.number(shape);
+        let (source, destination) = (source.block, destination.block);
+        self.list.push(Segment { source, destination, shape });
+    }
+
+    /// The index of a shape among those of the rhythm at hand.
+    fn number(&mut self, shape: Shape) -> u32 {
         // Mostly the shape of the segment before; where block sizes differ, some take turns.
         let known = &self.shapes[self.start(self.ends.len()).0..];
         let recent = known.iter().rposition(|known| *known == shape);
@@ -134,7 +153,6 @@ impl Segments {
         if recent.is_none() {
             self.shapes.push(shape);
         }
-        let (source, destination) = (source.block, destination.block);
-        self.list.push(Segment { source, destination, shape: index as u32 });
+        index as u32
     }
 }

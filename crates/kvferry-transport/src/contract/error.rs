@@ -84,9 +84,29 @@ pub enum Error {
     Unsupported(String),
     /// A library this transport needs is missing or does not load.
     ///
-    /// What to do: run `kvferry nixl install`, or name the library as the message says.
+    /// What to do: install the library or name it, as the message says; for NIXL, run
+    /// `kvferry nixl install`.
     #[error("{0}")]
     Library(String),
+    /// There is no usable CUDA driver.
+    ///
+    /// What to do: run on a machine with an NVIDIA GPU and its driver; in a container, make the GPU
+    /// visible (`--gpus`). Where there is no GPU, use another transport: `local`, `tcp` or `nixl`.
+    #[error("CUDA's driver cannot be used here: {0}")]
+    NoDriver(String),
+    /// CUDA refused a call, or a kernel failed.
+    ///
+    /// What to do: look CUDA's error up by its number. After a kernel that failed (an illegal address,
+    /// a launch failure) no GPU work of the process goes on: restart it.
+    #[error("{what}: {text} (CUDA error {code})")]
+    Cuda {
+        /// What was being done.
+        what: String,
+        /// CUDA's number of the error.
+        code: i32,
+        /// What CUDA says about it.
+        text: String,
+    },
     /// The operating system refused a call.
     ///
     /// What to do: the message names the call and the system's reason; common ones are limits on

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
-use kvferry_layout::{ByteCopy, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Region};
 
 use super::error::Error;
 use super::status::{RegionId, Statistics, Status};
@@ -25,7 +25,7 @@ use super::status::{RegionId, Statistics, Status};
 ///   before: until then bytes may still land there. An operation that has failed or was cancelled
 ///   but can still write is [`Status::Quarantined`]. It becomes [`Status::Failed`] by itself when
 ///   nothing can land any more. How long that takes is up to the back end and the peer: `local`
-///   and `tcp` settle at once, `nixl` only when the peer answers or is known to be dead.
+///   and `tcp` settle at once, `cuda` when the kernel under way has ended, `nixl` only when the peer answers or is known to be dead.
 /// * **Posting is cheap.** [`read`](Self::read) checks and hands over; it does not wait for the
 ///   bytes to move.
 /// * **Idle is idle.** A transport without operations uses no CPU time to speak of.
@@ -40,7 +40,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// A read under way.
     type Operation: Operation;
 
-    /// The back end's name: `local`, `tcp` or `nixl`.
+    /// The back end's name: `local`, `tcp`, `cuda` or `nixl`.
     fn name(&self) -> &'static str;
 
     /// Registers memory: from now on connected peers may read it, and operations of this process
@@ -58,7 +58,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
     ///
     /// Waits until `deadline` for the operations of this process that use it, and then answers
     /// [`Error::RegionBusy`]. Peers that are reading it are waited for as long, and then cut off. A
-    /// one-sided transport (`local`, `nixl`) cannot see its peers' reads: there, as the design has
+    /// one-sided transport (`local`, `cuda`, `nixl`) cannot see its peers' reads: there, as the design has
     /// it, the lease on the memory must have ended.
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error>;
 
@@ -86,6 +86,25 @@ pub trait Transport: Send + Sync + Sized + 'static {
         copies: &[ByteCopy],
         deadline: Instant,
     ) -> Result<Self::Operation, Error>;
+
+    /// Whether this transport walks loops itself. Where it does, [`read_loops`](Self::read_loops) is
+    /// the way to read: its time does not grow with the number of copies, and a list would be made
+    /// for nothing.
+    fn executes_loops(&self) -> bool {
+        false
+    }
+
+    /// Like [`read`](Self::read), for copies that are described as loops over tables of blocks. A
+    /// back end that does not walk loops makes a list of them.
+    fn read_loops(
+        &self,
+        peer: &Self::Peer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Self::Operation, Error> {
+        let copies: Vec<ByteCopy> = loops.copies().collect();
+        self.read(peer, &copies, deadline)
+    }
 
     /// What this transport has done so far.
     fn statistics(&self) -> Statistics;

@@ -38,12 +38,8 @@ pub(super) fn find_in(option: Option<&Path>, site_packages: &[PathBuf]) -> Resul
 
 /// Looks where nobody said it is.
 fn elsewhere(mut search: Search, site_packages: &[PathBuf]) -> Result<PathBuf, Error> {
-    let guessed = prefixes(&|name| env::var_os(name), invoked_as().as_deref());
-    let folders = site_packages
-        .iter()
-        .cloned()
-        .chain(cache_directory())
-        .chain(guessed.iter().flat_map(|prefix| packages_below(prefix)));
+    let folders =
+        site_packages.iter().cloned().chain(cache_directory()).chain(guessed_site_packages());
     for folder in folders {
         if let Some(library) = search.at(&folder) {
             return Ok(library);
@@ -113,6 +109,12 @@ pub fn cache_directory() -> Option<PathBuf> {
         .map(PathBuf::from)
         .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
     Some(base.join("kvferry").join(format!("nixl-{VERSION}")))
+}
+
+/// The folders of packages of the Python environments that seem to be in use, the surest first.
+pub(crate) fn guessed_site_packages() -> Vec<PathBuf> {
+    let prefixes = prefixes(&|name| env::var_os(name), invoked_as().as_deref());
+    prefixes.iter().flat_map(|prefix| packages_below(prefix)).collect()
 }
 
 /// The folders of the Python environments that seem to be in use, the surest first.

@@ -46,6 +46,7 @@ mod state;
 
 use capi::{Agent, AgentError};
 use driver::Driver;
+pub(crate) use find::guessed_site_packages;
 pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use install::install;
 use job::Job;

@@ -31,6 +31,14 @@ pub(crate) struct Opened {
     pub(crate) on_gpu: bool,
 }
 
+/// An operation that is carried out in one go, however many copies were asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Whole {
+    pub(crate) asked: u64,
+    pub(crate) bytes: u64,
+    pub(crate) began: Instant,
+}
+
 impl Desk {
     pub(crate) fn new() -> Result<Self, Error> {
         Ok(Self {
@@ -62,7 +70,7 @@ impl Desk {
     ) -> Result<Opened, Error> {
         let began = Instant::now();
         let admitted = self.regions.admit(copies, theirs)?;
-        let custody = Custody::open(Order {
+        let custody = self.begin(Order {
             asked: copies.len() as u64,
             copies: admitted.copies.len() as u64,
             bytes: admitted.copies.iter().map(|copy| copy.bytes).sum(),
@@ -73,10 +81,38 @@ impl Desk {
             counters: self.counters.clone(),
             rate: rate.clone(),
         });
+        Ok(Opened { custody, copies: admitted.copies, on_gpu: admitted.on_gpu })
+    }
+
+    /// Opens an operation that is not a list of copies. What it reads, the caller has checked; what
+    /// it writes (address, bytes) is checked here.
+    pub(crate) fn open_whole(
+        &self,
+        whole: &Whole,
+        written: &[(u64, u64)],
+        deadline: Instant,
+        rate: &Arc<RateWatch>,
+    ) -> Result<Arc<Custody>, Error> {
+        let holds = self.regions.hold(written)?;
+        Ok(self.begin(Order {
+            asked: whole.asked,
+            copies: u64::from(whole.bytes > 0),
+            bytes: whole.bytes,
+            holds,
+            deadline,
+            began: whole.began,
+            interrupt: None,
+            counters: self.counters.clone(),
+            rate: rate.clone(),
+        }))
+    }
+
+    fn begin(&self, order: Order) -> Arc<Custody> {
+        let custody = Custody::open(order);
         if !custody.is_empty() {
             self.deadlines.watch(&custody);
         }
-        Ok(Opened { custody, copies: admitted.copies, on_gpu: admitted.on_gpu })
+        custody
     }
 
     pub(crate) fn statistics(&self) -> Statistics {

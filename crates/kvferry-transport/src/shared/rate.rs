@@ -23,6 +23,8 @@ const LOOKED_AT: u32 = 4;
 pub(crate) enum Medium {
     /// Memory of this host.
     Memory,
+    /// GPUs of this host, and what is between them.
+    Cards,
     /// A network card, with its rate in bytes per second where the system tells.
     Network(Option<f64>),
     /// NIXL, with the rate of the fastest RDMA card.
@@ -34,7 +36,7 @@ impl Medium {
     pub(crate) fn byte(self) -> Option<f64> {
         match self {
             Self::Network(rate) | Self::Nixl(rate) => rate.map(|rate| 1e9 / rate),
-            Self::Memory => None,
+            Self::Memory | Self::Cards => None,
         }
     }
 
@@ -47,6 +49,11 @@ impl Medium {
                  UCX_TLS allows cuda_ipc, cuda_copy and the RDMA transports, that both processes \
                  see each other's GPU (same container IPC and PID namespaces for one host), and \
                  that GPUDirect RDMA (nvidia_peermem or dmabuf) is there",
+            )),
+            Self::Cards => Some((
+                5e9,
+                "the card is busy with other work, or the way to the peer's card is slow; \
+                 `nvidia-smi topo -m` shows what is between them",
             )),
             Self::Nixl(Some(rate)) => Some((
                 rate / 20.0,

@@ -129,6 +129,22 @@ impl Regions {
         Ok(Admitted { copies: merged, holds, on_gpu })
     }
 
+    /// Checks that each of `spans` (address, bytes) lies in one registered region, and holds those
+    /// regions for an operation of this process.
+    pub(crate) fn hold(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
+        let entries = self.entries.read();
+        let regions = Spans(entries.iter().map(|entry| entry.region).collect());
+        let mut touched = vec![false; entries.len()];
+        let mut hint = 0;
+        for &(address, bytes) in spans {
+            let outside = Error::OutsideRegion { side: Side::Local, address, bytes };
+            hint = regions.find(address, bytes, hint).ok_or(outside)?;
+            touched[hint] = true;
+        }
+        let held = std::iter::zip(entries.iter(), touched).filter(|(_, touched)| *touched);
+        Ok(held.map(|(entry, _)| entry.operations.clone()).collect())
+    }
+
     /// Checks that each of `spans` (address, bytes) lies in registered host memory, and holds the
     /// regions they touch. A span may cross from one region into the next when they touch.
     pub(crate) fn serve(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {

@@ -12,7 +12,7 @@ use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
-use self::lowering::Lowered;
+use self::lowering::{Lowered, Reads};
 use super::load::Load;
 use crate::carrier::Source;
 use crate::error::Error;
@@ -177,17 +177,19 @@ impl Reading {
         let mut operations = vec![];
         let mut failure = None;
         for (index, source) in job.sources.iter().enumerate() {
-            let copies = lowered.copies(index);
+            let reads = lowered.reads(index);
             moved.plan += lap();
-            if copies.is_empty() {
+            if reads.copies() == 0 {
                 continue;
             }
-            moved.bytes += copies.iter().map(|copy| copy.bytes).sum::<u64>();
-            moved.copies += copies.len() as u64;
+            moved.bytes += reads.bytes();
+            moved.copies += reads.copies();
             let posted = match source {
-                Some(source) => {
-                    source.read(&copies, job.deadline).map_err(|e| transport_failure(&e))
+                Some(source) => match &reads {
+                    Reads::List(copies) => source.read(copies, job.deadline),
+                    Reads::Loops(loops) => source.read_loops(loops, job.deadline),
                 }
+                .map_err(|error| transport_failure(&error)),
                 None => {
                     let message = "the plan reads a rank that it should not";
                     Err(Failure::Transport(message.to_owned()))

@@ -1,0 +1,67 @@
+//! A transport in one process that walks loops, as a GPU does, and refuses lists.
+
+use std::time::Instant;
+
+use kvferry_agent::{Carrier, Source};
+use kvferry_transport::cuda::carry_out;
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
+
+#[derive(Debug)]
+pub struct Looping;
+
+impl Carrier for Looping {
+    fn name(&self) -> &'static str {
+        "looping"
+    }
+
+    fn describe(&self) -> Result<Vec<u8>, Error> {
+        Ok(vec![])
+    }
+
+    fn connect(&self, _: &[u8], _: Instant) -> Result<Box<dyn Source>, Error> {
+        Ok(Box::new(LoopingSource))
+    }
+}
+
+#[derive(Debug)]
+struct LoopingSource;
+
+impl Source for LoopingSource {
+    /// Such that a list would be read too much of.
+    fn price(&self) -> Price {
+        Price { launch: 0.0, copy: 1e6, byte: 0.001 }
+    }
+
+    fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
+        Err(Error::Unsupported("a list was made for a transport that walks loops".to_owned()))
+    }
+
+    fn executes_loops(&self) -> bool {
+        true
+    }
+
+    fn read_loops(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
+        // SAFETY: plans name only addresses of test memory, which is never freed and accessed without
+        // references.
+        unsafe { carry_out(loops) };
+        let report = Report { bytes: loops.bytes(), ..Report::default() };
+        Ok(Box::new(Done(report)))
+    }
+
+    fn disconnect(&self) {}
+}
+
+#[derive(Debug)]
+struct Done(Report);
+
+impl Operation for Done {
+    fn poll(&self) -> Status {
+        Status::Done(self.0)
+    }
+
+    fn wait(&self, _: Instant) -> Status {
+        self.poll()
+    }
+
+    fn cancel(&self) {}
+}

@@ -1,0 +1,376 @@
+//! The rows, and what is measured of each.
+
+use std::time::{Duration, Instant};
+
+use kvferry_layout::{BlockPair, Manifest, Place, Region};
+use kvferry_models::rules::vllm;
+use kvferry_models::{Topology, presets};
+use kvferry_plan::{ByteCopy, Loops, Plan, Request, Table};
+use kvferry_transport::cuda::driver::Card;
+use kvferry_transport::cuda::{Cuda, CudaOptions, CudaPeer};
+use kvferry_transport::{Operation, Status, Transport};
+use serde::Serialize;
+
+use super::Failure;
+use super::memory::{Checker, Memory};
+use super::source::Source;
+
+/// A pair of engines and a request.
+pub(super) struct Case {
+    pub(super) model: &'static str,
+    pub(super) prefill: &'static str,
+    pub(super) decode: &'static str,
+    pub(super) tokens: u64,
+    scattered: bool,
+    /// The source's memory is from the virtual-memory interface.
+    mapped: bool,
+}
+
+const fn case(
+    model: &'static str,
+    prefill: &'static str,
+    decode: &'static str,
+    tokens: u64,
+) -> Case {
+    Case { model, prefill, decode, tokens, scattered: true, mapped: false }
+}
+
+const SHORT: u64 = 8 << 10;
+const LONG: u64 = 128 << 10;
+
+pub(super) fn cases() -> Vec<Case> {
+    let llama = "llama-3.1-70b";
+    vec![
+        case("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", SHORT),
+        case("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", LONG),
+        case("kimi-linear-48b-a3b", "tp=4", "tp=2", SHORT),
+        case("kimi-linear-48b-a3b", "tp=4", "tp=2", LONG),
+        case("qwen3-next-80b-a3b", "tp=2", "tp=4", SHORT),
+        case("qwen3-next-80b-a3b", "tp=2", "tp=4", LONG),
+        case(llama, "tp=4", "tp=8", SHORT),
+        case(llama, "tp=4", "tp=8", LONG),
+        case(llama, "tp=8", "tp=4", SHORT),
+        case(llama, "tp=8", "tp=4", LONG),
+        case(llama, "tp=4", "tp=4", SHORT),
+        case(llama, "tp=4", "tp=4", LONG),
+        Case { scattered: false, ..case(llama, "tp=4", "tp=4", SHORT) },
+        case("qwen3-32b", "tp=2,block=16", "tp=4,block=32", SHORT),
+        case("gpt-oss-120b", "tp=2", "tp=4", LONG),
+        case(llama, "tp=4,layout=LBNHC", "tp=8,layout=LBNHC", SHORT),
+        case(llama, "tp=4,layout=LBNHC", "tp=8,layout=LBNHC", LONG),
+        case("kimi-linear-48b-a3b", "tp=4,conv=sd", "tp=2,conv=ds", SHORT),
+        Case { mapped: true, ..case(llama, "tp=4", "tp=8", SHORT) },
+    ]
+}
+
+impl Case {
+    pub(super) fn name(&self) -> String {
+        let how = match (self.scattered, self.mapped) {
+            (_, true) => ", mapped memory",
+            (true, _) => "",
+            (false, _) => ", contiguous",
+        };
+        format!("{} {} -> {}, {}k{how}", self.model, self.prefill, self.decode, self.tokens >> 10)
+    }
+}
+
+/// What was found for one case. Times are medians in microseconds.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    pub(super) copies: u64,
+    /// Nests, and bytes that go to the card.
+    pub(super) nests: usize,
+    pub(super) wrong_bytes: u64,
+    /// One copy on the card of as many bytes.
+    pub(super) limit_us: f64,
+    /// From block ids to the last byte, and the fraction of the limit.
+    pub(super) us: f64,
+    pub(super) of_limit: f64,
+    /// From block ids to launched; and the parts of it: tables checked, loops made.
+    pub(super) cpu_us: f64,
+    pub(super) check_us: f64,
+    pub(super) loops_us: f64,
+    /// With a bound on multiprocessors: their number, time, fraction of the limit.
+    pub(super) bounded: Vec<(u32, f64, f64)>,
+}
+
+impl Row {
+    pub(super) fn rate(&self) -> f64 {
+        self.bytes as f64 / self.us / 1e3
+    }
+}
+
+pub(super) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+pub(super) struct Bench {
+    pub(super) card: Card,
+    pub(super) checker: Checker,
+    pub(super) source: Source,
+    pub(super) rounds: usize,
+}
+
+/// Ranks of one side, with room for a request.
+fn side(case: &Case, topology: &str, engine: &str) -> Result<Vec<Manifest>, Failure> {
+    let model = presets::find(case.model)?.model()?;
+    let ranks = |blocks: u64| -> Result<Vec<Manifest>, Failure> {
+        let topology: Topology = format!("{topology},blocks={blocks}").parse()?;
+        Ok(vllm::manifests(&model, &topology, engine)?)
+    };
+    let needed: u64 = positions(&ranks(64)?[0], case.tokens).iter().map(|span| span.1).sum();
+    ranks(2 + needed + needed / 4)
+}
+
+/// For every group: the position of the first live block, and how many there are.
+fn positions(rank: &Manifest, tokens: u64) -> Vec<(u64, u64)> {
+    let span = |group: &kvferry_layout::Group| match group.tokens_per_block {
+        None => (0, 1),
+        Some(block) => {
+            let first = group.window.first_live(tokens).min(tokens) / block;
+            (first, tokens.div_ceil(block) - first)
+        }
+    };
+    rank.groups().iter().map(span).collect()
+}
+
+/// Block tables: every block of the pool at most once, in order or shuffled.
+fn tables(rank: &Manifest, case: &Case, seed: u64) -> Vec<(u64, Vec<u32>)> {
+    let blocks = rank.groups().iter().map(|group| group.blocks).min().unwrap_or(1);
+    let mut ids: Vec<u32> = (1..blocks).collect();
+    if case.scattered {
+        let mut state = seed;
+        for at in (1..ids.len()).rev() {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            ids.swap(at, (state >> 33) as usize % (at + 1));
+        }
+    }
+    let mut ids = ids.into_iter();
+    let table = |(first, count): (u64, u64)| (first, ids.by_ref().take(count as usize).collect());
+    positions(rank, case.tokens).into_iter().map(table).collect()
+}
+
+fn borrowed(tables: &[(u64, Vec<u32>)]) -> Vec<Table<'_>> {
+    tables.iter().map(|(first, blocks)| Table { first: *first, blocks }).collect()
+}
+
+/// A manifest whose regions are at these addresses.
+fn placed(manifest: Manifest, bases: &mut impl Iterator<Item = u64>) -> Result<Manifest, Failure> {
+    let mut draft = manifest.into_draft();
+    for region in &mut draft.regions {
+        region.base = bases.next().ok_or("a region without memory")?;
+        region.place = Place::Gpu(0);
+    }
+    Ok(Manifest::new(draft)?)
+}
+
+/// Microseconds of the parts of one transfer.
+struct Times {
+    check: f64,
+    loops: f64,
+    launched: f64,
+    all: f64,
+}
+
+/// Everything from block ids to the last byte.
+fn transfer(
+    transport: &Cuda,
+    peer: &CudaPeer,
+    plan: &Plan,
+    request: &Request<'_>,
+) -> Result<Times, Failure> {
+    let began = Instant::now();
+    let micros = |since: Instant| since.elapsed().as_secs_f64() * 1e6;
+    let checked = plan.transfer(request)?;
+    let check = micros(began);
+    let mut loops_time = 0.0;
+    let mut operations = vec![];
+    for source in (0..plan.source_count()).filter(|&source| plan.reads(source)) {
+        let at = Instant::now();
+        let loops = checked.loops(source);
+        loops_time += micros(at);
+        operations.push(transport.read_loops(peer, &loops, soon())?);
+    }
+    let launched = micros(began);
+    for operation in &operations {
+        match operation.wait(soon()) {
+            Status::Done(_) => {}
+            other => return Err(format!("a transfer ended as {other:?}").into()),
+        }
+    }
+    Ok(Times { check, loops: loops_time, launched, all: micros(began) })
+}
+
+impl Bench {
+    pub(super) fn run(&mut self, case: &Case) -> Result<Row, Failure> {
+        let destination = side(case, case.decode, "decode")?.swap_remove(0);
+        let sources = side(case, case.prefill, "prefill")?;
+        // Only the ranks that are read take memory.
+        let all: Vec<&Manifest> = sources.iter().collect();
+        let read = Plan::compile(&destination, &all)?;
+        let read: Vec<bool> = (0..sources.len()).map(|source| read.reads(source)).collect();
+        let sources: Vec<Manifest> =
+            sources.into_iter().zip(read).filter(|(_, read)| *read).map(|(rank, _)| rank).collect();
+
+        let sizes = sources.iter().flat_map(Manifest::regions).map(|region| region.bytes);
+        let (bases, description) =
+            self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped)?;
+        let spans: Vec<(u64, u64)> = bases.iter().copied().zip(sizes).collect();
+        let mut next = bases.into_iter();
+        let sources: Vec<Manifest> =
+            sources.into_iter().map(|rank| placed(rank, &mut next)).collect::<Result<_, _>>()?;
+        let memory: Vec<Memory> = destination
+            .regions()
+            .iter()
+            .map(|region| Memory::new(&self.card, region.bytes, case.mapped))
+            .collect::<Result<_, _>>()?;
+        let destination = placed(destination, &mut memory.iter().map(|span| span.base))?;
+        let transport = Cuda::new(&CudaOptions::default())?;
+        for span in &memory {
+            self.checker.poison(span)?;
+            let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
+            // SAFETY: the memory is freed after the transport is dropped, at the end of this function:
+            // it was made before.
+            unsafe { transport.register(region)? };
+        }
+        let peer = transport.connect(&description, soon())?;
+        let all: Vec<&Manifest> = sources.iter().collect();
+        let plan = Plan::compile(&destination, &all)?;
+        let (from, to) = (tables(&sources[0], case, 7), tables(&destination, case, 11));
+        let (from, to) = (borrowed(&from), borrowed(&to));
+        let cached = vec![0; to.len()];
+        let request =
+            Request { tokens: case.tokens, cached: &cached, source: &from, destination: &to };
+
+        let checked = plan.transfer(&request)?;
+        let copies: Vec<ByteCopy> =
+            (0..plan.source_count()).flat_map(|source| checked.copies(source)).collect();
+        let bytes: u64 = copies.iter().map(|copy| copy.bytes).sum();
+        let nests =
+            (0..plan.source_count()).map(|source| checked.loops(source).nests().len()).sum();
+        let limit_us = self.limit(&transport, &peer, &spans, &memory, bytes)?;
+        for span in &memory {
+            self.checker.poison(span)?;
+        }
+        let mut wrong_bytes = 0;
+        let mut measure = |rounds: usize| -> Result<Vec<Times>, Failure> {
+            let mut times = vec![];
+            for round in 0..rounds + 2 {
+                let time = transfer(&transport, &peer, &plan, &request)?;
+                if round == 0 {
+                    wrong_bytes += self.checker.check(&memory, &copies, &spans)?;
+                }
+                if round > 1 {
+                    times.push(time);
+                }
+            }
+            // The check wants poison before the next first round.
+            wrong_bytes += self.checker.check(&memory, &copies, &spans)?;
+            Ok(times)
+        };
+        let free = measure(self.rounds)?;
+        let mut bounded = vec![];
+        for sms in [66, 32, 16] {
+            transport.set_sms(Some(sms));
+            let times = measure(self.rounds / 2 + 1)?;
+            let time = median(times.iter().map(|times| times.all).collect());
+            bounded.push((sms, time, limit_us / time));
+        }
+        let of = |part: fn(&Times) -> f64| median(free.iter().map(part).collect());
+        let us = of(|times| times.all);
+        Ok(Row {
+            name: case.name(),
+            bytes,
+            copies: copies.len() as u64,
+            nests,
+            wrong_bytes,
+            limit_us,
+            us,
+            of_limit: limit_us / us,
+            cpu_us: of(|times| times.launched),
+            check_us: of(|times| times.check),
+            loops_us: of(|times| times.loops),
+            bounded,
+        })
+    }
+
+    /// Microseconds that the card's own copy takes for so many bytes of the peer's memory.
+    fn limit(
+        &self,
+        transport: &Cuda,
+        peer: &CudaPeer,
+        spans: &[(u64, u64)],
+        memory: &[Memory],
+        bytes: u64,
+    ) -> Result<f64, Failure> {
+        let mut parts = vec![];
+        let (mut to, mut left) = (0, bytes);
+        for &(base, all) in spans {
+            let part = all.min(left).min(memory[0].bytes - to);
+            let here = transport.address_here(peer, base).ok_or("a region is not open here")?;
+            parts.push((memory[0].base + to, here, part));
+            to += part;
+            left -= part;
+        }
+        let moved = bytes - left;
+        let stream = &self.checker.stream;
+        let mut times = vec![];
+        for _ in 0..self.rounds + 2 {
+            let began = Instant::now();
+            for &(to, from, bytes) in &parts {
+                // SAFETY: both spans are there until the stream has been waited for.
+                unsafe { stream.copy(to, from, bytes)? };
+            }
+            stream.synchronize()?;
+            times.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        Ok(median(times.split_off(2)) * bytes as f64 / moved as f64)
+    }
+
+    /// Microseconds of a request of `count` copies of 8 KiB each, as loops and as a list.
+    pub(super) fn small(&mut self, count: u32) -> Result<(f64, f64), Failure> {
+        const RUN: u64 = 8 << 10;
+        let bytes = u64::from(count) * 2 * RUN;
+        let (bases, description) = self.source.hold(&[bytes], false)?;
+        let memory = Memory::new(&self.card, bytes, false)?;
+        let transport = Cuda::new(&CudaOptions::default())?;
+        let region = Region { base: memory.base, bytes, place: Place::Gpu(0) };
+        // SAFETY: the memory is freed after the transport is dropped.
+        unsafe { transport.register(region)? };
+        let peer = transport.connect(&description, soon())?;
+        let mut loops = Loops::default();
+        let pair = |at| BlockPair { source: at * 2, destination: (count - 1 - at) * 2 + 1 };
+        let table = loops.add_table((0..count).map(pair));
+        loops.add_nest((bases[0], memory.base), RUN, (RUN, RUN), &[], table)?;
+        let copies: Vec<ByteCopy> = loops.copies().collect();
+        self.checker.poison(&memory)?;
+        let (mut by_loops, mut by_list) = (vec![], vec![]);
+        let done = |operation: kvferry_transport::cuda::CudaTransfer| match operation.wait(soon()) {
+            Status::Done(_) => Ok(()),
+            other => Err(format!("a transfer ended as {other:?}")),
+        };
+        for _ in 0..200 {
+            let began = Instant::now();
+            done(transport.read_loops(&peer, &loops, soon())?)?;
+            by_loops.push(began.elapsed().as_secs_f64() * 1e6);
+            let began = Instant::now();
+            done(transport.read(&peer, &copies, soon())?)?;
+            by_list.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        let wrong =
+            self.checker.check(std::slice::from_ref(&memory), &copies, &[(bases[0], bytes)])?;
+        if wrong > 0 {
+            return Err(format!("{wrong} bytes of a small request are wrong").into());
+        }
+        Ok((median(by_loops), median(by_list)))
+    }
+}

@@ -1,0 +1,106 @@
+//! A request as loops, for whoever works out addresses for itself.
+
+use kvferry_layout::strided::fuse;
+use kvferry_layout::{BlockPair, Loop as PlainLoop, Loops};
+
+use crate::nest::{Loop, MAX_LOOPS, Nest};
+use crate::transfer::Transfer;
+use crate::walk::{Segment, Shape};
+
+impl Transfer<'_> {
+    /// What [`copies`](Self::copies) yields for one source rank, as loops over tables of blocks: the
+    /// same bytes, in time and space proportional to the request's blocks, however many copies they
+    /// make.
+    pub fn loops(&self, source: usize) -> Loops {
+        let mut loops = Loops::default();
+        let clusters = self.plan.sources.get(source).map_or(&[][..], |clusters| clusters);
+        // For every rhythm that was met: its first table. There is one for each shape.
+        let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.rhythms.len()];
+        for cluster in clusters {
+            let (segments, shapes) = self.segments.of(cluster.rhythm);
+            if segments.is_empty() {
+                continue;
+            }
+            let first = *first_tables[cluster.rhythm]
+                .get_or_insert_with(|| add_tables(&mut loops, segments, shapes.len()));
+            for (number, shape) in shapes.iter().enumerate() {
+                for nest in &cluster.nests {
+                    let fitted = fit(nest, shape, &cluster.outer);
+                    let added = loops.add_nest(
+                        fitted.start,
+                        fitted.run,
+                        cluster.blocks,
+                        &fitted.loops[..fitted.len],
+                        first + number,
+                    );
+                    debug_assert!(added.is_ok(), "a proven plan makes sound loops: {added:?}");
+                }
+            }
+        }
+        loops
+    }
+}
+
+/// Adds the blocks of the segments, a table for every shape; returns the index of the first table.
+fn add_tables(loops: &mut Loops, segments: &[Segment], shapes: usize) -> usize {
+    let pair =
+        |segment: &Segment| BlockPair { source: segment.source, destination: segment.destination };
+    if shapes == 1 {
+        return loops.add_table(segments.iter().map(pair));
+    }
+    // By shape, in the order of the tables: a counting sort.
+    let mut counts = vec![0; shapes];
+    for segment in segments {
+        counts[segment.shape as usize] += 1;
+    }
+    let mut starts = Vec::with_capacity(shapes);
+    let mut sum = 0;
+    for count in counts {
+        starts.push(sum);
+        sum += count;
+    }
+    let mut next = starts.clone();
+    let mut sorted = vec![BlockPair::default(); segments.len()];
+    for segment in segments {
+        let at = &mut next[segment.shape as usize];
+        sorted[*at] = pair(segment);
+        *at += 1;
+    }
+    let tables = starts.iter().zip(&next).map(|(start, end)| &sorted[*start..*end]);
+    let added: Vec<usize> = tables.map(|table| loops.add_table(table.iter().copied())).collect();
+    added[0]
+}
+
+/// A nest for one shape of segment.
+struct Fit {
+    start: (u64, u64),
+    run: u64,
+    loops: [PlainLoop; MAX_LOOPS],
+    len: usize,
+}
+
+/// Fits a nest, with loops around it, to a shape: loops sorted by the destination's stride, the largest
+/// first, and as few as can be.
+fn fit(nest: &Nest, shape: &Shape, around: &[Loop]) -> Fit {
+    let entry = (nest.steps.source.entry, nest.steps.destination.entry);
+    let entries = Loop { count: shape.entries, source: entry.0, destination: entry.1 };
+    let (source, destination) = shape.steps(nest);
+    let repeats = Loop { count: shape.repeats, source, destination };
+    let mut loops = [Loop::default(); MAX_LOOPS];
+    let mut len = 0;
+    let all = around.iter().chain(&nest.loops).chain([&entries, &repeats]);
+    for repeat in all.filter(|repeat| repeat.count > 1) {
+        loops[len] = *repeat;
+        len += 1;
+    }
+    loops[..len].sort_unstable_by_key(|repeat| std::cmp::Reverse(repeat.destination));
+    let mut run = nest.run;
+    len = fuse(&mut loops[..len], &mut run);
+    let start = (
+        nest.source.wrapping_add(shape.source.offset(&nest.steps.source)),
+        nest.destination.wrapping_add(shape.destination.offset(&nest.steps.destination)),
+    );
+    let loops =
+        loops.map(|Loop { count, source, destination }| PlainLoop { count, source, destination });
+    Fit { start, run, loops, len }
+}

@@ -1,0 +1,141 @@
+//! As much of CUDA's driver interface as the back end needs, loaded at run time.
+//!
+//! Also what a benchmark needs to make memory on a card and to look at it: this is not a general
+//! binding, and says nothing that CUDA's own documentation does not say better.
+//!
+//! `load` finds the driver, `memory` is a card's memory and that of other processes, `launch` the work
+//! on a card; here is the card itself.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::ptr;
+use std::sync::Arc;
+
+use crate::contract::Error;
+
+/// The driver's functions, for a thread whose current context is a card's.
+macro_rules! call {
+    ($card:expr, $what:expr, $function:ident($($argument:expr),*)) => {{
+        let driver = $card.enter()?;
+        let code = (driver.0.$function)($($argument),*);
+        driver.said($what, code)
+    }};
+}
+
+mod launch;
+mod load;
+mod memory;
+
+pub use launch::{Event, Kernel, Module, Stream};
+pub(super) use load::reason;
+use load::{Driver, Handle};
+pub(crate) use load::{IpcHandle, Uuid};
+pub use memory::Mapped;
+pub(crate) use memory::Pinned;
+
+const MULTIPROCESSORS: c_int = 16;
+const CAPABILITY_MAJOR: c_int = 75;
+const CAPABILITY_MINOR: c_int = 76;
+
+/// The primary context of one card, held: the one that PyTorch and the CUDA runtime use too.
+///
+/// Cheap to clone. Every call makes it the calling thread's current context first.
+#[derive(Clone, Debug)]
+pub struct Card(Arc<Held>);
+
+#[derive(Debug)]
+struct Held {
+    driver: &'static Driver,
+    ordinal: u32,
+    device: c_int,
+    context: Handle,
+    uuid: Uuid,
+}
+
+// SAFETY: CUDA's handles may be used from any thread.
+unsafe impl Send for Held {}
+// SAFETY: the driver synchronises calls from several threads.
+unsafe impl Sync for Held {}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: the context was retained once for this value.
+        unsafe { (self.driver.0.context_release)(self.device) };
+    }
+}
+
+impl Card {
+    /// The card with this number.
+    pub fn open(ordinal: u32) -> Result<Self, Error> {
+        let driver = Driver::get()?;
+        let (mut device, mut context, mut uuid) = (0, ptr::null_mut(), Uuid::default());
+        let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        // SAFETY: all pointers are to live values.
+        unsafe {
+            driver.said(
+                &format!("looking for GPU {ordinal}"),
+                (driver.0.device_get)(&raw mut device, number),
+            )?;
+            driver.said("asking for its UUID", (driver.0.device_uuid)(&raw mut uuid, device))?;
+            driver.said(
+                &format!("entering GPU {ordinal}"),
+                (driver.0.context_retain)(&raw mut context, device),
+            )?;
+        }
+        Ok(Self(Arc::new(Held { driver, ordinal, device, context, uuid })))
+    }
+
+    fn enter(&self) -> Result<&'static Driver, Error> {
+        let driver = self.0.driver;
+        // SAFETY: the context is held.
+        driver.said("entering a GPU", unsafe { (driver.0.context_set)(self.0.context) })?;
+        Ok(driver)
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    pub(crate) fn uuid(&self) -> Uuid {
+        self.0.uuid
+    }
+
+    /// Its name, and the newest CUDA that its driver knows, as in 13000 for 13.0.
+    pub fn name(&self) -> Result<(String, i32), Error> {
+        let mut name = [0 as c_char; 128];
+        let mut version = 0;
+        // SAFETY: the buffers are live and as long as said; CUDA ends the name with a zero.
+        let name = unsafe {
+            call!(self, "asking for its name", device_name(name.as_mut_ptr(), 127, self.0.device))?;
+            call!(self, "asking for the version", driver_version(&raw mut version))?;
+            CStr::from_ptr(name.as_ptr())
+        };
+        Ok((name.to_string_lossy().into_owned(), version))
+    }
+
+    fn attribute(&self, attribute: c_int) -> Result<u32, Error> {
+        let mut value = 0;
+        // SAFETY: the pointer is to a live value.
+        unsafe {
+            let device = self.0.device;
+            call!(self, "asking for a fact", device_attribute(&raw mut value, attribute, device))?;
+        }
+        Ok(value as u32)
+    }
+
+    /// How many multiprocessors it has.
+    pub fn multiprocessors(&self) -> Result<u32, Error> {
+        self.attribute(MULTIPROCESSORS)
+    }
+
+    /// Its compute capability, as in 90 for 9.0.
+    pub fn capability(&self) -> Result<u32, Error> {
+        Ok(self.attribute(CAPABILITY_MAJOR)? * 10 + self.attribute(CAPABILITY_MINOR)?)
+    }
+
+    /// Waits until everything that was started on it has ended.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        // SAFETY: takes nothing.
+        unsafe { call!(self, "waiting for a GPU", context_synchronize()) }
+    }
+}

@@ -1,0 +1,174 @@
+//! One launch of the cuda back end: an operation whose one part is in the hands of a kernel.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::driver::{Event, Pinned, Stream};
+use super::peer::{CudaPeer, Table};
+use super::staging::OnCard;
+use crate::contract::{Error, Operation, Status};
+use crate::shared::Transfer;
+use crate::shared::custody::{Custody, Part};
+
+/// What a caller holds of an operation. Dropping it cancels the operation.
+#[derive(Debug)]
+pub struct CudaTransfer {
+    transfer: Transfer,
+    /// `None` where there was nothing to launch.
+    flight: Option<Arc<Flight>>,
+}
+
+impl CudaTransfer {
+    /// The call that started the operation returns now.
+    pub(super) fn posted(custody: Arc<Custody>, flight: Option<Arc<Flight>>) -> Self {
+        Self { transfer: Transfer::posted(custody), flight }
+    }
+}
+
+impl Operation for CudaTransfer {
+    fn poll(&self) -> Status {
+        if let Some(flight) = &self.flight {
+            flight.landed();
+        }
+        self.transfer.poll()
+    }
+
+    fn wait(&self, until: Instant) -> Status {
+        // Most requests take less than this: worth staying awake for. A sleep is never shorter than
+        // some 60 µs.
+        let awake = Instant::now() + Duration::from_millis(10);
+        loop {
+            let status = self.poll();
+            let now = Instant::now();
+            if status.is_safe() || now >= until {
+                return status;
+            }
+            if now < awake {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(100).min(until - now));
+            }
+        }
+    }
+
+    fn cancel(&self) {
+        self.transfer.cancel();
+    }
+}
+
+/// Events that wait for a launch.
+pub(super) type Events = Arc<Mutex<Vec<Event>>>;
+
+pub(super) struct Flight {
+    peer: CudaPeer,
+    custody: Arc<Custody>,
+    bytes: u64,
+    /// `None` once nothing of it can land any more.
+    aloft: Mutex<Option<Aloft>>,
+}
+
+/// What a kernel touches, kept until it has ended.
+struct Aloft {
+    part: Part,
+    event: Event,
+    /// Whether the event was recorded: one that was not looks as if it had passed.
+    recorded: bool,
+    /// Where events go back to.
+    events: Events,
+    /// The peer's memory, open.
+    table: Arc<Table>,
+    kept: Option<(Pinned, OnCard)>,
+}
+
+impl Flight {
+    pub(super) fn new(
+        peer: CudaPeer,
+        table: Arc<Table>,
+        part: Part,
+        bytes: u64,
+        (event, events): (Event, Events),
+    ) -> Arc<Self> {
+        let custody = part.custody().clone();
+        let aloft = Aloft { part, event, recorded: false, events, table, kept: None };
+        Arc::new(Self { peer, custody, bytes, aloft: Mutex::new(Some(aloft)) })
+    }
+
+    pub(super) fn is_of(&self, peer: &CudaPeer) -> bool {
+        self.peer.is(peer)
+    }
+
+    /// Keeps memory until the kernel has ended.
+    pub(super) fn keep(&self, kept: (Pinned, OnCard)) {
+        if let Some(aloft) = &mut *self.aloft.lock() {
+            aloft.kept = Some(kept);
+        }
+    }
+
+    /// Everything of it is in the stream: the event marks its end.
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
+        match &mut *self.aloft.lock() {
+            None => Ok(()),
+            Some(aloft) => {
+                stream.record(&aloft.event)?;
+                aloft.recorded = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// The card refused it, and runs nothing of it.
+    pub(super) fn refused(&self, error: Error) {
+        if let Some(aloft) = self.aloft.lock().take() {
+            aloft.clear().fail(error);
+        }
+    }
+
+    /// Whether the kernel has ended, by asking the card.
+    pub(super) fn landed(&self) -> bool {
+        let mut slot = self.aloft.lock();
+        let passed = match &*slot {
+            None => return true,
+            Some(aloft) if !aloft.recorded => return false,
+            Some(aloft) => aloft.event.passed(),
+        };
+        if passed == Ok(false) {
+            return false;
+        }
+        if let Some(aloft) = slot.take() {
+            let part = aloft.clear();
+            match passed {
+                Ok(_) => part.in_place(self.bytes),
+                // The context is broken: nothing of it runs any more.
+                Err(error) => part.fail(error),
+            }
+        }
+        true
+    }
+
+    /// Ends the operation with an error, unless it has ended already. The kernel ends by itself.
+    pub(super) fn stop(&self, error: Error) {
+        self.custody.stop(error);
+    }
+}
+
+impl Aloft {
+    /// Gives everything back but the part, which is to be settled last.
+    fn clear(self) -> Part {
+        let Self { part, event, events, table, kept, .. } = self;
+        events.lock().push(event);
+        drop((table, kept));
+        part
+    }
+}
+
+impl fmt::Debug for Flight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Flight")
+            .field("peer", &self.peer)
+            .field("custody", &self.custody)
+            .finish_non_exhaustive()
+    }
+}

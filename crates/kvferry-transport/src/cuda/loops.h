@@ -1,0 +1,308 @@
+/*
+ * Carries out a program: nests of loops over tables of blocks, as program.rs writes them.
+ *
+ * This one text is the body of the kernel (copy.cu) and, compiled by a C compiler, a function on the
+ * CPU: so the tests judge here, without a GPU, what runs on the card. A warp is 32 lanes in step. What
+ * lanes do is written inside KV_LANES, which is "this lane" on the card and a loop over all of them on
+ * the CPU; after it, KV_TOGETHER makes what lanes wrote visible to the others.
+ *
+ * The including file gives: KV_FN, KV_APART (a function that is not inlined), KV_LANES (declares `lane`), KV_TOGETHER, KV_UNROLL, KV_ROLLED,
+ * KV_FORGET(variable), KV_SHARED(pointer to shared memory), the types kv_word1 .. kv_word16, KV_LOAD(type, address) and KV_STORE(type, address, value).
+ */
+
+enum { KV_WARP = 32, KV_DEEP = 8, KV_CHUNK_WORDS = KV_WARP * KV_DEEP, KV_TILE_BYTES = 2176 };
+
+/* What an item of a nest is: what one lane works out the place of, and a warp moves. */
+enum {
+    KV_RUN = 0,   /* a run of at most KV_CHUNK_WORDS words */
+    KV_CHUNK = 1, /* KV_CHUNK_WORDS words of a longer run; dimension 0 counts them */
+    KV_TILE = 2   /* a tile of single words that lie across; dimensions 0 and 1 count tiles */
+};
+
+/* n / divisor for n below 2^31. */
+typedef struct {
+    uint32_t divisor, magic, shift, unused;
+} kv_divisor;
+
+/* One dimension of a nest's items, the innermost first. */
+typedef struct {
+    uint64_t source, destination;
+    kv_divisor count;
+} kv_dimension;
+
+typedef struct {
+    uint64_t source, destination;             /* of block 0 */
+    uint64_t source_block, destination_block; /* bytes from one block to the next */
+    uint64_t source_row, destination_row;     /* of a tile: bytes from one row to the next */
+    uint32_t items, batch;                    /* a warp takes `batch` items at a time */
+    uint32_t first_batch;                     /* number of its first batch */
+    uint32_t kind, width;                     /* width: bytes of a word */
+    uint32_t first_dimension, dimensions;
+    uint32_t pair_dimension; /* which dimension counts pairs of blocks */
+    uint32_t first_pair;
+    uint32_t across, along; /* a tile nest: words in a row on the source, on the destination */
+    uint32_t pitch;         /* words from one row of a tile to the next in shared memory */
+    kv_divisor words;       /* of a run; of a tile: in a row on the source */
+    kv_divisor tile;        /* of a tile: in a row on the destination */
+} kv_nest;
+
+typedef struct {
+    uint32_t source, destination;
+} kv_pair;
+
+/* At the start of a program; then nests, dimensions and pairs. */
+typedef struct {
+    uint32_t nests, dimensions, pairs, batches;
+} kv_header;
+
+/* A warp's own part of shared memory. */
+typedef struct {
+    uint64_t source[KV_WARP], destination[KV_WARP];
+    uint32_t first[KV_WARP], second[KV_WARP];
+} kv_places;
+
+KV_FN uint32_t kv_divide(uint32_t number, const kv_divisor *by)
+{
+    return (uint32_t)(((uint64_t)number * by->magic) >> by->shift);
+}
+
+KV_FN uint32_t kv_least(uint32_t one, uint32_t other)
+{
+    return one < other ? one : other;
+}
+
+KV_FN const kv_nest *kv_nests(const kv_header *program)
+{
+    return (const kv_nest *)(program + 1);
+}
+
+KV_FN const kv_dimension *kv_dimensions(const kv_header *program)
+{
+    return (const kv_dimension *)(kv_nests(program) + program->nests);
+}
+
+KV_FN const kv_pair *kv_pairs(const kv_header *program)
+{
+    return (const kv_pair *)(kv_dimensions(program) + program->dimensions);
+}
+
+/* The nest that a batch belongs to. */
+KV_FN const kv_nest *kv_find(const kv_header *program, uint32_t batch)
+{
+    const kv_nest *nests = kv_nests(program);
+    uint32_t low = 0, high = program->nests;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (nests[middle].first_batch <= batch)
+            low = middle;
+        else
+            high = middle;
+    }
+    return nests + low;
+}
+
+/* Where an item starts on both sides, and its indices in the two innermost dimensions. */
+KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t item, uint32_t slot,
+                     kv_places *places)
+{
+    const kv_dimension *dimensions = kv_dimensions(program) + nest->first_dimension;
+    uint64_t source = nest->source, destination = nest->destination;
+    uint32_t first = 0, second = 0;
+    for (uint32_t number = 0; number < nest->dimensions; ++number) {
+        const kv_dimension *dimension = dimensions + number;
+        uint32_t rest = kv_divide(item, &dimension->count);
+        uint32_t index = item - rest * dimension->count.divisor;
+        item = rest;
+        if (number == nest->pair_dimension) {
+            kv_pair pair = kv_pairs(program)[nest->first_pair + index];
+            source += pair.source * nest->source_block;
+            destination += pair.destination * nest->destination_block;
+        } else {
+            source += index * dimension->source;
+            destination += index * dimension->destination;
+        }
+        if (number == 0)
+            first = index;
+        if (number == 1)
+            second = index;
+    }
+    places->source[slot] = source;
+    places->destination[slot] = destination;
+    places->first[slot] = first;
+    places->second[slot] = second;
+}
+
+/*
+ * The three ways to move items, for words of one width.
+ *
+ * Runs: the words of all items in a row, dealt out to the lanes; KV_DEEP loads of a lane are on their
+ * way at a time. Chunks: item after item. Tiles: read in the source's order into shared memory, written
+ * in the destination's order from there. KV_FORGET makes the compiler work addresses out again for the
+ * stores instead of keeping them in registers that the loads need. Where fewer words are left than lanes
+ * could take, the spare lanes move the last word once more, to the same place: cheaper than a branch.
+ */
+#define KV_MOVERS(WORD)                                                                             \
+    KV_APART void kv_move_runs_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items) \
+    {                                                                                               \
+        const kv_divisor words = nest->words;                                                       \
+        const uint32_t total = items * words.divisor;                                               \
+        KV_SHARED(places);                                                                          \
+        KV_LANES                                                                                    \
+        {                                                                                           \
+            KV_ROLLED                                                                               \
+            for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                      \
+                WORD values[KV_DEEP];                                                               \
+                KV_UNROLL                                                                           \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                    uint32_t word = kv_least(from + deep * KV_WARP, total - 1);                     \
+                    uint32_t item = kv_divide(word, &words);                                        \
+                    uint32_t within = (word - item * words.divisor) * (uint32_t)sizeof(WORD);       \
+                    values[deep] = KV_LOAD(WORD, places->source[item] + within);                    \
+                }                                                                                   \
+                uint32_t again = from;                                                              \
+                KV_FORGET(again);                                                                   \
+                KV_UNROLL                                                                           \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                    uint32_t word = kv_least(again + deep * KV_WARP, total - 1);                    \
+                    uint32_t item = kv_divide(word, &words);                                        \
+                    uint32_t within = (word - item * words.divisor) * (uint32_t)sizeof(WORD);       \
+                    KV_STORE(WORD, places->destination[item] + within, values[deep]);               \
+                }                                                                                   \
+            }                                                                                       \
+        }                                                                                           \
+        KV_TOGETHER;                                                                                \
+    }                                                                                               \
+                                                                                                    \
+    KV_APART void kv_move_chunks_##WORD(const kv_nest *nest, const kv_places *places,               \
+                                        uint32_t items)                                             \
+    {                                                                                               \
+        const uint32_t all = nest->words.divisor;                                                   \
+        KV_SHARED(places);                                                                          \
+        KV_LANES                                                                                    \
+        {                                                                                           \
+            KV_ROLLED                                                                               \
+            for (uint32_t item = 0; item < items; ++item) {                                         \
+                const uint32_t last = all - places->first[item] * KV_CHUNK_WORDS - 1;               \
+                const uint64_t source = places->source[item];                                       \
+                WORD values[KV_DEEP];                                                               \
+                KV_UNROLL                                                                           \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                    uint32_t word = kv_least(lane + deep * KV_WARP, last);                          \
+                    values[deep] = KV_LOAD(WORD, source + word * (uint32_t)sizeof(WORD));           \
+                }                                                                                   \
+                const uint64_t destination = places->destination[item];                             \
+                uint32_t again = lane;                                                              \
+                KV_FORGET(again);                                                                   \
+                KV_UNROLL                                                                           \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                    uint32_t word = kv_least(again + deep * KV_WARP, last);                         \
+                    KV_STORE(WORD, destination + word * (uint32_t)sizeof(WORD), values[deep]);      \
+                }                                                                                   \
+            }                                                                                       \
+        }                                                                                           \
+        KV_TOGETHER;                                                                                \
+    }
+
+#define KV_TILE_MOVER(WORD)                                                                         \
+    KV_APART void kv_move_tiles_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items,   \
+                                    void *shared)                                                   \
+    {                                                                                               \
+        WORD *tile = (WORD *)shared;                                                                \
+        const kv_divisor across = nest->words, along = nest->tile;                                  \
+        const uint32_t total = across.divisor * along.divisor, pitch = nest->pitch;                 \
+        KV_SHARED(places);                                                                          \
+        KV_SHARED(tile);                                                                            \
+        KV_ROLLED                                                                                   \
+        for (uint32_t item = 0; item < items; ++item) {                                             \
+            const uint64_t source = places->source[item], destination = places->destination[item];  \
+            const uint32_t columns = nest->across - places->first[item] * across.divisor;           \
+            const uint32_t rows = nest->along - places->second[item] * along.divisor;               \
+            KV_LANES                                                                                \
+            {                                                                                       \
+                const uint64_t source_row = nest->source_row;                                       \
+                KV_ROLLED                                                                           \
+                for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                  \
+                    WORD values[KV_DEEP];                                                           \
+                    KV_UNROLL                                                                       \
+                    for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                               \
+                        uint32_t word = from + deep * KV_WARP, row = kv_divide(word, &across);      \
+                        uint32_t column = word - row * across.divisor;                              \
+                        if (word < total && row < rows && column < columns)                         \
+                            values[deep] =                                                          \
+                                KV_LOAD(WORD, source + row * source_row + column * sizeof(WORD));   \
+                    }                                                                               \
+                    KV_UNROLL                                                                       \
+                    for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                               \
+                        uint32_t word = from + deep * KV_WARP, row = kv_divide(word, &across);      \
+                        uint32_t column = word - row * across.divisor;                              \
+                        if (word < total && row < rows && column < columns)                         \
+                            tile[row * pitch + column] = values[deep];                              \
+                    }                                                                               \
+                }                                                                                   \
+            }                                                                                       \
+            KV_TOGETHER;                                                                            \
+            KV_LANES                                                                                \
+            {                                                                                       \
+                const uint64_t destination_row = nest->destination_row;                             \
+                KV_ROLLED                                                                           \
+                for (uint32_t word = lane; word < total; word += KV_WARP) {                         \
+                    uint32_t column = kv_divide(word, &along);                                      \
+                    uint32_t row = word - column * along.divisor;                                   \
+                    if (row < rows && column < columns)                                             \
+                        KV_STORE(WORD,                                                              \
+                                 destination + column * destination_row + row * sizeof(WORD),       \
+                                 tile[row * pitch + column]);                                       \
+                }                                                                                   \
+            }                                                                                       \
+            KV_TOGETHER;                                                                            \
+        }                                                                                           \
+    }
+
+KV_MOVERS(kv_word16)
+KV_MOVERS(kv_word8)
+KV_MOVERS(kv_word4)
+KV_MOVERS(kv_word2)
+KV_MOVERS(kv_word1)
+KV_TILE_MOVER(kv_word8)
+KV_TILE_MOVER(kv_word4)
+KV_TILE_MOVER(kv_word2)
+KV_TILE_MOVER(kv_word1)
+
+/* What a warp does with one batch. `tile` is KV_TILE_BYTES of memory of its own. */
+KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *places, void *tile)
+{
+    const kv_nest *nest = kv_find(program, batch);
+    const uint32_t first = (batch - nest->first_batch) * nest->batch;
+    const uint32_t left = nest->items - first;
+    const uint32_t items = left < nest->batch ? left : nest->batch;
+    KV_LANES
+    {
+        if (lane < items)
+            kv_locate(program, nest, first + lane, lane, places);
+    }
+    KV_TOGETHER;
+#define KV_CASES(WIDTH)                                                                             \
+    case KV_RUN * 32 + WIDTH:                                                                       \
+        kv_move_runs_kv_word##WIDTH(nest, places, items);                                           \
+        break;                                                                                      \
+    case KV_CHUNK * 32 + WIDTH:                                                                     \
+        kv_move_chunks_kv_word##WIDTH(nest, places, items);                                         \
+        break;
+#define KV_TILE_CASE(WIDTH)                                                                         \
+    case KV_TILE * 32 + WIDTH:                                                                      \
+        kv_move_tiles_kv_word##WIDTH(nest, places, items, tile);                                    \
+        break;
+    switch (nest->kind * 32 + nest->width) {
+        KV_CASES(16)
+        KV_CASES(8)
+        KV_CASES(4)
+        KV_CASES(2)
+        KV_CASES(1)
+        KV_TILE_CASE(8)
+        KV_TILE_CASE(4)
+        KV_TILE_CASE(2)
+        KV_TILE_CASE(1)
+    }
+#undef KV_CASES
+#undef KV_TILE_CASE
+}

@@ -1,0 +1,296 @@
+//! Two processes on one host whose memory is on GPUs: one kernel launch carries out a request.
+//!
+//! Regions are opened in the reading process (`share.rs`), so a kernel there reads the peer's memory
+//! like its own, on the same card or over NVLink or PCIe. A request comes as loops
+//! ([`Transport::read_loops`]): strides and tables of blocks, a few KB, which the kernel walks by
+//! itself; no list of copies exists anywhere. `program.rs` writes what the kernel reads, `loops.h` is
+//! the kernel's body, which the tests run on the CPU too.
+//!
+//! Launches go to a stream of their own, of the lowest priority, and occupy at most
+//! [`CudaOptions::sms`] multiprocessors. A kernel that runs cannot be called back: an operation whose
+//! deadline passes, that is cancelled or whose peer is disconnected is quarantined until the kernel
+//! has ended, which is soon. A peer that dies does no harm: its memory stays valid as long as it is
+//! open here, until [`Transport::disconnect`].
+//!
+//! Nothing here needs CUDA to build. The driver is loaded when a [`Cuda`] is made, and NVRTC with it:
+//! the kernel is compiled for the card at hand, once per process and architecture. Where NVRTC is not
+//! wanted, [`CudaOptions::kernel`] names what `nvcc` made of `copy.cu` beforehand: PTX (`nvcc -ptx
+//! -arch=compute_80`, for sm_80 and newer) or machine code (`nvcc -cubin -arch=sm_90`).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
+
+use kvferry_layout::{ByteCopy, Loops, Price, Region};
+use parking_lot::Mutex;
+
+use crate::contract::{Error, Instance, RegionId, Side, Statistics, Transport};
+use crate::shared::desk::{Desk, Whole};
+use crate::shared::random::random;
+
+pub mod driver;
+mod flight;
+mod line;
+mod list;
+pub mod nvrtc;
+mod peer;
+mod program;
+mod share;
+mod staging;
+mod twin;
+mod watch;
+
+use driver::Card;
+use flight::Flight;
+use line::{Line, WARPS};
+use list::grouped;
+use program::Program;
+use share::{Description, Export};
+use watch::Watch;
+
+pub use flight::CudaTransfer;
+pub use peer::CudaPeer;
+pub use share::mappings;
+pub use twin::carry_out;
+
+/// The kernel, in CUDA C.
+pub const KERNEL: &str = include_str!("copy.cu");
+/// What it includes.
+pub const KERNEL_HEADER: (&str, &str) = ("loops.h", include_str!("loops.h"));
+
+/// How a [`Cuda`] transport is set up.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// The card whose memory is registered, and whose kernels read.
+    pub gpu: u32,
+    /// How many multiprocessors a transfer may occupy; `None` for all of them.
+    pub sms: Option<u32>,
+    /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
+    pub kernel: Option<PathBuf>,
+    /// Folders of Python packages of the process that this runs in (its `site-packages`), to look for
+    /// NVRTC in first.
+    pub site_packages: Vec<PathBuf>,
+}
+
+/// The `cuda` back end.
+pub struct Cuda {
+    card: Card,
+    instance: [u8; 16],
+    desk: Desk,
+    exports: Mutex<BTreeMap<RegionId, Arc<Export>>>,
+    peers: Mutex<Vec<CudaPeer>>,
+    /// Multiprocessors of the card, and how many of them to use.
+    all_sms: u32,
+    sms: AtomicU32,
+    /// Ends with the last launch, before what launches need does.
+    watch: Watch,
+    line: Mutex<Line>,
+}
+
+impl fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cuda").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
+    }
+}
+
+impl Cuda {
+    /// Opens the card and loads the kernel.
+    pub fn new(options: &CudaOptions) -> Result<Self, Error> {
+        let card = Card::open(options.gpu)?;
+        let all_sms = card.multiprocessors()?;
+        let line = Line::new(&card, options)?;
+        let instance = random()?;
+        let this = Self {
+            card,
+            instance,
+            desk: Desk::new()?,
+            exports: Mutex::default(),
+            peers: Mutex::default(),
+            all_sms,
+            sms: AtomicU32::new(options.sms.unwrap_or(all_sms).clamp(1, all_sms)),
+            line: Mutex::new(line),
+            watch: Watch::start()?,
+        };
+        peer::OWN.lock().insert(instance);
+        Ok(this)
+    }
+
+    /// Who this is.
+    pub fn instance(&self) -> Instance {
+        Instance(self.instance)
+    }
+
+    /// How many multiprocessors transfers may occupy from now on; `None` for all of them.
+    pub fn set_sms(&self, sms: Option<u32>) {
+        let all = self.all_sms;
+        self.sms.store(sms.unwrap_or(all).clamp(1, all), Ordering::Relaxed);
+    }
+
+    /// Where this process sees an address of a peer's region, for measurements.
+    pub fn address_here(&self, peer: &CudaPeer, address: u64) -> Option<u64> {
+        let table = peer.table()?;
+        let at = table.spans.find(address, 1, 0)?;
+        Some(address.wrapping_add(table.shifts[at]))
+    }
+
+    /// Checks loops against the regions of both sides, by their extents, and starts them.
+    fn post(
+        &self,
+        peer: &CudaPeer,
+        loops: &Loops,
+        asked: u64,
+        began: Instant,
+        deadline: Instant,
+    ) -> Result<CudaTransfer, Error> {
+        let table = peer.table().ok_or(Error::Disconnected)?;
+        let mut shifts = Vec::with_capacity(loops.nests().len());
+        let mut written = Vec::with_capacity(shifts.capacity());
+        let mut hint = 0;
+        for nest in loops.nests() {
+            let (read, write) = nest.extents().ok_or(Error::OutsideRegion {
+                side: Side::Peer,
+                address: nest.source,
+                bytes: u64::MAX,
+            })?;
+            let bytes = read.end - read.start;
+            let outside = Error::OutsideRegion { side: Side::Peer, address: read.start, bytes };
+            hint = table.spans.find(read.start, bytes, hint).ok_or(outside)?;
+            shifts.push(table.shifts[hint]);
+            written.push((write.start, write.end - write.start));
+        }
+        let whole = Whole { asked, bytes: loops.bytes(), began };
+        let custody = self.desk.open_whole(&whole, &written, deadline, peer.rate())?;
+        let sms = self.sms.load(Ordering::Relaxed);
+        let program = Program::new(loops, u64::from(sms) * WARPS, |nest| shifts[nest]);
+        let mut line = self.line.lock();
+        // Nothing to move is done already.
+        let Some(part) = custody.take() else { return Ok(CudaTransfer::posted(custody, None)) };
+        let event = match line.event() {
+            Ok(event) => event,
+            Err(error) => {
+                part.fail(error);
+                return Ok(CudaTransfer::posted(custody, None));
+            }
+        };
+        let flight = Flight::new(peer.clone(), table, part, loops.bytes(), event);
+        // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
+        // memory of the peer, which the table keeps open; the flight has both until it has landed.
+        unsafe { line.start(&program, sms, &flight) };
+        drop(line);
+        self.watch.add(flight.clone());
+        Ok(CudaTransfer::posted(custody, Some(flight)))
+    }
+}
+
+impl Transport for Cuda {
+    type Peer = CudaPeer;
+    type Operation = CudaTransfer;
+
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
+        let export = Export::new(&self.card, region)?;
+        let id = self.desk.regions.insert(region)?;
+        self.exports.lock().insert(id, Arc::new(export));
+        Ok(id)
+    }
+
+    fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
+        let gone = || {
+            self.exports.lock().remove(&region);
+        };
+        self.desk.regions.remove(region, deadline, gone, || ()).map(|_| ())
+    }
+
+    fn describe(&self) -> Result<Vec<u8>, Error> {
+        let exports: Vec<Arc<Export>> = self.exports.lock().values().cloned().collect();
+        Ok(Description::write(self.instance, self.card.uuid(), exports.into_iter()))
+    }
+
+    fn connect(&self, description: &[u8], _: Instant) -> Result<CudaPeer, Error> {
+        let description = Description::read(description)?;
+        if !description.is_here() {
+            return Err(Error::Unsupported(
+                "the peer's GPU memory is on another host: the cuda transport works inside of one; \
+                 use nixl"
+                    .to_owned(),
+            ));
+        }
+        let mut peers = self.peers.lock();
+        if let Some(peer) = peers.iter().find(|peer| peer.instance().0 == description.instance) {
+            peer.refresh(&self.card, &description)?;
+            return Ok(peer.clone());
+        }
+        let peer = CudaPeer::open(&self.card, &description)?;
+        peers.push(peer.clone());
+        Ok(peer)
+    }
+
+    fn disconnect(&self, peer: &CudaPeer) {
+        self.peers.lock().retain(|other| !other.is(peer));
+        let flights = self.watch.flights();
+        for flight in flights.iter().filter(|flight| flight.is_of(peer)) {
+            flight.stop(Error::Disconnected);
+        }
+        peer.close();
+    }
+
+    fn price(&self, _: &CudaPeer) -> Price {
+        // A launch and its upload take 10 µs; then 1,500 GB/s; a run costs next to nothing.
+        Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 }
+    }
+
+    fn read(
+        &self,
+        peer: &CudaPeer,
+        copies: &[ByteCopy],
+        deadline: Instant,
+    ) -> Result<CudaTransfer, Error> {
+        let began = Instant::now();
+        let table = peer.table().ok_or(Error::Disconnected)?;
+        let admitted = self.desk.regions.admit(copies, &table.spans)?;
+        let loops = grouped(&admitted.copies, &self.desk.regions.spans(), &table.spans)?;
+        self.post(peer, &loops, copies.len() as u64, began, deadline)
+    }
+
+    fn executes_loops(&self) -> bool {
+        true
+    }
+
+    fn read_loops(
+        &self,
+        peer: &CudaPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<CudaTransfer, Error> {
+        self.post(peer, loops, loops.runs(), Instant::now(), deadline)
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.desk.statistics()
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        for flight in self.watch.flights() {
+            flight.stop(Error::Disconnected);
+        }
+        // Kernels end by themselves; nothing lands after this.
+        if let Err(error) = self.line.lock().finish() {
+            tracing::warn!("the GPU does not say whether copies have ended: {error}");
+        }
+        peer::OWN.lock().remove(&self.instance);
+        for peer in std::mem::take(&mut *self.peers.lock()) {
+            peer.close();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,349 @@
+//! Memory of one process in the addresses of another.
+//!
+//! A region is told to peers as the allocations it lies in. A plain allocation (`cudaMalloc`, PyTorch's
+//! segments) has an IPC handle. Memory from the virtual-memory interface (vLLM's sleep mode, PyTorch's
+//! expandable segments) is made of mapped allocations, each of which has a file descriptor: the peer
+//! takes a copy of it from this process, as debuggers do, which the kernel allows to the same user
+//! where `ptrace` is allowed.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvferry_layout::{Place, Region};
+
+use super::driver::{Card, IpcHandle, Mapped, Uuid};
+use crate::contract::Error;
+use crate::shared::bytes::{Fields, put_block};
+
+/// Mappings of peers' memory that this process holds.
+static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// How many mappings of peers' memory this process holds, for tests that look for leaks.
+pub fn mappings() -> usize {
+    MAPPINGS.load(Ordering::SeqCst)
+}
+
+/// A region of this process, and what lets peers open it.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) region: Region,
+    /// Where the first allocation starts.
+    base: u64,
+    way: Way,
+}
+
+#[derive(Debug)]
+enum Way {
+    Plain(IpcHandle),
+    /// Descriptors of allocations in a row, and their lengths.
+    Mapped(Vec<(OwnedFd, u64)>),
+}
+
+impl Export {
+    pub(crate) fn new(card: &Card, region: Region) -> Result<Self, Error> {
+        let owner = card.owner(region.base)?;
+        if region.place != Place::Gpu(card.ordinal()) || owner != card.ordinal() {
+            return Err(Error::Unsupported(format!(
+                "{} bytes at {:#x} are said to lie on {} and lie on gpu {owner}, but this transport \
+                 works for gpu {}",
+                region.bytes,
+                region.base,
+                region.place,
+                card.ordinal()
+            )));
+        }
+        let end = region.base + region.bytes;
+        if card.is_plain(region.base)? {
+            let (base, bytes) = card.allocation(region.base)?;
+            if end > base + bytes {
+                return Err(Error::Unsupported(format!(
+                    "{} bytes at {:#x} reach beyond their allocation of {bytes} bytes at {base:#x}",
+                    region.bytes, region.base
+                )));
+            }
+            return Ok(Self { region, base, way: Way::Plain(card.ipc_handle(base)?) });
+        }
+        let (base, _) = card.mapping(region.base)?;
+        let (mut parts, mut at) = (vec![], base);
+        while at < end {
+            let (start, bytes) = card.mapping(at)?;
+            if start != at || bytes == 0 {
+                return Err(Error::Unsupported(format!("the mapped memory at {at:#x} has gaps")));
+            }
+            let descriptor = card.export_descriptor(at)?;
+            // SAFETY: a new descriptor that nobody else owns.
+            parts.push((unsafe { OwnedFd::from_raw_fd(descriptor) }, bytes));
+            at += bytes;
+        }
+        Ok(Self { region, base, way: Way::Mapped(parts) })
+    }
+
+    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+        out.extend(self.region.base.to_le_bytes());
+        out.extend(self.region.bytes.to_le_bytes());
+        out.extend(self.base.to_le_bytes());
+        match &self.way {
+            Way::Plain(handle) => {
+                out.extend(0u32.to_le_bytes());
+                out.extend(handle);
+            }
+            Way::Mapped(parts) => {
+                out.extend((parts.len() as u32).to_le_bytes());
+                for (descriptor, bytes) in parts {
+                    out.extend((descriptor.as_raw_fd() as u32).to_le_bytes());
+                    out.extend(bytes.to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+/// What a peer says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Description {
+    pub(crate) instance: [u8; 16],
+    /// Which host, and which run of it.
+    pub(crate) boot: Vec<u8>,
+    pub(crate) pid: u32,
+    pub(crate) card: Uuid,
+    pub(crate) regions: Vec<Foreign>,
+}
+
+/// A region of a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Foreign {
+    pub(crate) base: u64,
+    pub(crate) bytes: u64,
+    allocation: u64,
+    way: ForeignWay,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum ForeignWay {
+    Plain(IpcHandle),
+    Mapped(Vec<(u32, u64)>),
+}
+
+const MAGIC: &[u8; 8] = b"kvfy-cud";
+/// More parts than any region has.
+const MAX_PARTS: u32 = 1 << 20;
+
+impl Description {
+    pub(crate) fn write(
+        instance: [u8; 16],
+        card: Uuid,
+        exports: impl ExactSizeIterator<Item = Arc<Export>>,
+    ) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.extend(instance);
+        put_block(&mut out, &boot());
+        out.extend(std::process::id().to_le_bytes());
+        out.extend(card);
+        out.extend((exports.len() as u32).to_le_bytes());
+        exports.for_each(|export| export.write(&mut out));
+        out
+    }
+
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, Error> {
+        let mut fields = Fields(bytes);
+        let mut read = || {
+            if &fields.array::<8>()? != MAGIC {
+                return None;
+            }
+            let (instance, boot) = (fields.array()?, fields.block()?.to_vec());
+            let (pid, card, count) = (fields.u32()?, fields.array()?, fields.u32()?);
+            let mut regions = vec![];
+            for _ in 0..count {
+                let (base, bytes, allocation) = (fields.u64()?, fields.u64()?, fields.u64()?);
+                let parts = fields.u32()?;
+                let way = match parts {
+                    0 => ForeignWay::Plain(fields.array()?),
+                    1..=MAX_PARTS => {
+                        let part = |_| Some((fields.u32()?, fields.u64()?));
+                        ForeignWay::Mapped((0..parts).map(part).collect::<Option<_>>()?)
+                    }
+                    _ => return None,
+                };
+                // The region must lie inside of what is opened.
+                let within = base.checked_sub(allocation)?.checked_add(bytes)?;
+                if let ForeignWay::Mapped(parts) = &way {
+                    let all = parts.iter().try_fold(0u64, |all, part| all.checked_add(part.1));
+                    all.filter(|all| within <= *all)?;
+                }
+                regions.push(Foreign { base, bytes, allocation, way });
+            }
+            fields.0.is_empty().then_some(Self { instance, boot, pid, card, regions })
+        };
+        read()
+            .ok_or_else(|| Error::BadDescription("it is not one of the cuda transport".to_owned()))
+    }
+
+    /// Whether the peer is on this host.
+    pub(crate) fn is_here(&self) -> bool {
+        self.boot == boot()
+    }
+}
+
+/// Names this run of this host.
+fn boot() -> Vec<u8> {
+    let id = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim_ascii().to_vec()
+}
+
+/// A peer's memory, open in this process. It stays valid while it is open, even if the peer dies.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    card: Card,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    /// An allocation, by its first address here.
+    Plain(IpcHandle, u64),
+    #[expect(dead_code, reason = "held until it is dropped")]
+    Mapped(Mapped),
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        if let What::Plain(_, base) = self.what {
+            // SAFETY: opened for this value; operations that use it hold it.
+            if let Err(error) = unsafe { self.card.ipc_close(base) } {
+                tracing::warn!("a peer's memory stays mapped: {error}");
+            }
+        }
+        MAPPINGS.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Opens a peer's region. Returns what holds it open, and what to add to the peer's addresses.
+/// `known` is what is open already: an allocation is opened once.
+pub(crate) fn open(
+    card: &Card,
+    pid: u32,
+    foreign: &Foreign,
+    known: &mut Vec<Arc<Opened>>,
+) -> Result<(Arc<Opened>, u64), Error> {
+    match &foreign.way {
+        ForeignWay::Plain(handle) => {
+            let same = |opened: &&Arc<Opened>| matches!(&opened.what, What::Plain(other, _) if other == handle);
+            let opened = match known.iter().find(same) {
+                Some(opened) => opened.clone(),
+                None => {
+                    let base = card.ipc_open(handle)?;
+                    let what = What::Plain(*handle, base);
+                    MAPPINGS.fetch_add(1, Ordering::SeqCst);
+                    let opened = Arc::new(Opened { card: card.clone(), what });
+                    known.push(opened.clone());
+                    let (_, bytes) = card.allocation(base)?;
+                    if foreign.base - foreign.allocation + foreign.bytes > bytes {
+                        return Err(Error::BadDescription(
+                            "a region reaches beyond its allocation".to_owned(),
+                        ));
+                    }
+                    opened
+                }
+            };
+            let What::Plain(_, base) = opened.what else {
+                return Err(Error::BadDescription("its regions overlap".to_owned()));
+            };
+            Ok((opened, base.wrapping_sub(foreign.allocation)))
+        }
+        ForeignWay::Mapped(parts) => {
+            let taken: Vec<(OwnedFd, u64)> = parts
+                .iter()
+                .map(|&(descriptor, bytes)| Ok((take_descriptor(pid, descriptor)?, bytes)))
+                .collect::<Result<_, Error>>()?;
+            let named: Vec<_> = taken.iter().map(|(fd, bytes)| (fd.as_raw_fd(), *bytes)).collect();
+            let mapped = card.map(&named)?;
+            let shift = mapped.base().wrapping_sub(foreign.allocation);
+            MAPPINGS.fetch_add(1, Ordering::SeqCst);
+            let opened = Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) });
+            known.push(opened.clone());
+            Ok((opened, shift))
+        }
+    }
+}
+
+/// A copy of another process's descriptor.
+fn take_descriptor(pid: u32, descriptor: u32) -> Result<OwnedFd, Error> {
+    let failed = |what: String| {
+        let error = io::Error::last_os_error();
+        Error::system(
+            format!(
+                "{what} (run both processes as the same user; in containers, share the PID namespace \
+                 and allow ptrace: CAP_SYS_PTRACE)"
+            ),
+            &error,
+        )
+    };
+    // SAFETY: the calls take integers and touch no memory of ours.
+    unsafe {
+        let process = libc::syscall(libc::SYS_pidfd_open, pid, 0);
+        if process < 0 {
+            return Err(failed(format!("looking for process {pid}")));
+        }
+        // SAFETY: a new descriptor that nobody else owns.
+        let process = OwnedFd::from_raw_fd(process as i32);
+        let taken = libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), descriptor, 0);
+        if taken < 0 {
+            return Err(failed(format!("taking descriptor {descriptor} of process {pid}")));
+        }
+        // SAFETY: as above.
+        Ok(OwnedFd::from_raw_fd(taken as i32))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn description() -> Vec<u8> {
+        let mut out = Description::write([7; 16], [9; 16], [].into_iter());
+        let count = out.len() - 4;
+        out[count..].copy_from_slice(&2u32.to_le_bytes());
+        for word in [1000u64, 50, 900] {
+            out.extend(word.to_le_bytes());
+        }
+        out.extend(0u32.to_le_bytes());
+        out.extend([3; 64]);
+        for word in [2000u64, 50, 2000] {
+            out.extend(word.to_le_bytes());
+        }
+        out.extend(1u32.to_le_bytes());
+        out.extend(5u32.to_le_bytes());
+        out.extend(50u64.to_le_bytes());
+        out
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let read = Description::read(&description()).unwrap();
+        assert!(read.is_here());
+        assert_eq!((read.pid, read.card), (std::process::id(), [9; 16]));
+        assert_eq!(read.regions[0].way, ForeignWay::Plain([3; 64]));
+        assert_eq!(read.regions[1].way, ForeignWay::Mapped(vec![(5, 50)]));
+    }
+
+    #[test]
+    fn a_cut_or_false_description_is_refused() {
+        let whole = description();
+        for bytes in 0..whole.len() {
+            assert!(Description::read(&whole[..bytes]).is_err(), "{bytes} bytes are enough");
+        }
+        let mut short = whole.clone();
+        // The mapped allocation is shorter than its region.
+        let last = short.len() - 8;
+        short[last..].copy_from_slice(&49u64.to_le_bytes());
+        assert!(Description::read(&short).is_err());
+        assert!(Description::read(&[whole, vec![0]].concat()).is_err());
+    }
+
+    #[test]
+    fn a_descriptor_of_another_process_that_is_not_there_is_an_error() {
+        assert!(matches!(take_descriptor(u32::MAX - 1, 3), Err(Error::System { .. })));
+    }
+}
