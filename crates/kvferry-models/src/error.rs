@@ -97,7 +97,7 @@ pub enum ConfigError {
     Facts(#[from] FactsError),
 }
 
-/// Why facts of one's own could not be read, or do not fit what they are used for.
+/// Why a user's facts could not be read, or do not fit what they are used for.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FactsError {

@@ -98,11 +98,6 @@ impl Facts {
         &self.states
     }
 
-    /// What a manifest's identity is made of: each key, and whether every engine says it.
-    pub fn identity(&self) -> impl Iterator<Item = (&str, bool)> {
-        self.identity.iter().map(|(key, facts)| (key.as_str(), facts.required))
-    }
-
     /// The values of `model_type` that are read by data.
     pub fn families(&self) -> impl Iterator<Item = &str> {
         let names = |(name, family)| std::iter::once(name).chain(Family::also(family));
@@ -153,5 +148,24 @@ fn twice(what: &str, name: &str) -> FactsError {
     FactsError::Definition {
         place: format!("{what} '{name}'"),
         problem: "it is defined already; choose another name".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::presets;
+
+    /// Adapters have the same test: the keys that a manifest says of itself are told here alone.
+    #[test]
+    fn a_models_identity_is_made_of_the_keys_that_are_told() {
+        let told = &Facts::shipped().identity;
+        let model = presets::find("deepseek-v3").unwrap().model().unwrap();
+        let drafted = model.clone().with_own_draft().unwrap().identity();
+        let plain = model.identity();
+        assert!(drafted.contains_key("draft"));
+        assert_eq!(drafted.keys().find(|key| !told.contains_key(*key)), None);
+        let required: Vec<_> = told.iter().filter(|(_, it)| it.required).map(|it| it.0).collect();
+        assert_eq!(plain.keys().collect::<Vec<_>>(), required);
     }
 }

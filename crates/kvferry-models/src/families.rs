@@ -68,7 +68,7 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("rwkv7", "no engine that is described here runs it, so there is no page layout to describe"),
 ];
 
-/// The families that can be read without any facts of one's own.
+/// The families that can be read without any facts of the user's.
 pub fn families() -> impl Iterator<Item = &'static str> {
     known(Facts::shipped()).into_iter()
 }
@@ -85,7 +85,7 @@ pub fn read(name: &str, text: &str) -> Result<Model, ConfigError> {
     read_with(Facts::shipped(), name, text)
 }
 
-/// Reads a `config.json` with the help of facts of one's own: see [`Facts::with`].
+/// Reads a `config.json` with the help of the user's facts: see [`Facts::with`].
 pub fn read_with(facts: &Facts, name: &str, text: &str) -> Result<Model, ConfigError> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| ConfigError::NotJson(error.to_string()))?;

@@ -112,7 +112,7 @@ pub struct Split {
 impl Split {
     /// The units of rank `rank` of `ranks`. Where there are fewer units than ranks, several ranks hold
     /// the same unit.
-    pub fn units_of(&self, rank: u64, ranks: u64) -> Span {
+    fn units_of(&self, rank: u64, ranks: u64) -> Span {
         let first = rank * self.units / ranks;
         (first..first + (self.units / ranks).max(1)).into()
     }

@@ -157,7 +157,7 @@ fn what_the_engine_cannot_run_is_named() {
         ("llama-3.1-8b", "tp=64", "32 attention heads do not divide by 64"),
         ("llama-3.1-8b", "tp=1,pp=33", "only 32 layers"),
         ("zamba2", "tp=4", "2 Mamba groups neither divide by 4 nor are one"),
-        ("zamba2", "tp=1,pp=2", "no pipeline stages"),
+        ("zamba2", "tp=1,pp=2", "does not support pipeline stages"),
         ("llama-3.1-8b", "tp=1,block=24", "multiples of 16"),
         ("kimi-linear", "tp=1,block=16", "blocks of 64 tokens"),
         ("llama-3.1-8b", "tp=1,block=128,kernel=16,layout=BLHNC", "cannot be split"),

@@ -10,53 +10,24 @@
 //! take 64 and nothing else. A given `kernel` is a back end that takes this size only. The layout is
 //! LBHNC, which vLLM's own connector asks for. Convolution states are stored columns first.
 
+mod error;
 mod group;
 mod place;
+mod pools;
 mod spec;
 pub mod verdict;
 
 use kvferry_layout::{Draft, Group, Manifest, Place, Region};
 
+pub use self::error::ENGINE;
+use self::error::cannot_run;
+pub use self::pools::{PoolGroup, Pools};
 use crate::error::RulesError;
 use crate::model::Model;
 use crate::rules::topology::{Conv, Layout, Topology};
 
-/// The engine's name in messages.
-pub const ENGINE: &str = "vLLM 0.32";
-
 /// Blocks in a pool whose size the topology leaves open.
-pub const DEFAULT_BLOCKS: u32 = 4096;
-
-/// What the engine decides before it knows a rank: groups, block sizes, and the layout.
-#[derive(Clone, Debug)]
-pub struct Pools {
-    /// The groups of the whole model.
-    pub groups: Vec<PoolGroup>,
-    /// The order of a cache's axes.
-    pub layout: Layout,
-    /// The order of a convolution state's axes.
-    pub conv: Conv,
-    /// Blocks in the pool.
-    pub blocks: u32,
-    /// The first decoder layer of every pipeline stage, and the end.
-    pub stages: Vec<u32>,
-    specs: Vec<group::SpecGroup>,
-}
-
-/// A group of the whole model: what shares a block table.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PoolGroup {
-    /// Its name in messages.
-    pub name: String,
-    /// Indices of its members among the model's caches.
-    pub caches: Vec<usize>,
-    /// Tokens in a block; `None` for states of a fixed size.
-    pub block: Option<u64>,
-    /// Tokens in a kernel block; `None` for states of a fixed size.
-    pub kernel: Option<u64>,
-    /// Bytes of a block of each member, padding included.
-    pub pages: Vec<u64>,
-}
+const DEFAULT_BLOCKS: u32 = 4096;
 
 /// What the engine decides for a model and a topology.
 pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
@@ -177,7 +148,7 @@ fn stages(model: &Model, topology: &Topology) -> Result<Vec<u32>, RulesError> {
         return Err(cannot_run(model, setting(), reason));
     }
     if pp > 1 && NO_PIPELINE.contains(&model.family.as_str()) {
-        let reason = "its implementation there knows no pipeline stages".to_owned();
+        let reason = "its implementation there does not support pipeline stages".to_owned();
         return Err(cannot_run(model, setting(), reason));
     }
     let mut sizes = vec![layers / pp; pp as usize];
@@ -194,10 +165,6 @@ fn stages(model: &Model, topology: &Topology) -> Result<Vec<u32>, RulesError> {
 
 /// Families whose implementation in the engine does not support pipeline parallelism.
 const NO_PIPELINE: [&str; 2] = ["mamba2", "zamba2"];
-
-fn cannot_run(model: &Model, setting: String, reason: String) -> RulesError {
-    RulesError::CannotRun { engine: ENGINE, model: model.name.clone(), setting, reason }
-}
 
 fn group_name(model: &Model, group: &group::SpecGroup, number: usize) -> String {
     let mut words: Vec<&str> = vec![];

@@ -2,8 +2,10 @@
 
 use kvferry_layout::{Group, Kernel, Kind, Phase, Piece, Scratch, Span, View};
 
+use super::error::cannot_run;
+use super::group::SpecGroup;
+use super::pools::Pools;
 use super::spec::{Kernels, Spec};
-use super::{Pools, cannot_run};
 use crate::error::RulesError;
 use crate::model::{Model, Packing, Sort, State};
 use crate::rules::topology::{Conv, Layout, Topology};
@@ -53,7 +55,7 @@ pub(super) fn check_layout(model: &Model, pools: &Pools) -> Result<(), RulesErro
         );
     }
     for stage in 0..pools.stages.len() - 1 {
-        let here = |group: &super::group::SpecGroup| {
+        let here = |group: &SpecGroup| {
             group.members.iter().filter(|spec| pools.lives(model, spec.cache, stage)).count()
         };
         let setting = || format!("pp={}", pools.stages.len() - 1);
@@ -67,14 +69,6 @@ pub(super) fn check_layout(model: &Model, pools: &Pools) -> Result<(), RulesErro
         }
     }
     Ok(())
-}
-
-impl Pools {
-    /// Whether a cache lives on a pipeline stage.
-    pub(super) fn lives(&self, model: &Model, cache: usize, stage: usize) -> bool {
-        let layer = model.caches[cache].layer;
-        self.stages[stage] <= layer && layer < self.stages[stage + 1]
-    }
 }
 
 /// Tokens in a kernel block of a group; `None` for states of a fixed size.
@@ -94,7 +88,9 @@ pub(super) fn kernel(
         Err(cannot_run(model, format!("block={block},kernel={size}"), reason.to_owned()))
     };
     if !block.is_multiple_of(size) {
-        return refuse("the block is no multiple of the kernel's block");
+        return refuse(&format!(
+            "the block size ({block}) is not a multiple of the kernel's block size ({size})"
+        ));
     }
     if group.members.iter().any(|spec| spec.class.padded.is_some()) {
         return refuse("padded pages cannot be split into kernel blocks");

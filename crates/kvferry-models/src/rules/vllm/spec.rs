@@ -2,7 +2,7 @@
 
 use kvferry_layout::Format;
 
-use super::cannot_run;
+use super::error::cannot_run;
 use crate::error::RulesError;
 use crate::model::{Cache, Model, Packing, Sort};
 use crate::rules::topology::Topology;
@@ -166,12 +166,18 @@ fn class(cache: &Cache, topology: &Topology) -> Class {
     Class { sort: cache.sort.clone(), block: 0, heads, content, shapes, padded: None }
 }
 
-/// Bytes of a state as the engine counts them when it fits blocks to states: it forgets the columns
-/// that a short convolution keeps for speculative tokens.
+/// Kinds whose columns for speculative tokens the engine forgets when it fits blocks to states: the
+/// shape that it computes from the model's configuration has none, while the layer itself asks for
+/// them.
+const FORGETS_SPARE: [&str; 1] = ["short conv"];
+
+/// Bytes of a state as the engine counts them when it fits blocks to states.
 fn counted_bytes(cache: &Cache, topology: &Topology) -> u64 {
     let without = Topology { spec: 0, ..topology.clone() };
     match &cache.sort {
-        Sort::Recurrent(kind) if kind.word() == "short conv" => class(cache, &without).content,
+        Sort::Recurrent(kind) if FORGETS_SPARE.contains(&kind.word()) => {
+            class(cache, &without).content
+        }
         _ => class(cache, topology).content,
     }
 }

@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use super::Pools;
+use super::pools::Pools;
 use crate::model::{Model, Packing, Sort};
 use crate::rules::topology::{Conv, Topology};
 
@@ -118,13 +118,15 @@ const RULES: &[Rule] = &[
     Rule {
         outcome: Outcome::Refuses,
         applies: |pair| pair.prefill.topology.pp > 1 && pair.is_recurrent(),
-        reason: |_| "its connector takes no pipeline stages with recurrent layers".to_owned(),
+        reason: |_| {
+            "its connector does not support pipeline stages with recurrent layers".to_owned()
+        },
     },
     Rule {
         outcome: Outcome::Refuses,
         applies: |pair| pair.prefill.topology.pp > 1 && pair.prefill.pools.groups.len() > 1,
         reason: |_| {
-            "its connector takes no pipeline stages with several groups of layers when it pulls"
+            "its connector does not support pipeline stages with several groups of layers when it pulls"
                 .to_owned()
         },
     },
@@ -273,6 +275,10 @@ const RULES: &[Rule] = &[
 /// The recurrent kinds that its connector knows how to split.
 const SPLIT: [&str; 4] = ["mamba1", "mamba2", "gdn", "kda"];
 
+/// Kinds with groups of which its connector takes an equal share for each rank, even where there is
+/// one group alone and every rank has a copy of it.
+const SHARES_ONE_GROUP: [&str; 1] = ["mamba2"];
+
 /// Families that earlier versions carried and this one does not.
 const GONE: [&str; 3] = ["bamba", "minimax", "minimax_text_01"];
 
@@ -354,7 +360,7 @@ impl Pair<'_> {
 
     fn has_one_mamba_group(&self) -> bool {
         self.model.caches.iter().any(|cache| {
-            matches!(&cache.sort, Sort::Recurrent(kind) if kind.word() == "mamba2")
+            matches!(&cache.sort, Sort::Recurrent(kind) if SHARES_ONE_GROUP.contains(&kind.word()))
                 && cache.states().any(|state| state.split.is_some_and(|split| split.units == 1))
         })
     }
