@@ -14,7 +14,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{
-    BlockTable, Load, Notice, Outcome, Scheduler, SchedulerOptions, Worker, WorkerOptions, carry,
+    BlockTable, Grant, Load, Notice, Outcome, Scheduler, SchedulerOptions, Worker, WorkerOptions,
+    carry,
 };
 use kvferry_layout::{
     Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Region, StateBox, View, Window,
@@ -38,8 +39,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokens = 6;
     prefill.write(tokens, &[7, 2]);
 
-    // It promises to keep them. A router would carry the ticket and the block ids to decode.
-    let ticket = prefill.scheduler.grant("request-1")?;
+    // It promises to keep them. A router would carry the ticket and what it grants to decode.
+    let tables = vec![BlockTable { first: 0, blocks: vec![7, 2] }];
+    let grant = Grant { epoch: 0, tokens, tables };
+    let ticket = prefill.scheduler.grant("request-1", grant.clone())?;
 
     // Decode keeps the promise alive while the request waits, and gives it block 3.
     decode.scheduler.hold(&ticket, PATIENCE);
@@ -47,9 +50,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         rank.worker.load(Load {
             request: "request-1".to_owned(),
             ticket: ticket.clone(),
+            grant: grant.clone(),
             tokens,
             cached: vec![0],
-            source: vec![BlockTable { first: 0, blocks: vec![7, 2] }],
             destination: vec![BlockTable { first: 0, blocks: vec![3] }],
             patience: PATIENCE,
             rest: false,

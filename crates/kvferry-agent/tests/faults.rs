@@ -17,7 +17,7 @@ fn pain_2_a_late_write_does_not_reach_another_request() {
         let (p, d) = held_pair(1);
         let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
         p.prefill(1, &source, 4);
-        let ticket = p.scheduler.grant("first").unwrap();
+        let ticket = p.grant("first", &source, 4);
         d.start_load("first", &ticket, &source, &destination, 4, LONG);
         let read = d.ranks[0].held.as_ref().unwrap().next();
         d.ranks[0].worker.abort("first");
@@ -55,10 +55,10 @@ fn pain_14_decode_blocks_come_back_when_prefill_falls_silent() {
     for silent_from in ["handshake", "confirmation"] {
         let (p, d) = held_pair(1);
         let wire = Wire::to(p.scheduler.address());
-        let mut ticket = p.scheduler.grant("r").unwrap();
-        ticket.address = wire.address.clone();
         let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
         p.prefill(1, &source, 4);
+        let mut ticket = p.grant("r", &source, 4);
+        ticket.address = wire.address.clone();
         if silent_from == "handshake" {
             wire.stop();
         }
@@ -94,9 +94,9 @@ fn pain_15_prefill_blocks_come_back_after_an_abort() {
         let p = Recipe::new("p", 1).by(By::Held).term(term).start();
         let d = Recipe::new("d", 1).by(By::Held).start();
         let wire = Wire::to(p.scheduler.address());
-        let mut ticket = p.scheduler.grant("r").unwrap();
-        ticket.address = wire.address.clone();
         let blocks = blocks_for(4, 3);
+        let mut ticket = p.grant("r", &blocks, 4);
+        ticket.address = wire.address.clone();
         d.scheduler.hold(&ticket, LONG);
         d.start_load("r", &ticket, &blocks, &blocks, 4, LONG);
         let read = d.ranks[0].held.as_ref().unwrap().next();
@@ -118,7 +118,7 @@ fn pain_16_half_a_transfer_fails_as_a_whole() {
     let (p, d) = held_pair(2);
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
     p.prefill(1, &source, 4);
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &source, 4);
     d.start_load("r", &ticket, &source, &destination, 4, LONG);
     let held = d.ranks[0].held.as_ref().unwrap();
     let (first, second) = (held.next(), held.next());
@@ -137,7 +137,7 @@ fn pain_16_ranks_are_counted_by_name() {
     let d = Recipe::new("d", 4).by(By::Held).start();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
     p.prefill(1, &source, 4);
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &source, 4);
     d.start_load("r", &ticket, &source, &destination, 4, LONG);
     for rank in &d.ranks[..3] {
         let read = rank.held.as_ref().unwrap().next();
@@ -145,18 +145,9 @@ fn pain_16_ranks_are_counted_by_name() {
         read.finish();
         assert_eq!(rank.wait_end("r").outcome, Outcome::Done);
     }
-    let load = kvferry_agent::Load {
-        request: "r".to_owned(),
-        ticket: ticket.clone(),
-        tokens: 4,
-        cached: vec![0],
-        source: table(&source),
-        destination: table(&destination),
-        patience: LONG,
-        rest: false,
-    };
     // The first rank reads and confirms once more: four confirmations, but three ranks.
-    d.ranks[0].worker.load(load).unwrap();
+    let again = load("r", &ticket, granted(&source, 4), &destination);
+    d.ranks[0].worker.load(again).unwrap();
     let again = d.ranks[0].held.as_ref().unwrap().next();
     again.land(0, again.copies.len());
     again.finish();
@@ -178,7 +169,7 @@ fn pain_18_a_lease_that_expires_in_mid_read_fences_the_bytes() {
     let d = Recipe::new("d", 1).by(By::Held).start();
     let (source, destination) = ([3, 5, 7], [9, 11, 13]);
     p.prefill(1, &source, 12);
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &source, 12);
     d.start_load("r", &ticket, &source, &destination, 12, LONG);
     let read = d.ranks[0].held.as_ref().unwrap().next();
     assert!(read.copies.len() > 1);
@@ -199,10 +190,10 @@ fn pain_18_a_lease_that_expires_in_mid_read_fences_the_bytes() {
 fn a_lost_answer_is_asked_for_again() {
     let (p, d) = held_pair(1);
     let wire = Wire::to(p.scheduler.address());
-    let mut ticket = p.scheduler.grant("r").unwrap();
-    ticket.address = wire.address.clone();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
     p.prefill(1, &source, 4);
+    let mut ticket = p.grant("r", &source, 4);
+    ticket.address = wire.address.clone();
     d.start_load("r", &ticket, &source, &destination, 4, LONG);
     let read = d.ranks[0].held.as_ref().unwrap().next();
     // Nothing passes; the question waits in the wire and is lost there.
@@ -228,7 +219,7 @@ fn an_abort_at_every_stage() {
         let wire = Wire::to(p.scheduler.address());
         let blocks = blocks_for(4, 3);
         let load = |name: &str| {
-            let mut ticket = p.scheduler.grant(name).unwrap();
+            let mut ticket = p.grant(name, &blocks, 4);
             ticket.address = wire.address.clone();
             d.start_load(name, &ticket, &blocks, &blocks, 4, LONG);
         };
@@ -271,8 +262,8 @@ fn an_abort_from_the_other_side() {
     let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_millis(200)).start();
     let d = Recipe::new("d", 1).by(By::Held).start();
     let blocks = blocks_for(4, 3);
-    let reading = p.scheduler.grant("reading").unwrap();
-    let waiting = p.scheduler.grant("waiting").unwrap();
+    let reading = p.grant("reading", &blocks, 4);
+    let waiting = p.grant("waiting", &blocks, 4);
     d.scheduler.hold(&waiting, LONG);
     d.scheduler.hold(&reading, LONG);
     d.start_load("reading", &reading, &blocks, &blocks, 4, LONG);

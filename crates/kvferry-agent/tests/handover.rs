@@ -68,11 +68,14 @@ fn another_major_version_is_refused_by_name() {
     let mut p = Recipe::new("p", 1);
     p.scheduler.version = Version { major: 2, minor: 0 };
     let (p, d) = (p.start(), Recipe::new("d", 1).start());
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 1);
     d.start_load("r", &ticket, &[1], &[1], 1, LONG);
     match &d.wait_ends("r")[0] {
         Outcome::Failed(Failure::Refused(reason)) => {
-            assert!(reason.contains("2.0") && reason.contains("1.1"), "{reason}");
+            assert!(
+                reason.contains("2.0") && reason.contains(&Version::CURRENT.to_string()),
+                "{reason}"
+            );
         }
         other => panic!("{other:?}"),
     }
@@ -83,7 +86,7 @@ fn what_does_not_fit_is_refused_before_the_first_byte() {
     let mut other = Recipe::new("p", 1);
     other.model = "another";
     let (p, d) = (other.start(), Recipe::new("d", 1).start());
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 1);
     d.start_load("r", &ticket, &[1], &[1], 1, LONG);
     match &d.wait_ends("r")[0] {
         Outcome::Failed(Failure::Refused(reason)) => {
@@ -98,7 +101,7 @@ fn what_does_not_fit_is_refused_before_the_first_byte() {
     assert!(refusals.contains("kvferry_refusals_total{engine=\"p\"} 1"), "{refusals}");
 
     let p = Recipe::new("p", 1).by(By::Local).start();
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 1);
     d.start_load("r", &ticket, &[1], &[1], 1, LONG);
     match &d.wait_ends("r")[0] {
         Outcome::Failed(Failure::Refused(reason)) => {
@@ -111,7 +114,7 @@ fn what_does_not_fit_is_refused_before_the_first_byte() {
 #[test]
 fn block_tables_that_do_not_fit_fail_only_their_request() {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 1);
     d.start_load("r", &ticket, &[1], &[BLOCKS + 5], 1, LONG);
     let ending = d.ranks[0].wait_end("r");
     assert!(matches!(ending.outcome, Outcome::Failed(Failure::BadRequest(_))), "{ending:?}");
@@ -127,8 +130,8 @@ fn a_request_that_waits_is_kept_alive() {
     let d = Recipe::new("d", 1).start();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
     p.prefill(1, &source, 4);
-    let kept = p.scheduler.grant("kept").unwrap();
-    p.scheduler.grant("left").unwrap();
+    let kept = p.grant("kept", &source, 4);
+    p.grant("left", &[1], 4);
     d.scheduler.hold(&kept, LONG);
     let released = p.wait_released();
     assert_eq!((released.request.as_str(), released.why), ("left", Ended::Expired));
@@ -145,7 +148,7 @@ fn a_request_that_waits_is_kept_alive() {
 fn a_request_waits_only_as_long_as_it_may() {
     let p = Recipe::new("p", 1).term(Duration::from_millis(400)).start();
     let d = Recipe::new("d", 1).start();
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 4);
     d.scheduler.hold(&ticket, Duration::from_millis(900));
     let released = p.wait_released();
     assert_eq!(released.why, Ended::Expired);
@@ -160,8 +163,8 @@ fn two_engines_may_give_the_same_name() {
     let first = Recipe::new("first", 1).term(term).start();
     let second = Recipe::new("second", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
-    let ticket = first.scheduler.grant("r").unwrap();
-    let other = second.scheduler.grant("r").unwrap();
+    let ticket = first.grant("r", &[1], 4);
+    let other = second.grant("r", &[1], 4);
     d.scheduler.hold(&ticket, LONG);
     d.scheduler.hold(&other, LONG);
     d.scheduler.reading(&other);
@@ -187,7 +190,7 @@ fn two_engines_may_give_the_same_name() {
 fn an_abandoned_request_is_released_at_once() {
     let p = Recipe::new("p", 1).term(LONG).start();
     let d = Recipe::new("d", 1).start();
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 4);
     d.scheduler.hold(&ticket, LONG);
     d.scheduler.abandon(&ticket);
     assert_eq!(p.wait_released().why, Ended::Abandoned);
@@ -198,7 +201,7 @@ fn a_status_says_who_is_there_and_what_is_kept() {
     let p = Recipe::new("p", 2).start();
     let d = Recipe::new("d", 1).start();
     hand_over(&p, &d);
-    let ticket = p.scheduler.grant("waiting").unwrap();
+    let ticket = p.grant("waiting", &[1], 4);
     d.scheduler.hold(&ticket, LONG);
     let status = ask_status(p.scheduler.address(), &Trust::Loopback, LONG).unwrap();
     assert_eq!((status.engine.as_str(), status.ranks), ("p", 2));
@@ -219,7 +222,7 @@ fn no_patience_is_too_long() {
     let d = d.start();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
     p.prefill(1, &source, 4);
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &source, 4);
     d.scheduler.hold(&ticket, Duration::MAX);
     d.start_load("r", &ticket, &source, &destination, 4, Duration::MAX);
     assert_eq!(d.wait_ends("r"), [Outcome::Done]);
@@ -244,7 +247,7 @@ fn a_status_can_be_asked_for_at_any_time() {
         start.wait();
         for round in 0..ROUNDS {
             let name = format!("r{round}");
-            p.scheduler.grant(&name).unwrap();
+            p.grant(&name, &[1], 4);
             assert!(p.scheduler.revoke(&name));
         }
         working.store(false, Ordering::SeqCst);
@@ -286,17 +289,9 @@ fn how_a_source_is_read_is_chosen_by_its_own_price() {
     let (p, d) = (p.start(), d.start());
     // One whole block, and one token of another.
     let (tokens, source, destination) = (TOKENS_PER_BLOCK + 1, [3, 6], [9, 5]);
-    let ticket = p.scheduler.grant("r").unwrap();
-    let load = Load {
-        request: "r".to_owned(),
-        ticket,
-        tokens,
-        cached: vec![0],
-        source: table(&source),
-        destination: table(&destination),
-        patience: LONG,
-        rest: true,
-    };
+    let grant = granted(&source, tokens);
+    let ticket = p.scheduler.grant("r", grant.clone()).unwrap();
+    let load = Load { rest: true, ..load("r", &ticket, grant, &destination) };
     d.ranks[0].worker.load(load).unwrap();
     let held = d.ranks[0].held.as_ref().unwrap();
     let (whole, exact) = (held.next(), held.next());

@@ -16,10 +16,10 @@ fn pain_17_a_restarted_peer_is_noticed() {
         let (p, d) = (Recipe::new("p", 2).by(by).start(), Recipe::new("d", 1).by(by).start());
         let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
         p.prefill(1, &source, 8);
-        let ticket = p.scheduler.grant("r1").unwrap();
+        let ticket = p.grant("r1", &source, 8);
         d.start_load("r1", &ticket, &source, &destination, 8, LONG);
         assert_eq!(d.wait_ends("r1"), [Outcome::Done]);
-        let old = p.scheduler.grant("old").unwrap();
+        let old = p.grant("old", &source, 8);
         let address: std::net::SocketAddr = p.scheduler.address().parse().unwrap();
         // Its memory stays mapped in this process: the danger is that it could still be read.
         drop(p);
@@ -28,7 +28,7 @@ fn pain_17_a_restarted_peer_is_noticed() {
         again.scheduler.bind = address;
         let p = again.start();
         p.prefill(2, &source, 8);
-        let new = p.scheduler.grant("new").unwrap();
+        let new = p.grant("new", &source, 8);
         assert_eq!(new.address, old.address);
         d.ranks[0].memory.fill(UNTOUCHED);
         d.start_load("old", &old, &source, &destination, 8, LONG);
@@ -38,7 +38,7 @@ fn pain_17_a_restarted_peer_is_noticed() {
         for name in ["new", "newer"] {
             let ticket = match name {
                 "new" => new.clone(),
-                _ => p.scheduler.grant(name).unwrap(),
+                _ => p.grant(name, &source, 8),
             };
             d.start_load(name, &ticket, &source, &destination, 8, LONG);
             assert_eq!(d.wait_ends(name), [Outcome::Done]);
@@ -56,11 +56,11 @@ fn pain_17_ranks_that_lost_their_memory_begin_a_new_life() {
     let (mut p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 1).start());
     let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
     p.prefill(1, &source, 8);
-    let first = p.scheduler.grant("first").unwrap();
+    let first = p.grant("first", &source, 8);
     d.start_load("first", &first, &source, &destination, 8, LONG);
     assert_eq!(d.wait_ends("first"), [Outcome::Done]);
     assert_eq!(p.wait_released().why, Ended::Confirmed);
-    let old = p.scheduler.grant("old").unwrap();
+    let old = p.grant("old", &source, 8);
 
     let mut fresh = Recipe::new("p", 2).start();
     std::mem::swap(&mut p.ranks, &mut fresh.ranks);
@@ -69,7 +69,7 @@ fn pain_17_ranks_that_lost_their_memory_begin_a_new_life() {
     assert_eq!(p.wait_released().why, Ended::Revoked);
     p.publish();
     p.prefill(2, &source, 8);
-    let new = p.scheduler.grant("new").unwrap();
+    let new = p.grant("new", &source, 8);
     assert_ne!(new.incarnation, old.incarnation);
     d.start_load("new", &new, &source, &destination, 8, LONG);
     assert_eq!(d.wait_ends("new"), [Outcome::Done]);
@@ -82,7 +82,7 @@ fn pain_17_ranks_that_lost_their_memory_begin_a_new_life() {
 #[test]
 fn a_peer_that_is_gone_is_reported_in_time() {
     let p = Recipe::new("p", 1).start();
-    let ticket = p.scheduler.grant("r").unwrap();
+    let ticket = p.grant("r", &[1], 4);
     drop(p);
     let mut d = Recipe::new("d", 1);
     d.worker.handshake = Duration::from_millis(300);

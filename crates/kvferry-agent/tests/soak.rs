@@ -18,7 +18,7 @@ fn a_thousand_requests_with_aborts() {
     let before = threads();
     for i in 0..1000 {
         let name = format!("r{i}");
-        let ticket = p.scheduler.grant(&name).unwrap();
+        let ticket = p.grant(&name, &source, tokens);
         d.start_load(&name, &ticket, &source, &destination, tokens, LONG);
         if i % 20 == 0 {
             d.ranks[0].worker.abort(&name);
@@ -65,7 +65,7 @@ fn a_wire_that_breaks_all_the_time() {
     p.prefill(1, &source, 8);
     for i in 0..60 {
         let name = format!("r{i}");
-        let mut ticket = p.scheduler.grant(&name).unwrap();
+        let mut ticket = p.grant(&name, &source, 8);
         ticket.address = wire.address.clone();
         d.start_load(&name, &ticket, &source, &destination, 8, LONG);
         std::thread::sleep(Duration::from_micros(i * 50));
@@ -100,7 +100,7 @@ fn a_soak_leaves_nothing_behind() {
     let round = |from: u64, to: u64| {
         for i in from..to {
             let name = format!("r{i}");
-            let ticket = p.scheduler.grant(&name).unwrap();
+            let ticket = p.grant(&name, &source, 8);
             d.scheduler.hold(&ticket, LONG);
             d.start_load(&name, &ticket, &source, &destination, 8, LONG);
             if i % 7 == 0 {

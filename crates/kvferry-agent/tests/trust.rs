@@ -110,7 +110,7 @@ fn a_replay_does_nothing() {
     let p = Recipe::new("p", 1).trust(key(SECRET)).start();
     let d = Recipe::new("d", 1).trust(key(SECRET)).start();
     let wire = Wire::to(p.scheduler.address());
-    let mut ticket = p.scheduler.grant("r").unwrap();
+    let mut ticket = p.grant("r", &[1], 4);
     ticket.address = wire.address.clone();
     d.scheduler.abandon(&ticket);
     assert_eq!(p.wait_released().why, Ended::Abandoned);
@@ -222,7 +222,7 @@ fn a_manifest_that_lies_about_its_bounds_is_found_out_by_the_transport() {
         let mut liar = Recipe::new("p", 1).by(by);
         liar.lie = 64 * TOKENS_PER_BLOCK * HEADS * DIM;
         let (p, d) = (liar.start(), Recipe::new("d", 1).by(by).start());
-        let ticket = p.scheduler.grant("lie").unwrap();
+        let ticket = p.grant("lie", &[BLOCKS + 3], 4);
         d.start_load("lie", &ticket, &[BLOCKS + 3], &[1], 4, LONG);
         match &d.wait_ends("lie")[0] {
             Outcome::Failed(Failure::Transport(reason)) => {

@@ -210,8 +210,8 @@ fn play_scheduler(setup: &Setup, commands: &mpsc::Receiver<String>) -> Result<()
                     scheduler.publish(cards).map_err(|error| error.to_string())?;
                     say(&Reply::Published);
                 }
-                Command::Grant { request } => {
-                    let ticket = scheduler.grant(&request).ok();
+                Command::Grant { request, grant } => {
+                    let ticket = scheduler.grant(&request, grant).ok();
                     say(&Reply::Granted { request, ticket });
                 }
                 Command::Hold { ticket, patience_ms } => {

@@ -1,6 +1,6 @@
 //! What the demo's processes say to each other: one JSON object a line.
 
-use kvferry_agent::{BlockTable, Load, Outcome, Ticket, Timings};
+use kvferry_agent::{BlockTable, Grant, Load, Outcome, Ticket, Timings};
 use serde::{Deserialize, Serialize};
 
 /// The argument with which a process of a demo is started.
@@ -48,7 +48,7 @@ pub(crate) enum Command {
     /// A scheduler.
     Publish { cards: Vec<Vec<u8>> },
     /// A scheduler.
-    Grant { request: String },
+    Grant { request: String, grant: Grant },
     /// A scheduler.
     Hold { ticket: Ticket, patience_ms: u64 },
     /// A scheduler.

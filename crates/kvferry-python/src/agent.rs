@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Card, Carrier, Error, Key, Load, Notice, Outcome, SchedulerOptions, Timings,
-    Tls, TlsFiles, Trust, WorkerOptions, carry_with,
+    self as agent, Card, Carrier, Error, Grant, Key, Load, Notice, Outcome, SchedulerOptions,
+    Timings, Tls, TlsFiles, Trust, WorkerOptions, carry_with,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
@@ -24,7 +24,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::convert::{json, read_ticket, seconds, ticket};
 use crate::errors;
 use crate::manifest::Manifest;
-use crate::plan::{Asked, array, words};
+use crate::plan::{Asked, array, granted_tables, words};
 
 /// The scheduler half of an agent.
 #[pyclass(frozen, module = "kvferry")]
@@ -155,10 +155,19 @@ impl Scheduler {
         made.map_err(|error| errors::agent(py, &error))
     }
 
-    fn grant<'py>(&self, py: Python<'py>, request: &str) -> PyResult<Bound<'py, PyDict>> {
+    #[pyo3(signature = (request, *, tokens, blocks, first=None))]
+    fn grant<'py>(
+        &self,
+        request: &str,
+        tokens: u64,
+        blocks: &Bound<'py, PyAny>,
+        first: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let py = blocks.py();
         let half = self.0.get(py)?;
-        let granted = py.detach(|| half.grant(request)).map_err(|e| errors::agent(py, &e))?;
-        ticket(py, &granted)
+        let grant = Grant { epoch: 0, tokens, tables: granted_tables(blocks, first)? };
+        let granted = py.detach(|| half.grant(request, grant));
+        ticket(py, &granted.map_err(|error| errors::agent(py, &error))?)
     }
 
     fn revoke(&self, py: Python<'_>, request: &str) -> PyResult<bool> {
@@ -285,8 +294,8 @@ impl Worker {
     }
 
     #[pyo3(
-        signature = (request, ticket, *, deadline=60.0, rest=true, **tables),
-        text_signature = "($self, request, ticket, *, deadline=60.0, rest=True, tokens, \
+        signature = (request, ticket, *, deadline=60.0, rest=true, granted=None, **tables),
+        text_signature = "($self, request, ticket, *, deadline=60.0, rest=True, granted=None, tokens, \
                           source_blocks, destination_blocks, cached=None, source_first=None, \
                           destination_first=None)"
     )]
@@ -296,6 +305,7 @@ impl Worker {
         ticket: &Bound<'_, PyDict>,
         deadline: f64,
         rest: bool,
+        granted: Option<u64>,
         tables: Option<Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let py = ticket.py();
@@ -304,9 +314,13 @@ impl Worker {
         let load = Load {
             request,
             ticket: read_ticket(ticket)?,
+            grant: Grant {
+                epoch: 0,
+                tokens: granted.unwrap_or(asked.tokens),
+                tables: asked.source,
+            },
             tokens: asked.tokens,
             cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
-            source: asked.source,
             destination: asked.destination,
             patience: seconds("deadline", deadline)?,
             rest,

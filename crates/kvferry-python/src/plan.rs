@@ -187,23 +187,40 @@ impl Asked {
             source: tables(
                 source.ok_or_else(|| missing("source_blocks"))?,
                 source_first,
-                "source",
+                "source_blocks",
+                "source_first",
             )?,
             destination: tables(
                 destination.ok_or_else(|| missing("destination_blocks"))?,
                 destination_first,
-                "destination",
+                "destination_blocks",
+                "destination_first",
             )?,
         })
     }
 }
 
+/// The block tables of a grant: ids, and positions of the first where lists were clipped.
+pub(crate) fn granted_tables(
+    ids: &Bound<'_, PyAny>,
+    first: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Vec<BlockTable>> {
+    let name = |key: &'static str| move |error: PyErr| named(ids.py(), key, &error);
+    let first = first.map(numbers).transpose().map_err(name("first"))?;
+    tables(blocks(ids).map_err(name("blocks"))?, first, "blocks", "first")
+}
+
 /// The block tables of one side: ids, and positions of the first where lists were clipped.
-fn tables(blocks: Vec<Vec<u32>>, first: Option<Vec<u64>>, side: &str) -> PyResult<Vec<BlockTable>> {
+fn tables(
+    blocks: Vec<Vec<u32>>,
+    first: Option<Vec<u64>>,
+    blocks_name: &str,
+    first_name: &str,
+) -> PyResult<Vec<BlockTable>> {
     let first = first.unwrap_or_else(|| vec![0; blocks.len()]);
     if first.len() != blocks.len() {
         return Err(PyValueError::new_err(format!(
-            "{side}_first has {} entries, but {side}_blocks has {} tables",
+            "{first_name} has {} entries, but {blocks_name} has {} tables",
             first.len(),
             blocks.len()
         )));

@@ -35,6 +35,8 @@ pub struct Part {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Contradiction {
     /// An epoch that is over.
+    ///
+    /// What to do: report it, with the versions of both sides; the request is not loaded.
     #[error("the engine speaks of epoch {found} after epoch {known}")]
     PastEpoch {
         /// What is known.
@@ -43,6 +45,8 @@ pub enum Contradiction {
         found: u32,
     },
     /// What was granted cannot become anything else.
+    ///
+    /// What to do: report it, with the versions of both sides; the request is not loaded.
     #[error(
         "the engine had granted {known} tokens in epoch {epoch}, and now grants {found} that do not go on from there"
     )]

@@ -150,9 +150,14 @@ pub struct AlreadyGranted(pub String);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotGrown {
     /// There is none, or it has ended: nobody wants the request, or it was sealed.
+    ///
+    /// What to do: begin a lease before it grows, and stop when it has been sealed or has ended.
     #[error("request '{0}' has no lease that grows")]
     NoLease(String),
     /// What was granted may have been read: it cannot become anything else within an epoch.
+    ///
+    /// What to do: append to the tables that were granted; where the engine starts the request over, say
+    /// so first.
     #[error(
         "request '{request}' was granted {before} tokens; a grant of {after} with other tables does not go on from there"
     )]
@@ -475,8 +480,8 @@ mod tests {
         Grant { epoch: 0, tokens: 20, tables: table(&[3, 4]) }
     }
 
-    fn good() -> Option<Fingerprint> {
-        Some(grant().fingerprint())
+    fn good() -> Fingerprint {
+        grant().fingerprint()
     }
 
     fn at(seconds: u64) -> Duration {
@@ -502,9 +507,9 @@ mod tests {
     #[test]
     fn released_when_every_rank_has_confirmed() {
         let mut leases = granted();
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
         assert_eq!(leases.take_released(), []);
-        assert_eq!(leases.confirm(&key(1), &rank(1, 8), good(), at(2)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(1, 8), Some(good()), at(2)), Answer::Held);
         let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
         assert_eq!(leases.take_released(), [released]);
     }
@@ -513,7 +518,7 @@ mod tests {
     fn duplicates_count_once() {
         let mut leases = granted();
         for _ in 0..5 {
-            assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), Answer::Held);
+            assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
         }
         assert_eq!(leases.open(), 1);
     }
@@ -521,14 +526,14 @@ mod tests {
     #[test]
     fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
         let mut leases = granted();
-        leases.confirm(&key(1), &rank(0, 7), good(), at(1));
-        leases.confirm(&key(1), &rank(1, 8), good(), at(1));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(2)), Answer::Held);
+        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
+        leases.confirm(&key(1), &rank(1, 8), Some(good()), at(1));
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(2)), Answer::Held);
         let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
-        assert_eq!(leases.confirm(&key(1), &rank(0, 9), good(), at(2)), ended);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 9), Some(good()), at(2)), ended);
         leases.expire(at(11));
         assert_eq!(
-            leases.confirm(&key(1), &rank(0, 7), good(), at(12)),
+            leases.confirm(&key(1), &rank(0, 7), Some(good()), at(12)),
             Answer::NotHeld(Loss::Unknown),
             "forgotten: nobody can say any more that the bytes were good"
         );
@@ -550,7 +555,7 @@ mod tests {
         assert_eq!(leases.open(), 0);
         let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
         assert_eq!(leases.extend(&key(1), at(30)), lost);
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(30)), lost);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(30)), lost);
     }
 
     #[test]
@@ -561,7 +566,7 @@ mod tests {
         assert!(!leases.abandon(&key(1), at(3)));
         for r in 0..2 {
             let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
-            assert_eq!(leases.confirm(&key(1), &rank(r, 7), good(), at(3)), lost);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), Some(good()), at(3)), lost);
         }
         assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
         assert_eq!(leases.open(), 1);
@@ -573,11 +578,14 @@ mod tests {
     fn engines_of_another_shape_are_counted_apart() {
         let mut leases = granted();
         let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
-        leases.confirm(&key(1), &rank(0, 7), good(), at(1));
-        leases.confirm(&key(1), &other, good(), at(1));
+        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
+        leases.confirm(&key(1), &other, Some(good()), at(1));
         assert_eq!(leases.open(), 1);
         let beyond = Consumer { rank: 2, ..rank(0, 7) };
-        assert_eq!(leases.confirm(&key(1), &beyond, good(), at(1)), Answer::NotHeld(Loss::Unknown));
+        assert_eq!(
+            leases.confirm(&key(1), &beyond, Some(good()), at(1)),
+            Answer::NotHeld(Loss::Unknown)
+        );
     }
 
     #[test]
@@ -599,7 +607,7 @@ mod tests {
         }
         assert_eq!(leases.open(), 1, "whoever forged it cannot end it");
         for r in 0..2 {
-            let answer = leases.confirm(&key(1), &rank(r, 8), good(), at(2));
+            let answer = leases.confirm(&key(1), &rank(r, 8), Some(good()), at(2));
             assert_eq!(answer, Answer::Held, "the rightful reader is served");
         }
         assert_eq!(leases.open(), 0);
@@ -613,7 +621,7 @@ mod tests {
         let mut leases = Leases::new(TERM, TERM * 3);
         leases.begin(key(1)).unwrap();
         leases.advance("r", 16, table(&[3])).unwrap();
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(1)), NOT_GRANTED);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), NOT_GRANTED);
         leases.expire(at(100));
         assert_eq!(
             leases.extend(&key(1), at(100)),
@@ -624,7 +632,7 @@ mod tests {
         assert_eq!((granted.tokens, sealed), (16, false));
         leases.seal("r", 20, table(&[3, 4]), at(100)).unwrap();
         assert!(leases.frontier("r").unwrap().sealed);
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), good(), at(101)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(101)), Answer::Held);
         leases.expire(at(110));
         assert_eq!(leases.take_released().len(), 1);
         assert_eq!(leases.frontier("r"), None);
@@ -644,7 +652,7 @@ mod tests {
         assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (1, 0));
         leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
         assert_eq!(
-            leases.confirm(&key(1), &rank(0, 7), good(), at(1)),
+            leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)),
             NOT_GRANTED,
             "the same blocks of an earlier epoch are not the same"
         );

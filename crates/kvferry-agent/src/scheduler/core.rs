@@ -1,7 +1,6 @@
 //! What a scheduler and its server share: what the engine's ranks hold, and the leases on it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
@@ -30,7 +29,6 @@ pub(super) struct Core {
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
     started: Instant,
-    next_nonce: AtomicU64,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
 }
@@ -65,7 +63,6 @@ impl Core {
             metrics,
             released: Mailbox::default(),
             started: Instant::now(),
-            next_nonce: AtomicU64::new(getrandom::u64()?),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),
             options,
@@ -114,7 +111,8 @@ impl Core {
 
     pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
         let present = self.present.lock();
-        let nonce = self.next_nonce.fetch_add(1, Ordering::Relaxed);
+        // Nobody can make up a ticket from another one.
+        let nonce = getrandom::u64()?;
         let key = LeaseKey { request: request.to_owned(), nonce };
         self.leases().grant(key, grant, self.now())?;
         self.metrics.granted.add(1);

@@ -30,6 +30,16 @@ impl Host for Core {
                 match fitted.await {
                     Ok(Ok(cards)) => {
                         info!(who, cards = cards.len(), "shook hands");
+                        if version < Version::GRANTS {
+                            warn!(
+                                who,
+                                %version,
+                                "a peer will not say what it has read by, because one of the sides is too \
+                                 old: it cannot be told whether that was granted. Protocol {} or later on \
+                                 both sides tells",
+                                Version::GRANTS
+                            );
+                        }
                         Reply::Cards { incarnation, cards }
                     }
                     Ok(Err(reason)) => {

@@ -170,7 +170,7 @@ impl Peers {
     }
 
     async fn shake_hands(&self, address: &str, deadline: Instant) -> Result<SourceEngine, Failure> {
-        let (incarnation, cards) = self.ask_for_cards(address, deadline).await?;
+        let (version, incarnation, cards) = self.ask_for_cards(address, deadline).await?;
         let manifests = cards.iter().map(|card| {
             Manifest::from_bytes(&card.manifest)
                 .map_err(|error| Failure::Refused(error.to_string()))
@@ -185,18 +185,27 @@ impl Peers {
             plan.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
         let plan = plan.map_err(|error| Failure::Refused(error.to_string()))?;
         let sources = self.connect(&plan, cards, deadline).await?;
+        if version < Version::GRANTS {
+            warn!(
+                address,
+                %version,
+                "confirmations do not say what was read by, because one of the sides is too old: block \
+                 ids from a router are believed. Protocol {} or later on both sides checks them",
+                Version::GRANTS
+            );
+        }
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
         let (plan, sources) = (Arc::new(plan), Arc::new(sources));
         Ok(SourceEngine { address: address.to_owned(), incarnation, plan, sources })
     }
 
-    /// Whether the two sides fit: the cards of the ranks to read.
+    /// Whether the two sides fit: the cards of the ranks to read, and the protocol that is spoken.
     async fn ask_for_cards(
         &self,
         address: &str,
         deadline: Instant,
-    ) -> Result<(Incarnation, Vec<Card>), Failure> {
+    ) -> Result<(Version, Incarnation, Vec<Card>), Failure> {
         let until = deadline.into();
         let mut pause = Duration::from_millis(10);
         loop {
@@ -207,7 +216,9 @@ impl Peers {
                 transport: self.rank.carrier.name().to_owned(),
             };
             match link.ask(question, until).await {
-                Ok(Reply::Cards { incarnation, cards }) => return Ok((incarnation, cards)),
+                Ok(Reply::Cards { incarnation, cards }) => {
+                    return Ok((link.version(), incarnation, cards));
+                }
                 Ok(Reply::Refused(reason)) => return Err(Failure::Refused(reason)),
                 // It starts, or has just gone: try again until the deadline.
                 Ok(Reply::NotReady) | Err(PeerError::Io { .. } | PeerError::Closed) => {

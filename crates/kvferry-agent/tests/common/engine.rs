@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{
-    Carrier, Ending, Load, Notice, Outcome, Released, Scheduler, SchedulerOptions, Ticket, Worker,
-    WorkerOptions, carry,
+    Carrier, Ending, Grant, Load, Notice, Outcome, Released, Scheduler, SchedulerOptions, Ticket,
+    Worker, WorkerOptions, carry,
 };
 use kvferry_layout::{
     Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
@@ -17,7 +17,7 @@ use kvferry_transport::{Price, Transport};
 
 use super::held::Held;
 use super::memory::{Memory, UNTOUCHED};
-use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, table, value};
+use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, granted, table, value};
 
 /// One rank of an engine.
 pub struct Rank {
@@ -174,6 +174,20 @@ fn draft(engine: &str, model: &str, rank: u64, heads: u64, memory: &Memory) -> D
     }
 }
 
+/// A load of all that was granted.
+pub fn load(name: &str, ticket: &Ticket, grant: Grant, destination: &[u32]) -> Load {
+    Load {
+        request: name.to_owned(),
+        ticket: ticket.clone(),
+        tokens: grant.tokens,
+        grant,
+        cached: vec![0],
+        destination: table(destination),
+        patience: LONG,
+        rest: false,
+    }
+}
+
 impl Rank {
     fn offset(&self, blocks: &[u32], token: u64, head: u64, dim: u64) -> usize {
         let heads = self.heads.end - self.heads.start;
@@ -235,6 +249,11 @@ impl Engine {
         }
     }
 
+    /// Promises to keep so many tokens in these blocks.
+    pub fn grant(&self, name: &str, blocks: &[u32], tokens: u64) -> Ticket {
+        self.scheduler.grant(name, granted(blocks, tokens)).unwrap()
+    }
+
     pub fn start_load(
         &self,
         name: &str,
@@ -244,19 +263,14 @@ impl Engine {
         tokens: u64,
         patience: Duration,
     ) {
+        let load = Load { patience, ..load(name, ticket, granted(source, tokens), destination) };
+        self.load(&load);
+    }
+
+    /// Starts a load on every rank.
+    pub fn load(&self, load: &Load) {
         for rank in &self.ranks {
-            rank.worker
-                .load(Load {
-                    request: name.to_owned(),
-                    ticket: ticket.clone(),
-                    tokens,
-                    cached: vec![0],
-                    source: table(source),
-                    destination: table(destination),
-                    patience,
-                    rest: false,
-                })
-                .unwrap();
+            rank.worker.load(load.clone()).unwrap();
         }
     }
 
@@ -265,7 +279,7 @@ impl Engine {
     pub fn hand_over(&self, d: &Self, name: &str, tokens: u64, address: &str) -> Vec<Outcome> {
         let (source, destination) = (blocks_for(tokens, 3), blocks_for(tokens, 9));
         self.prefill(7, &source, tokens);
-        let mut ticket = self.scheduler.grant(name).unwrap();
+        let mut ticket = self.grant(name, &source, tokens);
         ticket.address = address.to_owned();
         d.start_load(name, &ticket, &source, &destination, tokens, LONG);
         let outcomes = d.wait_ends(name);

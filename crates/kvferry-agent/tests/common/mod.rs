@@ -15,8 +15,8 @@ pub mod wire;
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub use engine::{By, Engine, Recipe};
-use kvferry_agent::BlockTable;
+pub use engine::{By, Engine, Recipe, load};
+use kvferry_agent::{BlockTable, Grant};
 pub use wire::Wire;
 
 pub const HEADS: u64 = 4;
@@ -41,6 +41,11 @@ pub fn blocks_for(tokens: u64, first: u32) -> Vec<u32> {
 
 pub fn table(blocks: &[u32]) -> Vec<BlockTable> {
     vec![BlockTable { first: 0, blocks: blocks.to_vec() }]
+}
+
+/// A grant of so many tokens in these blocks.
+pub fn granted(blocks: &[u32], tokens: u64) -> Grant {
+    Grant { epoch: 0, tokens, tables: table(blocks) }
 }
 
 /// The byte of a request at a place, free of any parallelism; never [`memory::UNTOUCHED`].

@@ -59,8 +59,8 @@ impl Show<'_> {
                     if waits.is_empty() {
                         request.stage = Stage::Granting;
                         if let Some(scheduler) = show.engines[0].scheduler {
-                            let request = request.name.clone();
-                            show.crew.tell(scheduler, &Command::Grant { request });
+                            let (request, grant) = (request.name.clone(), request.grant());
+                            show.crew.tell(scheduler, &Command::Grant { request, grant });
                         }
                     }
                 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use kvferry_agent::Ticket;
+use kvferry_agent::{Grant, Ticket};
 use kvferry_plan::BlockTable;
 
 use crate::crew::MemberId;
@@ -26,6 +26,13 @@ pub(super) struct Request {
     pub(super) ticket: Option<Ticket>,
     pub(super) fate: Fate,
     pub(super) stage: Stage,
+}
+
+impl Request {
+    /// What P lets be read of it.
+    pub(super) fn grant(&self) -> Grant {
+        Grant { epoch: 0, tokens: self.tokens, tables: self.source.clone() }
+    }
 }
 
 /// What the dice have in store for it.

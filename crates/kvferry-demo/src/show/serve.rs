@@ -108,9 +108,9 @@ impl Show<'_> {
             let load = Load {
                 request: request.name.clone(),
                 ticket,
+                grant: request.grant(),
                 tokens: request.tokens,
                 cached: request.cached.clone(),
-                source: request.source.clone(),
                 destination: request.destination.clone(),
                 patience: self.patience,
                 rest: false,

@@ -161,11 +161,11 @@ impl Reading {
             began += lap;
             lap
         };
-        let lowered = match Lowered::new(&job.plan, &job.load, &job.sources) {
+        let lowered = match lower(&job) {
             Ok(lowered) => lowered,
-            Err(error) => {
+            Err(reason) => {
                 (job.tell)(Progress::Settled);
-                (job.tell)(Progress::Failed(Failure::BadRequest(error.to_string())));
+                (job.tell)(Progress::Failed(Failure::BadRequest(reason)));
                 return None;
             }
         };
@@ -267,6 +267,16 @@ impl Reading {
         (self.tell)(Progress::Failed(failure));
         safe
     }
+}
+
+/// What a job reads, or why it cannot be read by what it was given.
+fn lower(job: &Job) -> Result<Lowered<'_>, String> {
+    let Load { tokens, grant, .. } = &*job.load;
+    if *tokens > grant.tokens {
+        // Their blocks may be there; what is in them is not theirs.
+        return Err(format!("{tokens} tokens are to be read, but {} were granted", grant.tokens));
+    }
+    Lowered::new(&job.plan, &job.load, &job.sources).map_err(|error| error.to_string())
 }
 
 fn transport_failure(error: &kvferry_transport::Error) -> Failure {
