@@ -11,7 +11,8 @@ use crate::wire::version::Version;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PeerError {
-    /// The operating system says so.
+    /// The connection to the peer could not be made, or broke: the message says while doing what, and the
+    /// operating system's reason.
     ///
     /// What to do: check that the other engine runs and that its address can be reached from here.
     #[error("{what}: {kind}")]
@@ -111,8 +112,13 @@ pub enum Misbehaviour {
     ///
     /// What to do: install the same release on both sides; if it is the same, somebody sends bad data
     /// on purpose, or the network corrupts it.
-    #[error("a message of {0} bytes")]
-    TooLong(u64),
+    #[error("a message of {bytes} bytes, where at most {limit} are allowed")]
+    TooLong {
+        /// How long it is, or says that it is.
+        bytes: u64,
+        /// How long it may be.
+        limit: u64,
+    },
     /// A message that cannot be decoded.
     ///
     /// What to do: as for a message that is too long.
@@ -193,9 +199,9 @@ pub enum Error {
     /// What to do: do not use an agent after it was closed; start another.
     #[error("the agent has stopped")]
     Stopped,
-    /// A peer.
+    /// What was asked for needs another engine, and the connection to it could not be had, or ended.
     ///
-    /// What to do: see the error of the peer.
+    /// What to do: as for the `PeerError` that the message shows.
     #[error(transparent)]
     Peer(#[from] PeerError),
     /// The cards of an engine's ranks do not belong together.

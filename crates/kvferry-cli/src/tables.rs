@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use kvferry_layout::Manifest;
+use kvferry_layout::arithmetic::gcd;
 use kvferry_plan::{BlockTable, Table};
 
 /// How a request's blocks lie in a pool.
@@ -99,11 +100,4 @@ fn scatter(count: u64) -> u64 {
     let wanted = (count as f64 * 0.618) as u64;
     let coprime = |step: &u64| gcd(*step, count) == 1;
     (2..=wanted.max(2)).rev().find(coprime).unwrap_or(1)
-}
-
-fn gcd(mut a: u64, mut b: u64) -> u64 {
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
 }

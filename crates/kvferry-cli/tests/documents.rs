@@ -1,8 +1,8 @@
 //! What the documents show of the command is what it prints.
 //!
 //! Every block of README.md and docs/ that begins with `$ kvferry …` is run. Spaces and line breaks may
-//! differ, and a line of its own with `…` stands for what was left out. `UPDATE_DOCS=1 cargo test` writes
-//! the blocks anew; read the difference before you commit it.
+//! differ, and a line of its own with `…` stands for what was left out. `UPDATE_DOCS=1 cargo test`
+//! rewrites the blocks; read the difference before you commit it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

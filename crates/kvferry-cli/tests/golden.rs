@@ -1,6 +1,6 @@
 //! The tables of `kvferry plan` for every kind of pair that the command has to answer: hybrids over one
 //! pool, different tensor parallelism, latents beside heads, delta attention with latents, and pipeline
-//! stages. `UPDATE_GOLDEN=1 cargo test` writes them anew; read the difference before you commit it.
+//! stages. `UPDATE_GOLDEN=1 cargo test` rewrites them; read the difference before you commit it.
 
 use std::fs;
 use std::path::Path;

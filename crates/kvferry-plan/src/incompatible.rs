@@ -146,7 +146,7 @@ pub enum Incompatible {
     /// What to do: describe a rank's part of a state as one piece, and choose context-parallel sizes that divide
     /// each other.
     #[error(
-        "state '{state}': the two sides hold it in too many parts, or in turns that fit too badly: the \
+        "state '{state}': the two sides hold it in too many parts, or in turns that do not line up: the \
          plan is not found within {limit} steps. Describe a rank's part of a state as one piece, and \
          choose context-parallel sizes that divide each other."
     )]
@@ -160,7 +160,7 @@ pub enum Incompatible {
     ///
     /// What to do: report it, with both manifests. Nothing was copied.
     #[error(
-        "state '{state}': the plan does not prove: {problem}. This is a fault in kvferry; please report it."
+        "state '{state}': the plan could not be proven: {problem}. This is a fault in kvferry; please report it."
     )]
     Unproven {
         /// The state.

@@ -21,11 +21,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::convert::{json, read_ticket, ticket};
+use crate::convert::{json, read_ticket, seconds, ticket};
 use crate::errors;
 use crate::manifest::Manifest;
 use crate::plan::{Asked, array, granted_tables, words};
-use crate::seconds;
 
 /// The scheduler half of an agent.
 #[pyclass(frozen, module = "kvferry")]

@@ -1,4 +1,6 @@
-//! Rust's data as Python's objects, and tickets the other way, without a detour through text.
+//! Rust's data as Python's objects, and tickets and times the other way, without a detour through text.
+
+use std::time::Duration;
 
 use kvferry_agent::{Incarnation, Ticket};
 use pyo3::exceptions::PyValueError;
@@ -96,4 +98,11 @@ fn object(py: Python<'_>, value: Value) -> PyResult<Bound<'_, PyAny>> {
             fields.into_any()
         }
     })
+}
+
+/// A time that Python gives in seconds; `name` is the argument that it came as.
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is not a number of seconds"));
+    // A century is for ever, and far from where clocks overflow.
+    Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
 }

@@ -9,9 +9,6 @@ mod log;
 mod manifest;
 mod plan;
 
-use std::time::Duration;
-
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 /// The extension module.
@@ -35,10 +32,4 @@ mod _core {
 #[pyfunction]
 fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
-}
-
-fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    let wrong = |_| PyValueError::new_err(format!("{name}: {value} is not a number of seconds"));
-    // A century is for ever, and far from where clocks overflow.
-    Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
 }

@@ -23,6 +23,8 @@ use tracing::{Event, Level, Metadata, Subscriber, span};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
+use crate::convert::seconds;
+
 /// Lines that wait for Python; further ones are counted and dropped.
 const LINES: usize = 1024;
 
@@ -67,7 +69,7 @@ pub(crate) fn log_level(level: &str) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (timeout=0.0))]
 pub(crate) fn log_lines(py: Python<'_>, timeout: f64) -> PyResult<Vec<(u32, String)>> {
-    let until = Instant::now() + crate::seconds("timeout", timeout)?;
+    let until = Instant::now() + seconds("timeout", timeout)?;
     Ok(py.detach(|| take(until)))
 }
 

@@ -44,7 +44,7 @@ pub enum LostWhy {
     Unreachable(PeerError),
     /// The request has waited for as long as it may.
     ///
-    /// What to do: give requests more patience, or this engine fewer of them.
+    /// What to do: raise `patience`, or give this engine fewer requests.
     #[error("it has waited for too long")]
     Patience,
 }

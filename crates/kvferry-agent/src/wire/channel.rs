@@ -138,8 +138,8 @@ fn halves(stream: impl Stream, noise: Option<Arc<StatelessTransportState>>) -> (
 impl Sender {
     /// Sends one message.
     pub(crate) async fn send(&mut self, message: &[u8]) -> Result<(), PeerError> {
-        let too_long = PeerError::Misbehaved(Misbehaviour::TooLong(message.len() as u64));
-        let length = u32::try_from(message.len()).map_err(|_| too_long)?;
+        let length = u32::try_from(message.len())
+            .map_err(|_| too_long(message.len() as u64, u32::MAX.into()))?;
         let mut bytes = Vec::with_capacity(4 + message.len());
         bytes.extend(length.to_le_bytes());
         bytes.extend(message);
@@ -166,7 +166,7 @@ impl Receiver {
         let length = self.take(4).await?;
         let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
         if length > longest {
-            return Err(PeerError::Misbehaved(Misbehaviour::TooLong(length as u64)));
+            return Err(too_long(length as u64, longest as u64));
         }
         self.take(length).await
     }
@@ -211,6 +211,10 @@ async fn write_frame(stream: &mut impl Stream, frame: &[u8]) -> io::Result<()> {
     let mut bytes = (frame.len() as u16).to_le_bytes().to_vec();
     bytes.extend(frame);
     stream.write_all(&bytes).await
+}
+
+fn too_long(bytes: u64, limit: u64) -> PeerError {
+    PeerError::Misbehaved(Misbehaviour::TooLong { bytes, limit })
 }
 
 pub(crate) fn io_error(what: &'static str, error: &io::Error) -> PeerError {

@@ -141,7 +141,7 @@ impl Peers {
         }
         // Whatever is known is about another life. Nothing is read at its addresses any more.
         if let Some(old) = acquaintance.engine.take() {
-            info!(address = old.address, "the engine has restarted: shaking hands anew");
+            info!(address = old.address, "the engine has restarted: repeating the handshake");
             acquaintance.former.insert(old.incarnation);
             old.disconnect();
         }
@@ -310,7 +310,7 @@ impl Peers {
         }
     }
 
-    /// Never reads from this engine again: the next request shakes hands anew.
+    /// Never reads from this engine again: the next request repeats the handshake.
     pub(super) fn forget(&self, engine: &Arc<SourceEngine>) {
         let acquaintance = self.known.lock().get(&engine.address).cloned();
         if let Some(acquaintance) = acquaintance

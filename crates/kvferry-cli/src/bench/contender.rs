@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use kvferry_demo::own_output;
 use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::memory::HostMemory;
 use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
 
-use super::memory::{Memory, word};
+use super::memory;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -265,8 +266,8 @@ impl Worker {
 
     /// Lets its memory be read until its input ends.
     fn serve<T: Transport>(&self, mut talk: Talk, transport: &T) -> Result<(), Failure> {
-        let memory = Memory::new(self.bytes)?;
-        memory.fill(SEED);
+        let memory = memory::zeros(self.bytes)?;
+        memory::fill(&memory, SEED);
         // SAFETY: the memory is only touched through its address. It is unmapped before the
         // transport goes, but nothing is read any more then: the one who reads is gone.
         let region = unsafe { transport.register(memory.region()) }?;
@@ -299,14 +300,14 @@ impl Worker {
     }
 
     fn memcpy(&self, talk: Talk) -> Result<(), Failure> {
-        let source = Memory::new(self.bytes)?;
-        source.fill(SEED);
-        let destination = Memory::new(self.bytes)?;
+        let source = memory::zeros(self.bytes)?;
+        memory::fill(&source, SEED);
+        let destination = memory::zeros(self.bytes)?;
         self.answer(talk, 0, &destination, |case| {
             let sources = case.sources(self.bytes);
             let began = Instant::now();
             for (i, &from) in sources.iter().enumerate() {
-                destination.copy_from(&source, from, i * case.piece, case.piece);
+                memory::copy((&source, from), (&destination, i * case.piece), case.piece);
             }
             let total = began.elapsed();
             Ok(Sample { total, post: total })
@@ -316,7 +317,7 @@ impl Worker {
     /// Reads through one of kvferry's transports.
     fn read<T: Transport>(&self, talk: Talk, transport: &T) -> Result<(), Failure> {
         let process = self.source()?;
-        let memory = Memory::new(self.bytes)?;
+        let memory = memory::zeros(self.bytes)?;
         // SAFETY: the memory is only touched through its address, and taken back below.
         let region = unsafe { transport.register(memory.region()) }?;
         let soon = || Instant::now() + Duration::from_secs(60);
@@ -359,7 +360,7 @@ impl Worker {
         let agent = capi::Agent::new(&library, "bare", &settings)
             .map_err(|error| format!("NIXL gives no agent: {error:?}"))?;
         let agent = Arc::new(agent);
-        let memory = Memory::new(self.bytes)?;
+        let memory = memory::zeros(self.bytes)?;
         let span = (memory.base(), self.bytes as u64, Place::Host);
         // SAFETY: the memory is only touched through its address, and taken back below, when the
         // last request has ended.
@@ -413,7 +414,7 @@ impl Worker {
         &self,
         mut talk: Talk,
         peer: u32,
-        memory: &Memory,
+        memory: &HostMemory,
         mut carry_out: impl FnMut(Case) -> Result<Sample, Failure>,
     ) -> Result<(), Failure> {
         talk.say(&format!("ready {peer}"))?;
@@ -424,14 +425,14 @@ impl Worker {
             let case = Case { piece: next()?.parse()?, order: next()?.parse()? };
             let check = next()? == "1";
             if check {
-                memory.fill(0);
+                memory::fill(memory, 0);
             }
             let sample = carry_out(case)?;
             if check {
                 for (i, from) in case.sources(self.bytes).into_iter().enumerate() {
                     for at in [0, case.piece / 16, case.piece / 8 - 1] {
-                        let got = memory.word(i * case.piece / 8 + at);
-                        if got != word(SEED, from / 8 + at) {
+                        let word = memory::word(SEED, from / 8 + at);
+                        if !memory::holds(memory, i * case.piece / 8 + at, word) {
                             return Err("a read is not exact".into());
                         }
                     }

@@ -190,8 +190,15 @@ pub enum InvalidFrame {
     /// A request names no span of memory where it must, or more of them than a frame may carry.
     ///
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.
-    #[error("{0} spans of memory in one request")]
-    Count(u32),
+    #[error("{spans} spans of memory in one request, where {fewest} to {most} are allowed")]
+    Count {
+        /// How many it names.
+        spans: u32,
+        /// How many it must name.
+        fewest: u32,
+        /// How many it may name.
+        most: u32,
+    },
     /// A length is zero, is larger than a frame may carry, or does not add up.
     ///
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.

@@ -148,11 +148,11 @@ impl Request {
         let id = fields.u64().ok_or(InvalidFrame::Cut)?;
         let bytes = fields.u64().ok_or(InvalidFrame::Cut)?;
         let (fewest, most, longest) = match verb {
-            Verb::Read => (1, MAX_SPANS, MAX_REQUEST_BYTES),
+            Verb::Read => (1, MAX_SPANS as u32, MAX_REQUEST_BYTES),
             Verb::Regions => (0, 0, 0),
         };
-        if spans < fewest || spans as usize > most {
-            return Err(InvalidFrame::Count(spans));
+        if spans < fewest || spans > most {
+            return Err(InvalidFrame::Count { spans, fewest, most });
         }
         if bytes > longest {
             return Err(InvalidFrame::Length(bytes));
@@ -311,7 +311,9 @@ mod tests {
             let request = Request { verb, spans, id, bytes };
             match Request::decode(&request.encode()) {
                 Ok(back) => prop_assert_eq!(back, request),
-                Err(InvalidFrame::Count(n)) => prop_assert_eq!(n, spans),
+                Err(InvalidFrame::Count { spans: n, fewest, most }) => {
+                    prop_assert!(n == spans && !(fewest..=most).contains(&n));
+                }
                 Err(InvalidFrame::Length(n)) => prop_assert_eq!(n, bytes),
                 Err(other) => prop_assert!(false, "{other}"),
             }

@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::random::Dice;
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::BackEnd;
-use crate::data::{Random, pattern};
+use crate::data::pattern;
 use crate::peer::Peer;
 
 pub(crate) const MIB: usize = 1 << 20;
@@ -83,25 +84,23 @@ pub(crate) fn refused<O: Operation>(result: Result<O, Error>) -> Error {
 pub(crate) type Plan = Vec<(usize, usize, usize)>;
 
 /// Random pieces whose destinations do not overlap.
-pub(crate) fn scatter(random: &mut Random, bytes: usize, copies: usize) -> Plan {
+pub(crate) fn scatter(dice: &mut Dice, bytes: usize, copies: usize) -> Plan {
     let cell = bytes / copies;
     let mut cells: Vec<usize> = (0..copies).collect();
-    for i in (1..copies).rev() {
-        cells.swap(i, random.below(i + 1));
-    }
+    dice.shuffle(&mut cells);
     cells
         .into_iter()
         .map(|at| {
             // Often a short piece, sometimes a whole cell, so that neighbours touch.
-            let length = match random.below(4) {
+            let length = match dice.index(4) {
                 0 => cell,
-                1 => 1 + random.below(cell.min(16)),
-                _ => 1 + random.below(cell),
+                1 => 1 + dice.index(cell.min(16)),
+                _ => 1 + dice.index(cell),
             };
-            let to = at * cell + random.below(cell - length + 1);
-            let from = match random.below(3) {
+            let to = at * cell + dice.index(cell - length + 1);
+            let from = match dice.index(3) {
                 0 => to,
-                _ => random.below(bytes - length + 1),
+                _ => dice.index(bytes - length + 1),
             };
             (from, to, length)
         })

@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
+use kvferry_testkit::random::Dice;
 use kvferry_transport::{ByteCopy, Operation, Status, Transport};
 
 use crate::back_end::BackEnd;
-use crate::data::{Random, hash, pattern};
+use crate::data::{hash, pattern};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, Plan, carry_out, done, rounds, scatter, soon};
 
 pub(super) fn random_lists_are_exact<B: BackEnd>() {
@@ -13,10 +14,10 @@ pub(super) fn random_lists_are_exact<B: BackEnd>() {
     let mut pair = Pair::<B>::new(bytes);
     let theirs = pattern(PEER_SEED, bytes);
     let mut ours = pattern(OUR_SEED, bytes);
-    let mut random = Random(77);
+    let mut dice = Dice::new(77);
     for round in 0..rounds(20) {
         let copies = [1, 2, 3, 17, 300, 1023, 1024, 1025, 5000][round % 9];
-        let plan = scatter(&mut random, bytes, copies);
+        let plan = scatter(&mut dice, bytes, copies);
         check(&mut pair, &plan, &theirs, &mut ours);
     }
 }
@@ -36,8 +37,8 @@ pub(super) fn many_copies_are_exact<B: BackEnd>() {
     let mut pair = Pair::<B>::new(bytes);
     let theirs = pattern(PEER_SEED, bytes);
     let mut ours = pattern(OUR_SEED, bytes);
-    let mut random = Random(5);
-    let plan = scatter(&mut random, bytes, 100_000);
+    let mut dice = Dice::new(5);
+    let plan = scatter(&mut dice, bytes, 100_000);
     check(&mut pair, &plan, &theirs, &mut ours);
     // The blocks of a pool: equal pieces on a grid, in another order.
     let cell = 64;
@@ -51,11 +52,11 @@ pub(super) fn many_operations_at_once<B: BackEnd>() {
     let pair = Pair::<B>::new(bytes);
     let theirs = pattern(PEER_SEED, bytes);
     let mut ours = pattern(OUR_SEED, bytes);
-    let mut random = Random(9);
+    let mut dice = Dice::new(9);
     let slice = bytes / 64;
     let operations: Vec<_> = (0..64)
         .map(|i| {
-            let mut plan = scatter(&mut random, slice, 1 + i * 13);
+            let mut plan = scatter(&mut dice, slice, 1 + i * 13);
             for (_, to, _) in &mut plan {
                 *to += i * slice;
             }
