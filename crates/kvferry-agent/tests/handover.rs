@@ -55,10 +55,10 @@ fn loops_are_exact() {
     p.prefill(7, &source, 2 * TOKENS_PER_BLOCK);
     let load = Load {
         request: "r".to_owned(),
-        ticket: p.scheduler.grant("r").unwrap(),
+        ticket: p.grant("r", &source, tokens),
+        grant: granted(&source, tokens),
         tokens,
         cached: vec![0],
-        source: table(&source),
         destination: table(&destination),
         patience: LONG,
         rest: true,
