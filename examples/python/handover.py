@@ -102,7 +102,7 @@ def prefill(pipe):
     engine = Engine("prefill", ranks=1, tokens_per_block=4)
     blocks = [7, 2]
     engine.pools[0][:] = engine.expected(0, blocks)
-    ticket = engine.scheduler.grant("request-1")
+    ticket = engine.scheduler.grant("request-1", tokens=TOKENS, blocks=[blocks])
     pipe.send(json.dumps({"ticket": ticket, "blocks": blocks, "tokens": TOKENS}))
     # Waits until decode has confirmed the request, or its lease is over.
     pipe.send(engine.scheduler.released(PATIENCE))
@@ -120,7 +120,7 @@ def decode(pipe):
         worker.load(
             "request-1",
             message["ticket"],
-            patience=PATIENCE,
+            deadline=PATIENCE,
             rest=False,
             tokens=message["tokens"],
             source_blocks=[message["blocks"]],

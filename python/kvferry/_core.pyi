@@ -222,8 +222,20 @@ class Scheduler:
         """Makes known what the engine's ranks hold: the card of each worker. Other cards than
         before begin a new life, in which all leases end."""
 
-    def grant(self, request: str) -> dict[str, Any]:
-        """Promises to keep a request's blocks, and gives the ticket to read them."""
+    def grant(
+        self,
+        request: str,
+        *,
+        tokens: int,
+        blocks: Sequence[_Numbers],
+        first: _Numbers | None = None,
+    ) -> dict[str, Any]:
+        """Promises to keep a request's blocks, and gives the ticket to read them.
+
+        `blocks` has the table of every group, `first` the position of its first block where it was
+        clipped: what a peer passes to `Worker.load` as `source_blocks` and `source_first`. What a peer
+        has read by anything else it is told not to use.
+        """
 
     def revoke(self, request: str) -> bool:
         """Takes a promise back. Answers whether there was one."""
@@ -333,6 +345,7 @@ class Worker:
         *,
         deadline: float = 60.0,
         rest: bool = True,
+        granted: int | None = None,
         tokens: int,
         source_blocks: Sequence[_Numbers],
         destination_blocks: Sequence[_Numbers],
@@ -342,6 +355,9 @@ class Worker:
     ) -> None:
         """Starts to load a request; the tables are those of `Plan`. How it ends is in `endings`, at the
         latest `deadline` seconds from now.
+
+        The source's tables must be those that it granted, whoever carried them here: otherwise the load
+        ends as `expired`. `granted` is how many tokens it granted, where this engine reads fewer.
 
         With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
         whole.

@@ -102,7 +102,8 @@ def _prefill(pipe: Any, transport: str, device: str, tokens: int, level: str) ->
         scheduler = Scheduler("prefill")
         worker = Worker(pool.manifest("prefill"), ranks=1, memory=pool, transport=transport)
         scheduler.publish([worker.card()])
-        pipe.send((scheduler.grant("selfcheck"), table))
+        ticket = scheduler.grant("selfcheck", tokens=tokens, blocks=[table])
+        pipe.send((ticket, table))
         if pipe.poll(2 * PATIENCE):
             pipe.recv()
             pipe.send(scheduler.released(PATIENCE))

@@ -93,6 +93,11 @@ def fill(engine, table, tokens):
                 pool[slot * share + head] = value(token, rank * share + head)
 
 
+def grant(engine, request, tokens=4, source_blocks=((1,),), **_):
+    """A ticket for what is loaded by the same facts."""
+    return engine.scheduler.grant(request, tokens=tokens, blocks=source_blocks)
+
+
 def load(engine, request, ticket, **facts):
     for worker in engine.workers:
         worker.load(request, ticket, deadline=LONG, **facts)

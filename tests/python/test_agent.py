@@ -12,7 +12,7 @@ import uuid
 import kvferry
 import numpy as np
 import pytest
-from handmade import BLOCKS, HEADS, LONG, WIDTH, draft, fill, load, value
+from handmade import BLOCKS, HEADS, LONG, WIDTH, draft, fill, grant, load, value
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
@@ -22,11 +22,11 @@ def test_a_request_is_handed_over(engines, transport, key):
     prefill = engines("prefill", 1, 4, transport, **options)
     decode = engines("decode", 2, 8, transport, **options)
     fill(prefill, [7, 2], 6)
+    facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3]])
     # Through a router, as JSON.
-    ticket = json.loads(json.dumps(prefill.scheduler.grant("request-1")))
+    ticket = json.loads(json.dumps(grant(prefill, "request-1", **facts)))
     assert prefill.scheduler.status()["leases"][0]["request"] == "request-1"
     decode.scheduler.hold(ticket, patience=LONG)
-    facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3]])
     endings = load(decode, "request-9", ticket, **facts)
     assert [(e.request, e.outcome, e.reason) for e in endings] == [("request-9", "done", "")] * 2
     decode.scheduler.settle(ticket)
@@ -49,7 +49,7 @@ def test_a_request_is_handed_over(engines, transport, key):
 def test_what_waits_is_told_from_what_is_read(engines):
     first, second = engines("first", 1, 4), engines("second", 1, 4, lease=0.3)
     decode = engines("decode", 1, 4)
-    tickets = [engine.scheduler.grant("request") for engine in (first, second)]
+    tickets = [grant(engine, "request") for engine in (first, second)]
     for ticket in tickets:
         decode.scheduler.hold(ticket, patience=LONG)
     decode.scheduler.reading(tickets[1])
@@ -66,30 +66,57 @@ def test_what_waits_is_told_from_what_is_read(engines):
 
 def test_what_is_not_wanted_any_more_comes_back(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
-    ticket = prefill.scheduler.grant("abandoned")
+    ticket = grant(prefill, "abandoned")
     decode.scheduler.abandon(ticket)
     assert prefill.scheduler.released(LONG) == [("abandoned", "abandoned")]
-    prefill.scheduler.grant("revoked")
+    grant(prefill, "revoked")
     assert prefill.scheduler.revoke("revoked") and not prefill.scheduler.revoke("revoked")
     assert prefill.scheduler.released(LONG) == [("revoked", "revoked")]
 
 
 def test_a_lease_that_nobody_extends_expires(engines):
     prefill = engines("prefill", 1, 4, lease=0.1)
-    prefill.scheduler.grant("forgotten")
+    grant(prefill, "forgotten")
     assert prefill.scheduler.released(LONG) == [("forgotten", "expired")]
     # Bytes that are read under it are not used.
     decode = engines("decode", 1, 4)
-    ticket = prefill.scheduler.grant("late")
+    ticket = grant(prefill, "late")
     assert prefill.scheduler.released(LONG) == [("late", "expired")]
     facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
     (ending,) = load(decode, "late", ticket, **facts)
     assert ending.outcome == "expired" and ending.reason
 
 
+def test_what_was_not_granted_is_not_used(engines):
+    prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
+    fill(prefill, [7, 2], 6)
+    facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3, 4]])
+    ticket = grant(prefill, "request", **facts)
+    forged = [
+        dict(source_blocks=[[7, 3]]),
+        dict(source_blocks=[[2, 7]]),
+        dict(source_blocks=[[7, 2, 5]]),
+        dict(tokens=5),
+        dict(tokens=7),
+    ]
+    for change in forged:
+        (ending,) = load(decode, "request", ticket, **facts | change)
+        assert ending.outcome == "expired" and "not those that the engine granted" in ending.reason
+    assert prefill.scheduler.counts()["confirmations_not_granted"] == len(forged)
+    # It reads fewer than were granted, and says so. More is not for the asking.
+    (ending,) = load(decode, "more", ticket, **facts | dict(tokens=7, granted=6))
+    assert (ending.outcome, ending.kind) == ("failed", "bad_request")
+    assert "7 tokens are to be read, but 6 were granted" in ending.reason
+    assert prefill.scheduler.released(LONG) == [("request", "abandoned")]
+    ticket = prefill.scheduler.grant("clipped", tokens=6, blocks=np.array([[7, 2]]), first=[0])
+    (ending,) = load(decode, "fewer", ticket, **facts | dict(tokens=5, granted=6))
+    assert ending.outcome == "done"
+    assert prefill.scheduler.released(LONG) == [("clipped", "confirmed")]
+
+
 def test_failures_say_why(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
-    ticket = prefill.scheduler.grant("request")
+    ticket = grant(prefill, "request")
     facts = dict(tokens=8, source_blocks=[[1]], destination_blocks=[[1, 2]])
     (ending,) = load(decode, "request", ticket, **facts)
     assert ending.outcome == "failed" and "position 1 is needed" in ending.reason
@@ -103,7 +130,7 @@ def test_a_pair_that_does_not_fit_is_refused(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     other = draft("other", (0, 4), 4, decode.pools[0].ctypes.data, identity={"model": "another"})
     worker = kvferry.Worker(kvferry.Manifest(other), ranks=1, memory=decode.pools[0])
-    ticket = prefill.scheduler.grant("request")
+    ticket = grant(prefill, "request")
     worker.load("r", ticket, tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
     (ending,) = worker.endings(LONG)
     assert ending.outcome == "failed" and "'model' differs" in ending.reason
@@ -113,7 +140,7 @@ def test_a_pair_that_does_not_fit_is_refused(engines):
 def test_strangers_learn_nothing(engines):
     prefill = engines("prefill", 1, 4, key="a secret that only both sides know")
     decode = engines("decode", 1, 4, key="another secret, which is not theirs")
-    ticket = prefill.scheduler.grant("request")
+    ticket = grant(prefill, "request")
     facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
     (ending,) = load(decode, "request", ticket, **facts)
     assert ending.outcome == "failed"
@@ -122,10 +149,21 @@ def test_strangers_learn_nothing(engines):
 
 def test_bad_input(engines, tmp_path):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
-    ticket = prefill.scheduler.grant("request")
+    ticket = grant(prefill, "request")
     with pytest.raises(kvferry.AgentError, match="has a lease already") as caught:
-        prefill.scheduler.grant("request")
+        grant(prefill, "request")
     assert caught.value.kind == "already_granted"
+    for grants, problem in [
+        (dict(tokens=-1, blocks=[[1]]), "negative"),
+        (dict(tokens=4, blocks=[[-1]]), "blocks"),
+        (dict(tokens=4, blocks=[1]), "blocks"),
+        (dict(tokens=4, blocks=[[1]], first=["x"]), "first"),
+        (dict(tokens=4, blocks=[[1]], first=[0, 0]), "first has 2 entries, but blocks has 1 tables"),
+        (dict(blocks=[[1]]), "tokens"),
+        (dict(tokens=4), "blocks"),
+    ]:
+        with pytest.raises((ValueError, TypeError, OverflowError), match=problem):
+            prefill.scheduler.grant("other", **grants)
     for change, problem in [
         (dict(address=None), "'address' is None, which should be text"),
         (dict(nonce="xyz"), "'nonce' is 'xyz', which should be 16 hexadecimal digits"),
@@ -192,14 +230,14 @@ def test_certificates_instead_of_a_key(engines, certificates):
     facts = dict(tokens=4, source_blocks=[[7]], destination_blocks=[[3]])
     prefill, decode = engines("prefill", 1, 4, tls=ours), engines("decode", 2, 8, tls=ours)
     fill(prefill, [7], 4)
-    endings = load(decode, "request", prefill.scheduler.grant("request"), **facts)
+    endings = load(decode, "request", grant(prefill, "request", **facts), **facts)
     assert [(e.outcome, e.reason) for e in endings] == [("done", "")] * 2
     assert decode.pools[1][(3 * 8 + 3) * 2 + 1] == value(3, 3)
     assert prefill.scheduler.released(LONG) == [("request", "confirmed")]
     # A certificate of another authority is not let in, nor is a key or nothing at all.
     for name, trust in [("other", dict(tls=theirs)), ("key", dict(key=uuid.uuid4().hex)), ("none", {})]:
         stranger = engines(name, 1, 4, **trust)
-        ticket = prefill.scheduler.grant(name)
+        ticket = grant(prefill, name, **facts)
         stranger.workers[0].load(name, ticket, deadline=1.0, **facts)
         (ending,) = stranger.workers[0].endings(LONG)
         assert ending.outcome == "failed", name
@@ -281,12 +319,12 @@ def test_what_is_counted_is_described_once(engines):
     assert list(told) == ["counters", "timings", "outcomes", "failures"]
     assert set(told["counters"]) == set(prefill.scheduler.counts())
     facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
-    (ending,) = load(decode, "r", prefill.scheduler.grant("r"), **facts)
+    (ending,) = load(decode, "r", grant(prefill, "r", **facts), **facts)
     assert set(told["timings"]) == set(ending.seconds)
     assert list(told["timings"]) == ["queue", "handshake", "plan", "post", "wire", "confirm"]
     assert ending.outcome in told["outcomes"]
     facts = dict(tokens=4, source_blocks=[[99]], destination_blocks=[[1]])
-    (ending,) = load(decode, "s", prefill.scheduler.grant("s"), **facts)
+    (ending,) = load(decode, "s", grant(prefill, "s", **facts), **facts)
     assert ending.outcome in told["outcomes"] and ending.kind in told["failures"]
     assert all(help.endswith(".") for names in told.values() for help in names.values())
 
@@ -296,6 +334,6 @@ def test_what_is_closed_stays_closed(engines):
     engine.close()
     engine.close()
     with pytest.raises(kvferry.AgentError, match="stopped"):
-        engine.scheduler.grant("request")
+        grant(engine, "request")
     with pytest.raises(kvferry.AgentError, match="stopped"):
         engine.workers[0].card()

@@ -7,7 +7,7 @@ import time
 
 import kvferry
 import pytest
-from handmade import load
+from handmade import grant, load
 from kvferry.vllm import logs
 
 
@@ -32,8 +32,8 @@ def lines(caplog):
 def test_a_load_that_fails_says_why_and_for_whom(engines, lines):
     logs.start("info")
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
-    ticket = prefill.scheduler.grant("request-1")
     facts = dict(tokens=6, source_blocks=[[7, 99]], destination_blocks=[[3, 4]])
+    ticket = grant(prefill, "request-1", **facts)
     (ending,) = load(decode, "request-9", ticket, **facts)
     assert (ending.outcome, ending.kind) == ("failed", "bad_request")
     wait_for(lines, "request=request-9")
@@ -47,11 +47,11 @@ def test_debug_says_where_the_time_went_and_off_says_nothing(engines, lines):
     logs.start("debug")
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     facts = dict(tokens=4, source_blocks=[[7]], destination_blocks=[[3]])
-    load(decode, "request-9", prefill.scheduler.grant("request-1"), **facts)
+    load(decode, "request-9", grant(prefill, "request-1", **facts), **facts)
     wait_for(lines, "wire=")
     logs.start("off")
     before = len(lines())
-    load(decode, "request-10", prefill.scheduler.grant("request-2"), **facts)
+    load(decode, "request-10", grant(prefill, "request-2", **facts), **facts)
     kvferry.log_to(logging.getLogger("vllm.kvferry"), "off")
     assert not [line for line in lines()[before:] if "request-10" in line[1]]
 

@@ -6,7 +6,7 @@ import pickle
 import re
 
 import pytest
-from handmade import load
+from handmade import grant, load
 from kvferry.vllm import FerryConnector
 from kvferry.vllm.metrics import COUNTS, Stats, ended, refused
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -29,9 +29,9 @@ def seen(engines):
     the server's process gets them."""
     prefill, decode = engines("prefill", 1, 4), engines("decode", 2, 8)
     facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3]])
-    done = load(decode, "a", prefill.scheduler.grant("a"), **facts)
+    done = load(decode, "a", grant(prefill, "a", **facts), **facts)
     prefill.scheduler.released(60)
-    failed = load(decode, "b", prefill.scheduler.grant("b"), **facts | dict(source_blocks=[[7, 99]]))
+    failed = load(decode, "b", grant(prefill, "b", **facts), **facts | dict(source_blocks=[[7, 99]]))
     first, *others = [ended(ending) for ending in done + failed]
     stats = pickle.loads(pickle.dumps(Stats.of_loads([first])))
     stats = stats.aggregate(Stats.of_loads([*others, refused("lost")]))

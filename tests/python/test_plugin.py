@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from handmade import load
+from handmade import grant, load
 from kvferry.vllm import FerryConnector, plugin
 from kvferry.vllm.metrics import Stats, ended
 from vllm.config import KVTransferConfig
@@ -38,7 +38,7 @@ def test_registering_again_changes_nothing():
 def test_a_multi_connector_finds_the_statistics(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3, 4]])
-    (ending,) = load(decode, "a", prefill.scheduler.grant("a"), **facts)
+    (ending,) = load(decode, "a", grant(prefill, "a", **facts), **facts)
     stats = Stats.of_loads([ended(ending)])
     # As the server's process gets them.
     data = json.loads(json.dumps({"FerryConnector": stats.to_dict()}))

@@ -54,7 +54,7 @@ enum Fault {
     KeepsOldEpoch,
     /// D reads on while what it asked for last may still land.
     ReadsOverLateWords,
-    /// D uses what P has not sealed.
+    /// P lets be read, and confirms, as if what is complete so far were all.
     NoSeal,
 }
 
@@ -461,8 +461,14 @@ impl World {
                         _ => Some(*read_by),
                     };
                     let rank = u32::from(*rank);
-                    let answer =
+                    let mut answer =
                         self.leases.confirm(&key(grant), &consumer(rank), read_by, at(self.now));
+                    let frontier = self.leases.frontier(REQUEST);
+                    if bounds.fault == Fault::NoSeal
+                        && frontier.is_some_and(|so_far| so_far.grant.fingerprint() == given)
+                    {
+                        answer = Answer::Held;
+                    }
                     let open = self.leases.open() == 1;
                     if bounds.fault == Fault::CountByNumber && open && answer == Answer::Held {
                         // As if the next one counted, whoever sends it.

@@ -113,6 +113,7 @@ class Decode:
                 "request": name,
                 "ticket": offer.ticket,
                 "tokens": tokens,
+                "granted": offer.tokens,
                 "cached": self.groups.cached(blocks.blocks, wanted.computed),
                 "source_blocks": offer.blocks,
                 "source_first": offer.first,

@@ -18,24 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from .._core import Ending
+from .._core import metrics as _told
 
-#: Where a load's time can go, in order.
-PHASES = ("queue", "handshake", "plan", "post", "wire", "confirm")
-OUTCOMES = ("done", "failed", "expired", "aborted")
+_TOLD = _told()
 #: The agent's counters, and what they say.
-COUNTS = {
-    "leases_granted": "Requests whose blocks this engine promised to keep.",
-    "leases_confirmed": "Requests whose blocks came back because every rank of the other side has read them.",
-    "leases_abandoned": "Requests whose blocks came back because the other side no longer wants them.",
-    "leases_expired": "Requests whose blocks came back because nobody asked for them in time.",
-    "leases_revoked": "Requests whose blocks this engine took back.",
-    "connections": "Peers that proved who they are.",
-    "connections_turned_away": "Peers that did not prove who they are, or were too many.",
-    "connections_misbehaved": "Peers that broke the protocol.",
-    "refusals": "Peers whose memory does not fit this engine's.",
-    "heartbeats": "Leases of other engines that were extended.",
-    "holds_lost": "Leases of other engines that were lost before a load.",
-}
+COUNTS = _TOLD["counters"]
+#: Where a load's time can go, in order.
+PHASES = tuple(_TOLD["timings"])
+OUTCOMES = tuple(_TOLD["outcomes"])
 _MIB = float(1 << 20)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _BYTES = tuple(float(1 << power) for power in range(12, 38, 2))
@@ -90,7 +80,13 @@ class Stats(KVConnectorStats):
         line["Leases granted"] = counts.get("leases_granted", 0)
         line["Leases confirmed"] = counts.get("leases_confirmed", 0)
         line["Leases expired"] = counts.get("leases_expired", 0)
-        for name in ("holds_lost", "refusals", "connections_turned_away", "connections_misbehaved"):
+        for name in (
+            "confirmations_not_granted",
+            "holds_lost",
+            "refusals",
+            "connections_turned_away",
+            "connections_misbehaved",
+        ):
             if counts.get(name):
                 line[name.replace("_", " ").capitalize()] = counts[name]
         return line

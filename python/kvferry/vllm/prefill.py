@@ -70,7 +70,8 @@ class Prefill:
             tables.append(table[dead:])
         if not any(tables):
             return None
-        offer = Offer(self.agent.grant(name), tokens, tables, first)
+        ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
+        offer = Offer(ticket, tokens, tables, first)
         self.kept.add(name)
         parallel = self.parallel
         return offer.write(

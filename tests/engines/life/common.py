@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from .inside import begin, pump
+
 #: How the engines of a kind are started where a test does not care.
 USUAL = {
     "qwen3": {"block_size": 32, "async_scheduling": False},
@@ -11,6 +13,8 @@ USUAL = {
     "nemotron_h": {},
     "falcon_h1": {},
 }
+#: Options of a P whose leases are over soon.
+SHORT = {"lease": 1.0}
 
 
 def more(*case):
@@ -23,3 +27,22 @@ def eventually(what, *args):
     while not what(*args):
         assert time.monotonic() < deadline, "too late"
         time.sleep(0.02)
+
+
+def expect(decode, policy, prompt, params, alone):
+    """An answer, or an error for that request alone."""
+    other = prompt[:50]
+    well, _ = decode.generate(other)
+    decode.call(begin, "bad", prompt, 12, params)
+    decode.call(begin, "good", other, 12)
+    done = {}
+    while len(done) < 2:
+        new = decode.call(pump)
+        assert new, f"only {done}"
+        done |= new
+    assert done["good"][0] == well
+    if policy == "fail":
+        assert done["bad"][2] == "error"
+    else:
+        assert done["bad"][0] == alone
+    assert decode.idle() == 0

@@ -24,10 +24,16 @@ def steps(engine, count):
 def pump(engine, seconds=60):
     """Steps until a request has finished: name to tokens, parameters and how it finished."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    deadline, done = time.monotonic() + seconds, []
+    deadline, done = time.monotonic() + seconds, {}
     while not done and scheduler.has_requests() and time.monotonic() < deadline:
-        done = [made for made in engine.llm_engine.step() if made.finished]
+        done = turn(engine)
         time.sleep(0.001)
+    return done
+
+
+def turn(engine):
+    """One step, and what has finished with it."""
+    done = [made for made in engine.llm_engine.step() if made.finished]
     return {
         made.request_id: (
             list(made.outputs[0].token_ids),

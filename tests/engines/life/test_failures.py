@@ -7,30 +7,10 @@ import pytest
 from exact import prompts
 from serving import Server
 
-from .common import USUAL, eventually, more
+from .common import SHORT, USUAL, eventually, expect, more
 from .inside import begin, counter, give_up, leases, pump, side, steps
 
 POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
-SHORT = {"lease": 1.0}
-
-
-def expect(decode, policy, prompt, params, alone):
-    """An answer, or an error for that request alone."""
-    other = prompt[:50]
-    well, _ = decode.generate(other)
-    decode.call(begin, "bad", prompt, 12, params)
-    decode.call(begin, "good", other, 12)
-    done = {}
-    while len(done) < 2:
-        new = decode.call(pump)
-        assert new, f"only {done}"
-        done |= new
-    assert done["good"][0] == well
-    if policy == "fail":
-        assert done["bad"][2] == "error"
-    else:
-        assert done["bad"][0] == alone
-    assert decode.idle() == 0
 
 
 @pytest.mark.parametrize(

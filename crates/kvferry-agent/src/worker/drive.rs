@@ -265,7 +265,7 @@ impl Drive {
         );
         match &outcome {
             Outcome::Failed(failure) => warn!(%failure, quarantined, "the load failed"),
-            Outcome::Expired(loss) => warn!(%loss, "the load came too late"),
+            Outcome::Expired(loss) => warn!(%loss, "what was read is not used"),
             _ => {}
         }
         // Settled already: the name is free before the engine hears of it.
