@@ -328,7 +328,8 @@ class Worker:
         handshake: float = 10.0,
         concurrent: int = 64,
     ) -> Worker:
-        """Registers the manifest's regions with a transport (`local`, `tcp` or `nixl`) and starts.
+        """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
+        memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.

@@ -1,5 +1,6 @@
 """Requests handed over between two engines, through both halves of their agents, on real memory."""
 
+import os
 import errno
 import gc
 import json
@@ -182,7 +183,7 @@ def test_bad_input(engines, tmp_path):
         decode.scheduler.hold(ticket, patience=-1)
     with pytest.raises(TypeError, match="no keyword 'blocks'"):
         decode.workers[0].load("r", ticket, tokens=1, blocks=[])
-    with pytest.raises(kvferry.AgentError, match="it is local, tcp or nixl"):
+    with pytest.raises(kvferry.AgentError, match="it is local, tcp, cuda, nixl or gpu"):
         manifest = kvferry.Manifest(draft("d", (0, 4), 4, decode.pools[0].ctypes.data))
         kvferry.Worker(manifest, ranks=1, memory=None, transport="pigeon")
     with pytest.raises(kvferry.AgentError, match="no key to keep strangers out") as caught:
@@ -337,3 +338,15 @@ def test_what_is_closed_stays_closed(engines):
         grant(engine, "request")
     with pytest.raises(kvferry.AgentError, match="stopped"):
         engine.workers[0].card()
+
+
+def test_cuda_moves_gpu_memory_and_says_what_is_missing():
+    facts = draft("d", (0, 4), 4, 4096)
+    with pytest.raises(kvferry.AgentError, match="memory on the host: use local or tcp"):
+        kvferry.Worker(kvferry.Manifest(facts), ranks=1, memory=None, transport="cuda")
+    if os.path.exists("/dev/nvidiactl"):
+        return
+    facts["regions"][0]["place"] = {"gpu": 0}
+    with pytest.raises(kvferry.AgentError, match="CUDA's driver cannot be used here: ") as caught:
+        kvferry.Worker(kvferry.Manifest(facts), ranks=1, memory=None, transport="cuda")
+    assert caught.value.kind == "transport"

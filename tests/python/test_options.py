@@ -82,7 +82,7 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         ({"port": True}, "'port' .* must be a whole number"),
         ({"insecure": 1}, "'insecure' .* is 1, but must be true or false"),
         ({"key_file": 7}, "'key_file' .* is 7, but must be text, or left out"),
-        ({"transport": "pigeon"}, "'pigeon', but must be one of local, tcp, nixl"),
+        ({"transport": "pigeon"}, "'pigeon', but must be one of local, tcp, cuda, nixl, gpu"),
         ({"port": 70000}, "'port' .* is 70000, but must be from 0 to 65535"),
         ({"lease": 0}, "'lease' .* must be 0.02 or more"),
         ({"deadline": float("nan")}, "'deadline' .* must be 0.001 or more"),

@@ -15,7 +15,7 @@
 //! | room | what is in it |
 //! |---|---|
 //! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); why a request can fail |
-//! | `error`, `metrics`, `mailbox`, `background`, `carrier` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports |
+//! | `error`, `metrics`, `mailbox`, `background`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports; several of them as one |
 //! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
 //! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `holds` (leases of others that are kept alive), `status`, `options` |
 //! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `core`, `options` |
@@ -33,6 +33,7 @@ mod mailbox;
 mod metrics;
 mod rules;
 mod scheduler;
+mod several;
 mod wire;
 mod worker;
 
@@ -48,6 +49,7 @@ pub use scheduler::{
     GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Scheduler, SchedulerOptions, Status,
     ask_status,
 };
+pub use several::carry_several;
 pub use wire::door::Limits;
 pub use wire::message::{Card, Incarnation, Ticket};
 pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};

@@ -20,9 +20,10 @@ def _option(default: Any, **valid: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    #: `local` (one host), `tcp` (any network) or `nixl` (RDMA, NVLink, GPU memory). Left out: `nixl`
-    #: for caches on a GPU, `tcp` for others.
-    transport: str | None = _option(None, one_of=("local", "tcp", "nixl"))
+    #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink, GPU memory), `cuda` (GPU memory
+    #: inside a node, by a kernel) or `gpu` (`cuda` or `nixl`, whichever works best with each peer). The
+    #: same on both sides. Left out: `nixl` for caches on a GPU, `tcp` for others.
+    transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
     #: The address to listen on.
     host: str = _option("127.0.0.1")
     #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.

@@ -97,6 +97,8 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
         yield moved(transport, "cpu", mib, needed, level)
     if gpus:
         yield moved("nixl", "cuda:0", mib, True, level)
+        # A choice too, and the faster one inside a node.
+        yield moved("cuda", "cuda:0", mib, False, level)
 
 
 def version(package: str) -> str | None:

@@ -1,0 +1,187 @@
+//! Several transports as one: each peer is read by the best that works between the two.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvferry_transport::Error;
+
+use crate::carrier::{Carrier, Source};
+
+/// Makes one [`Carrier`] of several ways to the same memory, the best first. A rank offers all that it
+/// has. Who reads it takes the first that both have and that connects: inside a node another one than
+/// across, for instance. `name` is the same on both sides, whichever ways each of them has.
+pub fn carry_several(name: &'static str, ways: Vec<Arc<dyn Carrier>>) -> Arc<dyn Carrier> {
+    Arc::new(Several { name, ways })
+}
+
+#[derive(Debug)]
+struct Several {
+    name: &'static str,
+    ways: Vec<Arc<dyn Carrier>>,
+}
+
+impl Carrier for Several {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn describe(&self) -> Result<Vec<u8>, Error> {
+        let mut out = vec![];
+        for way in &self.ways {
+            put(&mut out, way.name().as_bytes());
+            put(&mut out, &way.describe()?);
+        }
+        Ok(out)
+    }
+
+    fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
+        let offered = read(description).ok_or_else(|| {
+            Error::BadDescription("it is not one of several transports".to_owned())
+        })?;
+        let mut reasons = vec![];
+        for way in &self.ways {
+            let name = way.name();
+            let Some((_, description)) =
+                offered.iter().find(|(other, _)| *other == name.as_bytes())
+            else {
+                reasons.push(format!("{name}: the peer does not offer it"));
+                continue;
+            };
+            match way.connect(description, deadline) {
+                Ok(source) => {
+                    let why = if reasons.is_empty() { "" } else { ", because of " };
+                    tracing::info!("{source:?} is read by {name}{why}{}", reasons.join("; "));
+                    return Ok(source);
+                }
+                Err(error) => reasons.push(format!("{name}: {error}")),
+            }
+        }
+        Err(Error::Unsupported(format!(
+            "none of the ways to the peer works ({}); make one of them work, or set another transport \
+             on both sides",
+            reasons.join("; ")
+        )))
+    }
+}
+
+fn put(out: &mut Vec<u8>, block: &[u8]) {
+    out.extend((block.len() as u32).to_le_bytes());
+    out.extend(block);
+}
+
+/// Names and descriptions.
+fn read(mut bytes: &[u8]) -> Option<Vec<(&[u8], &[u8])>> {
+    let mut block = || {
+        let (length, rest) = bytes.split_first_chunk::<4>()?;
+        let (block, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize)?;
+        bytes = rest;
+        Some((block, rest.is_empty()))
+    };
+    let mut found = vec![];
+    loop {
+        let (name, _) = block()?;
+        let (description, last) = block()?;
+        found.push((name, description));
+        if last {
+            return Some(found);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kvferry_transport::{ByteCopy, Loops, Operation, Price};
+
+    use super::*;
+
+    /// A way that reaches peers of the same place only.
+    #[derive(Debug)]
+    struct Way {
+        name: &'static str,
+        place: &'static [u8],
+    }
+
+    impl Carrier for Way {
+        fn name(&self) -> &'static str {
+            self.name
+        }
+
+        fn describe(&self) -> Result<Vec<u8>, Error> {
+            Ok(self.place.to_vec())
+        }
+
+        fn connect(&self, description: &[u8], _: Instant) -> Result<Box<dyn Source>, Error> {
+            match description == self.place {
+                true => Ok(Box::new(Reached(self.name))),
+                false => Err(Error::Unsupported("the peer is elsewhere".to_owned())),
+            }
+        }
+    }
+
+    #[derive(Debug)]
+    struct Reached(#[expect(dead_code, reason = "shown")] &'static str);
+
+    impl Source for Reached {
+        fn price(&self) -> Price {
+            Price { launch: 0.0, copy: 0.0, byte: 0.0 }
+        }
+
+        fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
+            Err(Error::Cancelled)
+        }
+
+        fn executes_loops(&self) -> bool {
+            false
+        }
+
+        fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
+            Err(Error::Cancelled)
+        }
+
+        fn disconnect(&self) {}
+    }
+
+    /// A rank in a node: `near` works inside of one, `far` everywhere.
+    fn rank(ways: &[(&'static str, &'static [u8])]) -> Arc<dyn Carrier> {
+        let way = |&(name, place)| Arc::new(Way { name, place }) as Arc<dyn Carrier>;
+        carry_several("both", ways.iter().map(way).collect())
+    }
+
+    fn reached(from: &Arc<dyn Carrier>, to: &Arc<dyn Carrier>) -> String {
+        let until = Instant::now() + Duration::from_secs(1);
+        match from.connect(&to.describe().unwrap(), until) {
+            Ok(source) => format!("{source:?}"),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn the_best_way_that_works_is_taken_for_each_peer() {
+        let here = rank(&[("near", b"node 1"), ("far", b"")]);
+        let beside = rank(&[("near", b"node 1"), ("far", b"")]);
+        let away = rank(&[("near", b"node 2"), ("far", b"")]);
+        let without = rank(&[("far", b"")]);
+        let only = rank(&[("near", b"node 1")]);
+        assert_eq!(reached(&here, &beside), "Reached(\"near\")");
+        assert_eq!(reached(&here, &away), "Reached(\"far\")");
+        assert_eq!(reached(&here, &without), "Reached(\"far\")");
+        assert_eq!(reached(&without, &here), "Reached(\"far\")");
+        assert_eq!(reached(&here, &only), "Reached(\"near\")");
+        let refused = reached(&away, &only);
+        assert!(refused.contains("near: the peer is elsewhere"), "{refused}");
+        assert!(refused.contains("far: the peer does not offer it"), "{refused}");
+    }
+
+    #[test]
+    fn what_is_cut_is_refused() {
+        let whole = rank(&[("near", b"node 1"), ("far", b"x")]).describe().unwrap();
+        let here = rank(&[("near", b"node 1")]);
+        let one = rank(&[("near", b"node 1")]).describe().unwrap().len();
+        for bytes in (0..whole.len()).filter(|bytes| *bytes != one) {
+            let cut = here.connect(&whole[..bytes], Instant::now());
+            assert!(matches!(cut, Err(Error::BadDescription(_))), "{bytes} bytes are enough");
+        }
+    }
+}
