@@ -17,6 +17,7 @@ __all__ = [
     "log_level",
     "log_lines",
     "metrics",
+    "solve",
     "states",
     "version",
 ]
@@ -31,6 +32,20 @@ def version() -> str:
 def facts() -> dict[str, Any]:
     """Everything that is known of states and families, as plain data: `formats`, `identity` (the keys
     of a manifest's identity), `kinds` (of states), `modules` and `families`."""
+
+def solve(
+    kind: str,
+    shapes: Sequence[Sequence[int]],
+    told: Mapping[str, int],
+    *,
+    ranks: int,
+) -> dict[str, int]:
+    """The sizes of a kind of states in the whole model, as far as one of `ranks` tensor-parallel ranks
+    tells them.
+
+    `shapes` are those of its tensors on the rank; of a convolution: all channels, live columns. `told`
+    are sizes that are known already. A size that does not follow from these is left out. Raises
+    `ValueError` when they do not fit each other, naming the kind."""
 
 def states(
     kind: str,

@@ -8,7 +8,7 @@ import kvferry
 import kvferry.vllm
 import pytest
 import torch
-from kvferry.vllm import Unsupported, probe, refusal
+from kvferry.vllm import Unsupported, probe, refusal, specs
 from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
 from pools import Engine
 from vllm.v1.kv_cache_interface import (
@@ -139,7 +139,7 @@ def test_quantised_pages_are_records_of_their_own_format(gqa):
 def test_facts_that_contradict_each_other_are_refused(gqa, hybrid):
     with pytest.raises(Unsupported, match="should hold 4 of 8 KV heads"):
         describe(gqa, kv_heads=dict.fromkeys(gqa.layers, 8))
-    with pytest.raises(Unsupported, match="does not fit 5 groups on 2 ranks"):
+    with pytest.raises(Unsupported, match="on one of 2 ranks does not fit .*groups = 5.*`mamba_groups`"):
         describe(hybrid, mamba_groups=5)
     with pytest.raises(ValueError, match="'SD' or 'DS', not 'sd'"):
         describe(hybrid, conv_order="sd")
@@ -148,6 +148,47 @@ def test_facts_that_contradict_each_other_are_refused(gqa, hybrid):
     with pytest.raises(Unsupported, match="there are 8 in all; say how many there are with `kv_heads`"):
         describe(one_head)
     assert describe(one_head, kv_heads={"model.layers.0.mixer": 2})
+
+
+def test_a_kind_that_shapes_do_not_tell_is_refused_by_name(monkeypatch):
+    net = Engine("engine", [delta_net(value=8, key=4)], Topology(tp=2))
+    assert describe(net)
+    # Whatever vLLM's type is mapped to: sizes that contradict each other.
+    monkeypatch.setitem(specs.RECURRENT, "GDN_ATTN", "kda")
+    with pytest.raises(Unsupported, match="'model.layers.0.mixer': the sizes of 'kda' do not fit"):
+        describe(net)
+
+
+def test_the_models_class_tells_replicas_from_shares(monkeypatch):
+    from vllm.model_executor.models import ModelRegistry
+
+    def groups(engine, alone):
+        """What is found of `engine` where the class would run `alone` on a single rank."""
+        spec = alone.spec(replace(engine.side, tp=1))
+        tells = SimpleNamespace(
+            __name__="Tells", get_mamba_state_shape_from_config=lambda config: spec.shapes
+        )
+        monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda *_, **__: (tells, None))
+        engine.config.model_config.architectures = ["Tells"]
+        made = describe(engine, mamba_groups=None).to_dict()
+        lengths = {
+            piece["state"]: made["kinds"][piece["kind"]]["axes"][0]["length"]
+            for group in made["groups"]
+            for piece in group["pieces"]
+        }
+        return lengths["layers.0/conv.b"] // 8
+
+    # One group on each rank: the same shapes, of two models.
+    for count in (1, 2):
+        layer = mamba2(groups=count)
+        assert groups(Engine("engine", [layer], Topology(tp=2, spec=1)), layer) == count
+    one = Engine("engine", [mamba2(groups=1)], Topology(tp=2))
+    with pytest.raises(Unsupported, match="'mamba2' do not fit.*`mamba_groups`"):
+        groups(one, mamba2(groups=4))
+    silent = SimpleNamespace(__name__="Silent")
+    monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda *_, **__: (silent, None))
+    with pytest.raises(Unsupported, match="of its kind 'mamba2', and Silent does not say .*`mamba_groups`"):
+        describe(one, mamba_groups=None)
 
 
 def test_layers_without_tensors_or_numbers(gqa):

@@ -9,6 +9,7 @@
 mod expression;
 mod family;
 mod kind;
+mod solve;
 mod states;
 
 use std::collections::BTreeMap;

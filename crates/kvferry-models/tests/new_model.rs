@@ -1,6 +1,8 @@
 //! The worked example of docs/new-model.md, read from the page itself: from a `config.json` to copies,
 //! checked byte by byte.
 
+use std::collections::BTreeMap;
+
 use kvferry_layout::{Law, Manifest, Piece};
 use kvferry_models::{Facts, FactsError, Sort, Topology, families, rules::vllm};
 use kvferry_plan::{Plan, Request, Table};
@@ -180,6 +182,65 @@ fn the_page_leads_to_the_right_bytes() {
         let wrong = rank.memory.iter().zip(&expected).filter(|(one, other)| one != other).count();
         assert_eq!(wrong, 0, "{} of {} bytes are wrong", wrong, expected.len());
     }
+}
+
+/// What an adapter does: from the shapes of one rank's tensors back to the sizes of the model.
+#[test]
+fn sizes_follow_from_the_shapes_of_a_rank() {
+    let facts = Facts::shipped().with(&blocks("json")[0]).unwrap();
+    let solve = |shapes: [&[u64]; 2], told: &[(&str, u64)], ranks: u64| {
+        let told = told.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
+        let shapes = shapes.map(<[u64]>::to_vec);
+        facts.states().solve("echo", &shapes, &told, ranks).map_err(|error| error.to_string())
+    };
+    let sizes = |told: &[(&str, u64)]| -> BTreeMap<String, u64> {
+        told.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect()
+    };
+    // The page's model: a rank of four has a quarter of the heads, and one of two groups.
+    let quarter: [&[u64]; 2] = [&[2 * 16 + 12, 3], &[2, 5, 16]];
+    let seen = [("heads", 8), ("dim", 16), ("slots", 5), ("columns", 3)];
+    let all = sizes(&[&seen[..], &[("groups", 2), ("gate", 12)]].concat());
+    assert_eq!(solve(quarter, &[("groups", 2)], 4).unwrap(), all);
+    // The product of groups and gates says neither, and one group on each rank may be any number of
+    // them: both are left open.
+    assert_eq!(solve(quarter, &[], 4).unwrap(), sizes(&seen));
+    let open = sizes(&[&seen[..], &[("gate", 12)]].concat());
+    assert_eq!(solve(quarter, &[("gate", 12)], 4).unwrap(), open);
+    // A single rank has them all, and several on a rank are no replicas.
+    let whole: [&[u64]; 2] = [&[8 * 16 + 2 * 12, 3], &[8, 5, 16]];
+    assert_eq!(solve(whole, &[("gate", 12)], 1).unwrap(), all);
+    let half: [&[u64]; 2] = [&[4 * 16 + 3 * 12, 3], &[4, 5, 16]];
+    assert_eq!(solve(half, &[("gate", 12)], 2).unwrap()["groups"], 6);
+    // States that the solved sizes make have the shapes of the rank.
+    let given: Vec<(&str, u64)> = all.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+    let bf16 = facts.states().format("bf16").unwrap();
+    let formats = [("model", &bf16), ("state", &bf16)];
+    let tensors = facts.states().tensors("echo", &given, &formats).unwrap();
+    for (tensor, shape) in tensors.iter().zip(quarter) {
+        let first: u64 = tensor.states.iter().map(|state| state.held(3, 4).0[0].len()).sum();
+        assert_eq!(first, shape[0]);
+    }
+    for (shapes, told, ranks, part) in [
+        (quarter, ("groups", 3), 4, "[44, 3] of conv.u + conv.g on one of 4 ranks does not fit"),
+        (quarter, ("groups", 20), 4, "does not fit the sizes columns = 3, dim = 16, groups = 20"),
+        (quarter, ("gate", 5), 4, "'echo' do not fit: the shape [44, 3]"),
+        (quarter, ("heads", 16), 4, "the shape [2, 5, 16] of ring on one of 4 ranks"),
+        (quarter, ("dim", 8), 4, "does not fit"),
+        (quarter, ("groups", 0), 4, "'groups' is 0"),
+        (quarter, ("group", 2), 4, "it has no size 'group'"),
+        (quarter, ("gate", u64::MAX), 4, "larger than any size"),
+        (quarter, ("groups", 2), 0, "0 ranks"),
+        ([&[44, 3], &[2, 5]], ("groups", 2), 4, "should have 3 axes"),
+        ([&[20, 3], &[2, 5, 16]], ("groups", 2), 4, "[20, 3]"),
+        ([&[44, 3], &[2, 0, 16]], ("groups", 2), 4, "is empty"),
+    ] as [([&[u64]; 2], _, _, _); 12]
+    {
+        let error = solve(shapes, &[told], ranks).unwrap_err();
+        assert!(error.contains(part), "{shapes:?} {told:?} {ranks}: {error}");
+    }
+    let shapes = [vec![44, 3]];
+    let error = facts.states().solve("echo", &shapes, &BTreeMap::new(), 4).unwrap_err();
+    assert!(error.to_string().contains("1 shapes, but it has 2 tensors"), "{error}");
 }
 
 #[test]

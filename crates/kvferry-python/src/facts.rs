@@ -62,6 +62,19 @@ pub(crate) fn states<'py>(
     read(py, &json!(tensors).to_string())
 }
 
+/// The sizes of a kind in the whole model, as far as the shapes on one rank tell them.
+#[pyfunction]
+#[pyo3(signature = (kind, shapes, told, *, ranks))]
+pub(crate) fn solve(
+    kind: &str,
+    shapes: Vec<Vec<u64>>,
+    told: BTreeMap<String, u64>,
+    ranks: u32,
+) -> PyResult<BTreeMap<String, u64>> {
+    let solved = Facts::shipped().states().solve(kind, &shapes, &told, ranks.into());
+    solved.map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 fn read<'py>(py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyAny>> {
     py.import("json")?.call_method1("loads", (text,))
 }

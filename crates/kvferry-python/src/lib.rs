@@ -17,7 +17,7 @@ mod _core {
     #[pymodule_export]
     use super::agent::{Ending, Scheduler, Worker, metrics};
     #[pymodule_export]
-    use super::facts::{facts, states};
+    use super::facts::{facts, solve, states};
     #[pymodule_export]
     use super::log::{log_level, log_lines};
     #[pymodule_export]

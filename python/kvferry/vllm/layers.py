@@ -3,11 +3,11 @@ holds; vLLM's spec says how large they are, and its tensor where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from .._core import states
+from .._core import solve, states
 from . import probe, specs
 from .geometry import Regions, View
 from .model import Model
@@ -203,18 +203,9 @@ class Layers:
             tensor["states"][0]["format"]: specs.format_of(layer, dtype)
             for tensor, dtype in zip(told, spec.dtypes, strict=True)
         }
-        sizes = specs.recurrent_sizes(spec, kind, ranks, self.by_column)
-        spare = 0
-        if any(tensor["spare"] for tensor in told):
-            # After a prefill, speculative tokens have not used their columns yet.
-            spare = self.config.num_speculative_tokens
-            columns = sizes["columns"]
-            sizes["columns"] = columns - spare
-            if columns <= spare:
-                raise refuse(layer, f"a convolution of {columns} columns has none left beside the "
-                                    f"{spare} for speculative tokens")
-        if "channels" in sizes and "channels" not in specs.KINDS[kind]["sizes"]:
-            self._solve(layer, kind, sizes, ranks, sizes["columns"] + spare)
+        # After a prefill, speculative tokens have not used their columns yet.
+        spare = self.config.num_speculative_tokens if any(it["spare"] for it in told) else 0
+        sizes = self._sizes(layer, kind, spec.shapes, ranks, spare)
         pieces, scratch, offset = [], [], 0
         tensors = self._states(layer, kind, sizes, formats, ranks)
         for made, shape in zip(tensors, spec.shapes, strict=True):
@@ -225,8 +216,6 @@ class Layers:
                 scratch += unused
             else:
                 (state,) = made["states"]
-                if [end - start for start, end in state["bounds"]] != list(shape):
-                    raise refuse(layer, f"a state of shape {shape} is no share of {sizes}")
                 strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
                 if self._is_transposed(layer):
                     strides[1:] = [size, shape[1] * size]
@@ -235,33 +224,37 @@ class Layers:
             offset += prod(shape) * size
         return pieces, scratch
 
-    def _solve(
-        self, layer: str, kind: str, sizes: dict[str, int], ranks: int, columns: int
-    ) -> None:
-        """The sizes that follow from the width of a convolution with several sections."""
-        channels = sizes.pop("channels")
-        if kind == "mamba2":
-            heads, head, state = sizes["heads"], sizes["head"], sizes["state"]
-            own = (channels - heads // ranks * head) // 2
-            groups = self.mamba_groups
-            if groups is None:
-                groups = self.model.mamba_groups(layer, heads, head, state, columns)
-            if max(1, groups // ranks) * state != own or channels != heads // ranks * head + 2 * own:
-                raise refuse(
-                    layer,
-                    f"its convolution has {channels} channels on this rank, which does not fit "
-                    f"{groups} groups on {ranks} ranks; say how many groups there are with "
-                    "`mamba_groups`",
-                )
-            sizes.update(inner=heads * head, groups=groups)
-        else:
-            values = sizes["values"] // ranks * sizes["value"]
-            own = (channels - values) // 2
-            if own % sizes["key"] or channels != values + 2 * own:
-                raise refuse(layer, f"{channels} channels are no queries, keys and values of "
-                                    f"{sizes['values'] // ranks} heads of {sizes['value']} by "
-                                    f"{sizes['key']}")
-            sizes.update(keys=own // sizes["key"] * ranks)
+    def _sizes(
+        self, layer: str, kind: str, shapes: Sequence[Sequence[int]], ranks: int, spare: int
+    ) -> dict[str, int]:
+        """The sizes of a recurrent layer in the whole model, from its shapes on this rank. Where several
+        ranks may hold the same part, the model's class decides."""
+        needed: list[str] = specs.KINDS[kind]["sizes"]
+        hint = "; say how many groups there are with `mamba_groups`" if "groups" in needed else ""
+
+        def solved(
+            shapes: Sequence[Sequence[int]], told: dict[str, int], ranks: int
+        ) -> dict[str, int]:
+            held = specs.recurrent_shapes(layer, shapes, kind, self.by_column, spare)
+            try:
+                return solve(kind, held, told, ranks=ranks)
+            except (OverflowError, ValueError) as error:
+                raise refuse(layer, f"{error}{hint}") from error
+
+        told = {}
+        if self.mamba_groups is not None and "groups" in needed:
+            told["groups"] = self.mamba_groups
+        sizes = solved(shapes, told, ranks)
+        if len(sizes) < len(needed) and ranks > 1:
+            sizes = solved(self.model.shapes_alone(layer, kind, hint), sizes, 1)
+            sizes = solved(shapes, sizes, ranks)
+        if missing := [size for size in needed if size not in sizes]:
+            raise refuse(
+                layer,
+                f"its shapes {list(shapes)} do not tell the sizes {', '.join(missing)} of its kind "
+                f"'{kind}'{hint}",
+            )
+        return sizes
 
     def _is_transposed(self, layer: str) -> bool:
         """Whether a delta net's state lies in memory by key and then by value, which its shape does not
@@ -284,10 +277,6 @@ class Layers:
             where = view.at(at, [channel, column], token=0)
             pieces.append(self._piece(layer, None, state, where))
             at += (end - first) * channel
-        if at - offset != channels * channel:
-            held = (at - offset) // channel
-            raise refuse(layer, f"its convolution has {channels} channels on this rank, but the "
-                                f"sections that it should be made of have {held}")
         if not spare:
             return pieces, []
         scratch = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .refusal import refuse
@@ -58,11 +57,12 @@ class Model:
             )
         return total
 
-    def mamba_groups(self, layer: str, heads: int, size: int, state: int, columns: int) -> int:
-        """Groups of a Mamba2 layer in the whole model.
+    def shapes_alone(self, layer: str, kind: str, hint: str) -> Sequence[Sequence[int]]:
+        """The shapes of a recurrent layer's states if there were a single rank, which the model's class
+        says.
 
-        One group on each of two ranks may be two groups or twice the same one. The model class says
-        how wide the convolution would be on a single rank, which tells the two apart.
+        One group on each of two ranks may be two groups or twice the same one: this tells them apart.
+        `hint` is what a user can do where the class says nothing.
         """
         from vllm.model_executor.models import ModelRegistry
 
@@ -75,11 +75,11 @@ class Model:
         if not hasattr(architecture, "get_mamba_state_shape_from_config"):
             raise refuse(
                 layer,
-                f"{architecture.__name__} does not say how many groups its Mamba layers have; "
-                "say it with `mamba_groups`",
+                f"its shapes on one of {self._tp} ranks do not tell all sizes of its kind '{kind}', and "
+                f"{architecture.__name__} does not say its shapes on a single rank{hint}",
             )
-        conv = prod(architecture.get_mamba_state_shape_from_config(alone)[0])
-        return int(conv // columns - heads * size) // (2 * state)
+        shapes: Sequence[Sequence[int]] = architecture.get_mamba_state_shape_from_config(alone)
+        return shapes
 
     def identity(self) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""

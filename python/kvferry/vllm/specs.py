@@ -3,6 +3,7 @@ attention back ends are called, and which of kvferry's facts they mean."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -176,21 +177,20 @@ def recurrent_kind(layer: str, spec: Any) -> str:
     return kind
 
 
-def recurrent_sizes(spec: Any, kind: str, ranks: int, by_column: bool) -> dict[str, int]:
-    """The sizes of a recurrent layer in the whole model, as far as its shapes on one rank tell them.
-    `columns` are all columns of its convolution, and `channels` those of all sections on this rank
-    where there are several."""
-    sizes: dict[str, int] = {}
-    for tensor, shape in zip(KINDS[kind]["tensors"], spec.shapes, strict=True):
-        states = tensor["states"]
-        if tensor["packing"] == "convolution":
-            columns, channels = shape if by_column else reversed(shape)
-            sizes["columns"] = columns
-            if len(states) > 1:
-                sizes["channels"] = channels
-                continue
-            shape = (channels,)
-        axis_shared = (states[0]["split"] or [None])[0]
-        for (axis, size), length in zip(states[0]["axes"], shape, strict=False):
-            sizes[size] = length * (ranks if axis == axis_shared else 1)
-    return sizes
+def recurrent_shapes(
+    layer: str, shapes: Sequence[Sequence[int]], kind: str, by_column: bool, spare: int
+) -> list[list[int]]:
+    """The shapes of a recurrent layer's states as kvferry's facts order their axes: channels come
+    first, and the `spare` columns for speculative tokens do not count."""
+    ordered = []
+    for tensor, shape in zip(KINDS[kind]["tensors"], shapes, strict=False):
+        lengths = list(shape)
+        if tensor["packing"] == "convolution" and len(lengths) == 2:
+            channels, columns = reversed(lengths) if by_column else lengths
+            unused = spare if tensor["spare"] else 0
+            if columns <= unused:
+                raise refuse(layer, f"a convolution of {columns} columns has none left beside the "
+                                    f"{unused} for speculative tokens")
+            lengths = [channels, columns - unused]
+        ordered.append(lengths)
+    return ordered

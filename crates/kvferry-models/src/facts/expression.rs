@@ -40,7 +40,7 @@ pub(crate) enum NoValue<E> {
 const MAX_DEPTH: usize = 32;
 const MAX_LENGTH: usize = 1000;
 /// No value may be larger: what is computed from it later stays a number of bytes.
-const MAX_VALUE: u64 = 1 << 44;
+pub(super) const MAX_VALUE: u64 = 1 << 44;
 
 impl Expression {
     /// The value, where `look` gives those of names.
@@ -86,6 +86,57 @@ impl Expression {
                     _ => unfit(left, one, format!("small enough that {self} is a size")),
                 }
             }
+        }
+    }
+
+    /// Whether [`Self::solved_for`] can tell the value of a name in it.
+    pub(crate) fn can_be_solved_for(&self, name: &str) -> bool {
+        self.names().into_iter().filter(|other| *other == name).count() == 1 && !self.has_choice()
+    }
+
+    /// The value of a name for which the whole has the value `result`, if there is one. `value` gives
+    /// those of parts without the name.
+    pub(crate) fn solved_for(
+        &self,
+        name: &str,
+        result: u64,
+        value: &impl Fn(&Self) -> Option<u64>,
+    ) -> Option<u64> {
+        let divided = |one: u64, other: u64| match one.checked_rem(other) {
+            Some(0) => Some(one / other),
+            _ => None,
+        };
+        match self {
+            Self::Name(own) if own == name => Some(result),
+            Self::Step(operator, left, right) if left.names().contains(&name) => {
+                let other = value(right)?;
+                let result = match operator {
+                    Operator::Plus => result.checked_sub(other),
+                    Operator::Minus => result.checked_add(other),
+                    Operator::Times => divided(result, other),
+                    Operator::Over => result.checked_mul(other),
+                };
+                left.solved_for(name, result?, value)
+            }
+            Self::Step(operator, left, right) => {
+                let other = value(left)?;
+                let result = match operator {
+                    Operator::Plus => result.checked_sub(other),
+                    Operator::Minus => other.checked_sub(result),
+                    Operator::Times => divided(result, other),
+                    Operator::Over => divided(other, result),
+                };
+                right.solved_for(name, result?, value)
+            }
+            Self::Number(_) | Self::Name(_) | Self::Or(..) => None,
+        }
+    }
+
+    fn has_choice(&self) -> bool {
+        match self {
+            Self::Number(_) | Self::Name(_) => false,
+            Self::Or(..) => true,
+            Self::Step(_, one, other) => one.has_choice() || other.has_choice(),
         }
     }
 
@@ -270,6 +321,36 @@ mod tests {
             ("zero * a", 0),
         ] {
             assert_eq!(value(text), Ok(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_name_is_found_from_the_result() {
+        let known = |part: &Expression| match part.to_string().as_str() {
+            "a" => Some(12),
+            number => number.parse().ok(),
+        };
+        for (text, result, expected) in [
+            ("x", 5, Some(5)),
+            ("a * x", 36, Some(3)),
+            ("a * x", 37, None),
+            ("x * 2 + a", 20, Some(4)),
+            ("x * 2 + a", 10, None),
+            ("a - x", 5, Some(7)),
+            ("a - x", 13, None),
+            ("x - a", 5, Some(17)),
+            ("x / 4", 3, Some(12)),
+            ("a / x", 3, Some(4)),
+            ("a / x", 5, None),
+            ("a / x", 0, None),
+        ] {
+            let expression = Expression::try_from(text.to_owned()).unwrap();
+            assert!(expression.can_be_solved_for("x"), "{text}");
+            assert_eq!(expression.solved_for("x", result, &known), expected, "{text} = {result}");
+        }
+        for text in ["a", "x * x", "x or a"] {
+            let expression = Expression::try_from(text.to_owned()).unwrap();
+            assert!(!expression.can_be_solved_for("x"), "{text}");
         }
     }
 

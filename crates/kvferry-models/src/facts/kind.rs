@@ -17,20 +17,20 @@ pub struct StateKind {
     /// What it is, for people.
     about: String,
     sort: SortWord,
-    law: LawWord,
+    pub(super) law: LawWord,
     /// The sizes that say how large it is. All else is computed from them.
-    sizes: Vec<String>,
+    pub(super) sizes: Vec<String>,
     /// The formats that are up to the model, or the engine: `model` is that of the model's numbers.
     #[serde(default = "model_format")]
     formats: Vec<String>,
     /// What must be equal: `inner = heads * head`.
     #[serde(default)]
-    checks: Vec<Check>,
+    pub(super) checks: Vec<Check>,
     /// In the order in which they are packed.
-    tensors: Vec<TensorFacts>,
+    pub(super) tensors: Vec<TensorFacts>,
     /// What an engine can only split evenly.
     #[serde(default)]
-    limits: Vec<LimitFacts>,
+    pub(super) limits: Vec<LimitFacts>,
 }
 
 fn model_format() -> Vec<String> {
@@ -50,7 +50,7 @@ enum SortWord {
 /// How many entries there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum LawWord {
+pub(super) enum LawWord {
     /// One for each token.
     Token,
     /// One for the whole sequence.
@@ -59,16 +59,16 @@ enum LawWord {
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct TensorFacts {
+pub(super) struct TensorFacts {
     #[serde(default)]
-    packing: PackingWord,
+    pub(super) packing: PackingWord,
     spare: Option<Spare>,
-    states: Vec<StateFacts>,
+    pub(super) states: Vec<StateFacts>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum PackingWord {
+pub(super) enum PackingWord {
     #[default]
     Plain,
     Planes,
@@ -85,19 +85,19 @@ enum Spare {
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct StateFacts {
-    name: String,
+pub(super) struct StateFacts {
+    pub(super) name: String,
     /// One of the kind's formats, or one that is always the same.
     format: String,
-    axes: Vec<(String, Expression)>,
+    pub(super) axes: Vec<(String, Expression)>,
     /// The axis that ranks share, and the number of units along it that stay whole. Where there are
     /// fewer units than ranks, several ranks hold the same unit. Without it every rank holds all.
-    split: Option<(String, Expression)>,
+    pub(super) split: Option<(String, Expression)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(try_from = "String", into = "String")]
-struct Check(Expression, Expression);
+pub(super) struct Check(pub(super) Expression, pub(super) Expression);
 
 impl TryFrom<String> for Check {
     type Error = String;
@@ -122,7 +122,7 @@ impl From<Check> for String {
 pub(super) struct LimitFacts {
     what: String,
     pub(super) count: Expression,
-    rule: Rule,
+    pub(super) rule: Rule,
 }
 
 impl LimitFacts {

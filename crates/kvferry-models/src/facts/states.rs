@@ -52,6 +52,19 @@ impl States {
         self.kind(kind)?.tensors(kind, &self.formats(), sizes, formats)
     }
 
+    /// The sizes of a kind in the whole model, as far as they follow from what one of `ranks` ranks
+    /// holds: the shape of each tensor (of a convolution: all channels, live columns), and the sizes
+    /// that are `told`. A size that does not follow is left out, as where ranks may hold the same unit.
+    pub fn solve(
+        &self,
+        kind: &str,
+        shapes: &[Vec<u64>],
+        told: &BTreeMap<String, u64>,
+        ranks: u64,
+    ) -> Result<BTreeMap<String, u64>, FactsError> {
+        self.kind(kind)?.solve(kind, shapes, told, ranks)
+    }
+
     /// A format by its name here.
     pub fn format(&self, name: &str) -> Option<Format> {
         self.formats.get(name).map(|format| Format::new(name, format.bytes))
