@@ -1,10 +1,13 @@
-//! Which of several ranks that hold the same is read: few, always the same, and all in turn.
+//! Which of several ranks that hold the same are read: where there is little to read, few of them, always
+//! the same, and all in turn; else all, each as much as the others.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use kvferry_layout::{Piece, StateBox};
+use kvferry_plan::Part;
 use kvferry_testkit::draw::{Side, engine};
-use kvferry_testkit::drive::{ask, compile};
-use kvferry_testkit::engine::Engine;
+use kvferry_testkit::drive::{Compile, ask, compile, compile_spread};
+use kvferry_testkit::engine::{Engine, Rank};
 use kvferry_testkit::judge::compatible;
 use kvferry_testkit::model::{Layer, Model, Sight};
 use kvferry_testkit::plain::Memory::Separate;
@@ -110,6 +113,96 @@ fn few_sources_are_read() {
     assert!(exact > 100 && exact > 20 * more, "{exact} exact, {more} with more");
 }
 
+/// Bytes of an entry, for states that grow with the tokens and for snapshots: those that every source
+/// rank gives to all destination ranks together.
+fn given(source: &Engine, destination: &Engine) -> [Vec<f64>; 2] {
+    let all: Vec<usize> = (0..source.ranks.len()).collect();
+    let mut given = [vec![0.0; all.len()], vec![0.0; all.len()]];
+    for (rank, Rank { manifest, .. }) in destination.ranks.iter().enumerate() {
+        let plan = compile_spread(source, &all, destination, rank).unwrap();
+        for part in plan.parts() {
+            let kind = manifest.kind(&manifest.groups()[part.to.0].pieces[part.to.1]);
+            let turns = part.phase.held.len() as f64 / part.phase.modulus as f64;
+            let bytes = part.bounds.volume() * u64::from(kind.format.bytes);
+            given[usize::from(kind.law.entries == 0)][part.source] += turns * bytes as f64;
+        }
+    }
+    given
+}
+
+/// The least that the busiest source must give, by trying all sets of sources: what only they hold, they
+/// must give. Element by element, with nothing in common with how plans are made.
+fn least(source: &Engine, destination: &Engine) -> [f64; 2] {
+    let mut demands = [BTreeMap::<u32, f64>::new(), BTreeMap::new()];
+    let pieces = |rank: &Rank| {
+        let groups = rank.manifest.groups().to_vec();
+        groups.into_iter().flat_map(|group| group.pieces).collect::<Vec<_>>()
+    };
+    let held: Vec<Vec<Piece>> = source.ranks.iter().map(pieces).collect();
+    for rank in &destination.ranks {
+        for piece in pieces(rank) {
+            let kind = rank.manifest.kind(&piece);
+            let demands = &mut demands[usize::from(kind.law.entries == 0)];
+            for index in 0..piece.bounds.volume() {
+                let mut rest = index;
+                let element = piece.bounds.0.iter().map(|span| {
+                    let at = span.start + rest % span.len();
+                    rest /= span.len();
+                    at..at + 1
+                });
+                let element = StateBox::new(element);
+                let holds = |pieces: &[Piece]| {
+                    let mut same = pieces.iter().filter(|other| other.state == piece.state);
+                    same.any(|other| other.bounds.intersect(&element).is_some())
+                };
+                let set = (0..held.len()).filter(|&rank| holds(&held[rank]));
+                let set = set.fold(0u32, |set, rank| set | 1 << rank);
+                *demands.entry(set).or_default() += f64::from(kind.format.bytes);
+            }
+        }
+    }
+    demands.map(|demands| {
+        let must = |set: u32| {
+            let within = demands.iter().filter(|(holders, _)| *holders & !set == 0);
+            within.map(|(_, bytes)| bytes).sum::<f64>() / f64::from(set.count_ones())
+        };
+        (1u32..1 << held.len()).map(must).fold(0.0, f64::max)
+    })
+}
+
+/// Splits as engines make them: into equal shares, or the same share on equally many ranks.
+#[test]
+fn the_busiest_source_gives_little_more_than_it_must() {
+    let mut dice = Dice::new(12);
+    let (mut chosen, mut even) = (0, 0);
+    for case in 0..300 {
+        let mut some = |numbers: &[u64]| numbers[dice.index(numbers.len())];
+        let layers: Vec<Layer> = (0..some(&[1, 2, 3, 5, 7, 12]))
+            .map(|number| {
+                let name = format!("layers.{number}");
+                match some(&[0, 1, 2]) {
+                    0 => Layer::latent(&name, some(&[1, 5, 9])),
+                    1 => Layer::mamba2(&name, 8, 2, some(&[1, 2, 8]), 2, 2),
+                    _ => Layer::attention(&name, Sight::Full, some(&[1, 2, 4, 8]), 2, 3),
+                }
+            })
+            .collect();
+        let (from, to) = (some(&[1, 2, 4, 8]), some(&[1, 2, 4, 8]));
+        let (source, destination) = (simple("p", &layers, from), simple("d", &layers, to));
+        let (given, least) = (given(&source, &destination), least(&source, &destination));
+        let busiest = given.map(|given| given.into_iter().fold(0.0, f64::max));
+        let context =
+            format!("case {case}, {from} to {to}: {busiest:?}, least {least:?}, {layers:?}");
+        assert!(busiest[0] >= 0.999 * least[0] && busiest[1] >= 0.999 * least[1], "{context}");
+        // Layers are split into sixteen turns at the finest, and snapshots not at all.
+        assert!(busiest[0] <= 1.25 * least[0] && busiest[1] <= 1.4 * least[1], "{context}");
+        let close = |class: usize| busiest[class] <= 1.1 * least[class];
+        even += u64::from(close(0) && close(1));
+        chosen += u64::from(from > 1);
+    }
+    assert!(chosen > 150 && even > 280, "{chosen} with a choice, {even} of all within a tenth");
+}
+
 /// The same manifests give the same copies, whatever was compiled before.
 #[test]
 fn plans_are_deterministic() {
@@ -154,4 +247,34 @@ fn the_order_of_manifests_does_not_matter() {
         }
     }
     assert_eq!(used.len(), 4);
+}
+
+/// The same for what is spread.
+#[test]
+fn the_order_of_manifests_does_not_matter_where_reads_are_spread() {
+    let mut spread = 0;
+    for seed in 0..300 {
+        let mut dice = Dice::new(seed);
+        let model = Model::draw(&mut dice);
+        let source = engine(&model, Side::Source, &mut dice);
+        let destination = engine(&model, Side::Destination, &mut dice);
+        let forwards: Vec<usize> = (0..source.ranks.len()).collect();
+        let mut shuffled = forwards.clone();
+        dice.shuffle(&mut shuffled);
+        if compatible(&source, &forwards, &destination, 0).is_err() {
+            continue;
+        }
+        let parts = |order: &[usize], compile: Compile| {
+            let plan = compile(&source, order, &destination, 0).unwrap();
+            let part =
+                |part: &Part| format!("{:?}", Part { source: order[part.source], ..part.clone() });
+            let mut parts: Vec<String> = plan.parts().iter().map(part).collect();
+            parts.sort_unstable();
+            parts
+        };
+        let one = parts(&forwards, compile_spread);
+        assert_eq!(one, parts(&shuffled, compile_spread), "seed {seed}");
+        spread += u64::from(one != parts(&forwards, compile));
+    }
+    assert!(spread > 50, "{spread}");
 }

@@ -29,6 +29,19 @@ pub fn compile(
     Plan::compile(&destination.ranks[rank].manifest, &manifests)
 }
 
+/// The same where what several ranks hold is spread over all of them, however little it is. (What is
+/// drawn here is too small for a plan to spread it by itself.)
+pub fn compile_spread(
+    source: &Engine,
+    sources: &[usize],
+    destination: &Engine,
+    rank: usize,
+) -> Result<Plan, Incompatible> {
+    let manifests: Vec<&Manifest> =
+        sources.iter().map(|&source_rank| &source.ranks[source_rank].manifest).collect();
+    Plan::compile_spread(&destination.ranks[rank].manifest, &manifests, 1)
+}
+
 /// Everything that a plan says about a request. Panics where it contradicts itself: where filling a
 /// buffer yields other copies than the iterator, or the summary other numbers.
 pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, RequestError> {
@@ -189,7 +202,9 @@ impl Drawn {
     /// Judges it with `requests` random requests on every destination rank.
     pub fn judge(&self, requests: u64) -> Result<Outcome, String> {
         let dice = &mut self.dice.clone();
-        judge_pair(&self.source, &self.sources, &self.destination, requests, dice)
+        // Every other pair is read from few ranks, every other from as many as hold anything.
+        let compile = if self.seed.is_multiple_of(2) { compile } else { compile_spread };
+        judge_pair((&self.source, &self.sources), &self.destination, compile, requests, dice)
             .map_err(|problem| format!("seed {}: {problem}", self.seed))
     }
 }
@@ -201,12 +216,15 @@ impl fmt::Display for Drawn {
     }
 }
 
+/// [`compile`] or [`compile_spread`].
+pub type Compile = fn(&Engine, &[usize], &Engine, usize) -> Result<Plan, Incompatible>;
+
 /// Judges a pair with `requests` random requests on every destination rank, reading from `sources`.
 /// The error says what went wrong.
-pub fn judge_pair(
-    source: &Engine,
-    sources: &[usize],
+fn judge_pair(
+    (source, sources): (&Engine, &[usize]),
     destination: &Engine,
+    compile: Compile,
     requests: u64,
     dice: &mut Dice,
 ) -> Result<Outcome, String> {

@@ -55,41 +55,64 @@ pub(crate) struct Cover {
 }
 
 /// A piece of the destination while it is being covered.
-struct Wanted<'a> {
-    state: &'a str,
-    group: usize,
-    piece: usize,
+pub(crate) struct Wanted<'a> {
+    pub(crate) state: &'a str,
+    pub(crate) group: usize,
+    pub(crate) piece: usize,
     /// The tokens of it that are copied.
-    window: Window,
+    pub(crate) window: Window,
     /// The turns of all ranks repeat after this many entries.
-    cycle: u64,
+    pub(crate) cycle: u64,
     /// Bytes of one element.
     weight: u128,
     /// What no source was chosen for yet. The first axis is the entry's index in the cycle.
     open: Vec<StateBox>,
-    offers: Vec<Offer>,
+    /// The source pieces that have a part of it.
+    pub(crate) offers: Vec<Offer>,
+    /// All source pieces of the state that would do, for this rank or for another of its engine: source
+    /// rank, box and turns.
+    pub(crate) held: Vec<(usize, &'a StateBox, Phase)>,
     /// The refusal of a source that has the state but does not keep all tokens that are needed.
     forgetful: Option<Incompatible>,
 }
 
+impl Wanted<'_> {
+    /// The part that `offer` gives of this piece: `bounds`, whose first axis is the entry's index in the
+    /// cycle.
+    pub(crate) fn part(&self, offer: &Offer, bounds: &StateBox) -> Part {
+        let turns = bounds.0[0];
+        let all = turns.len() == self.cycle;
+        Part {
+            source: offer.source,
+            from: (offer.group, offer.piece),
+            to: (self.group, self.piece),
+            bounds: StateBox(bounds.0[1..].to_vec()),
+            phase: if all { Phase::ALL } else { Phase { modulus: self.cycle, held: turns } },
+        }
+    }
+}
+
 /// A piece of a source that has a part of a wanted one.
-struct Offer {
-    source: usize,
-    group: usize,
-    piece: usize,
-    boxes: Vec<StateBox>,
+pub(crate) struct Offer {
+    pub(crate) source: usize,
+    pub(crate) group: usize,
+    pub(crate) piece: usize,
+    /// The first axis is the entry's index in the cycle.
+    pub(crate) boxes: Vec<StateBox>,
 }
 
 /// Chooses, for every piece of the destination, source pieces that hold all of it.
 ///
 /// Source ranks are taken greedily: always the one that has most of what is still open, so that few
 /// are read. Among equals the destination's rank number decides, so that the ranks of an engine spread
-/// over replicas; the engine's name shifts the start, so that engines of one rank each do, too.
-pub(crate) fn cover(
-    destination: &Manifest,
-    sources: &[&Manifest],
+/// over replicas; the engine's name shifts the start, so that engines of one rank each do, too. What
+/// is worth reading from more ranks than that is spread afterwards, for which the wanted pieces are
+/// handed back.
+pub(crate) fn cover<'a>(
+    destination: &'a Manifest,
+    sources: &[&'a Manifest],
     budget: &mut Budget,
-) -> Result<Cover, Incompatible> {
+) -> Result<(Cover, Vec<Wanted<'a>>), Incompatible> {
     let mut wanted = wanted(destination, sources, budget)?;
     let mut weights = vec![0u128; sources.len()];
     for want in &wanted {
@@ -104,8 +127,7 @@ pub(crate) fn cover(
         let mut equals: Vec<usize> = (0..sources.len()).filter(|&s| weights[s] == most).collect();
         // By their own numbers: whoever handed the manifests in may have done so in any order.
         equals.sort_by_key(|&source| sources[source].rank());
-        let turn = name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()));
-        let chosen = equals[(turn % equals.len() as u64) as usize];
+        let chosen = equals[(turn(destination) % equals.len() as u64) as usize];
         for want in &mut wanted {
             take(want, chosen, &mut weights, &mut parts, budget)?;
         }
@@ -113,10 +135,10 @@ pub(crate) fn cover(
         weights[chosen] = 0;
     }
     let mut windows = vec![vec![]; destination.groups().len()];
-    for want in wanted {
+    for want in &mut wanted {
         windows[want.group].push(want.window);
         if let Some(open) = want.open.first() {
-            if let Some(refusal) = want.forgetful {
+            if let Some(refusal) = want.forgetful.take() {
                 return Err(refusal);
             }
             let state = want.state.to_owned();
@@ -125,7 +147,7 @@ pub(crate) fn cover(
             return Err(Incompatible::Uncovered { state, part, phase });
         }
     }
-    Ok(Cover { parts, windows })
+    Ok((Cover { parts, windows }, wanted))
 }
 
 /// Moves what `chosen` offers of a wanted piece from its open boxes to `parts`.
@@ -157,19 +179,7 @@ fn take(
                     let lost: u128 = other.boxes.iter().map(|held| common(&both, held)).sum();
                     weights[other.source] -= want.weight * lost;
                 }
-                let turns = both.0[0];
-                let all = turns.len() == want.cycle;
-                parts.push(Part {
-                    source: chosen,
-                    from: (offer.group, offer.piece),
-                    to: (want.group, want.piece),
-                    bounds: StateBox(both.0[1..].to_vec()),
-                    phase: if all {
-                        Phase::ALL
-                    } else {
-                        Phase { modulus: want.cycle, held: turns }
-                    },
-                });
+                parts.push(want.part(offer, &both));
             }
             want.open = left;
         }
@@ -180,7 +190,7 @@ fn take(
 /// The pieces of the destination, each with the source pieces that have a part of it and fit.
 fn wanted<'a>(
     destination: &'a Manifest,
-    sources: &[&Manifest],
+    sources: &[&'a Manifest],
     budget: &mut Budget,
 ) -> Result<Vec<Wanted<'a>>, Incompatible> {
     let mut holders: HashMap<&str, Vec<(usize, usize, usize)>> = HashMap::new();
@@ -271,6 +281,8 @@ fn wanted<'a>(
                 });
             }
             let open = in_cycle(&piece.bounds, piece.phase, cycle);
+            let held = fitting.iter().map(|&(source, .., held)| (source, &held.bounds, held.phase));
+            let held = held.collect();
             let offers = fitting
                 .into_iter()
                 .filter(|(.., held)| piece.bounds.intersect(&held.bounds).is_some());
@@ -289,6 +301,7 @@ fn wanted<'a>(
                 weight: u128::from(kind.format.bytes),
                 open,
                 offers: offers.collect(),
+                held,
                 forgetful,
             });
         }
@@ -332,6 +345,11 @@ pub(crate) fn common(a: &StateBox, b: &StateBox) -> u128 {
 
 fn shared_volume(open: &[StateBox], held: &StateBox) -> u128 {
     open.iter().map(|open| common(open, held)).sum()
+}
+
+/// Where a destination rank starts among equals.
+pub(crate) fn turn(destination: &Manifest) -> u64 {
+    name_hash(destination.engine()).wrapping_add(u64::from(destination.rank()))
 }
 
 /// FNV-1a: any fixed function of the name will do.

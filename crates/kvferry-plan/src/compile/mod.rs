@@ -7,6 +7,7 @@ mod leftover;
 mod numbered;
 mod prove;
 mod series;
+mod spread;
 
 use kvferry_layout::{Law, Manifest, Piece, Window};
 
@@ -23,6 +24,7 @@ use cover::{Budget, Cover, cover};
 use leftover::leftovers;
 use numbered::Numbered;
 use prove::{Merged, prove_cover, prove_merging};
+use spread::{WORTHWHILE, spread};
 
 /// What one destination rank does to take over a request from another engine, compiled once per pair
 /// of engines. Its size grows with the number of layers, never with the number of blocks.
@@ -68,10 +70,23 @@ impl Plan {
     /// Compiles the plan of `destination`. `sources` are the ranks of the engine that is read, in any
     /// number and order: those that hold nothing of use are not read.
     pub fn compile(destination: &Manifest, sources: &[&Manifest]) -> Result<Self, Incompatible> {
+        Self::compile_spread(destination, sources, WORTHWHILE)
+    }
+
+    /// Like [`compile`](Self::compile), where what several source ranks hold is spread over as many of
+    /// them as have `worthwhile` bytes each to give, of a request of 8,192 tokens. With `u64::MAX` as
+    /// few ranks as possible are read, with 1 as many.
+    pub fn compile_spread(
+        destination: &Manifest,
+        sources: &[&Manifest],
+        worthwhile: u64,
+    ) -> Result<Self, Incompatible> {
         for source in sources {
             check_identity(destination, source)?;
         }
-        let cover = cover(destination, sources, &mut Budget::new())?;
+        let budget = &mut Budget::new();
+        let (mut cover, wanted) = cover(destination, sources, budget)?;
+        spread(destination, sources, &wanted, worthwhile, &mut cover.parts, budget)?;
         prove_cover(destination, sources, &cover, &mut Budget::new())?;
         let (rhythms, nests) = nests(destination, sources, &cover);
         let mut reads = Numbered::default();
