@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::Upload;
 use super::driver::{Card, Pinned, Stream};
 use super::flight::Flight;
 use super::program::Program;
@@ -39,6 +40,7 @@ impl Staging {
         program: &Program,
         stream: &Stream,
         flight: &Arc<Flight>,
+        how: Upload,
     ) -> Result<u64, Error> {
         // The stream is in order, so are they.
         while self.used.front().is_some_and(|(_, flight)| flight.look().is_safe()) {
@@ -47,16 +49,20 @@ impl Staging {
         let bytes = program.bytes();
         match room(self.used.front().map(|used| used.0), self.next, bytes) {
             Some(at) => {
+                let mut address = self.on_card.0 + at as u64;
                 // SAFETY: `room` found so many bytes of both buffers that no kernel and no upload
                 // uses any more, and the flight keeps them from being used until the stream has passed.
                 unsafe {
                     let from = self.pinned.memory.add(at);
                     program.write(from);
-                    stream.upload(self.on_card.0 + at as u64, from, bytes)?;
+                    match how {
+                        Upload::Copied => stream.upload(address, from, bytes)?,
+                        Upload::Mapped => address = from as u64,
+                    }
                 }
                 self.next = (at + bytes).next_multiple_of(256);
                 self.used.push_back((at, flight.clone()));
-                Ok(self.on_card.0 + at as u64)
+                Ok(address)
             }
             None => {
                 // Too long, or too much under way: memory of its own, which goes with the flight.
