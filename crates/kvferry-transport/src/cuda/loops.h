@@ -6,14 +6,19 @@
  * lanes do is written inside KV_LANES, which is "this lane" on the card and a loop over all of them on
  * the CPU; after it, KV_TOGETHER makes what lanes wrote visible to the others.
  *
- * The including file gives: KV_FN, KV_APART (a function that is not inlined), KV_LANES (declares `lane`), KV_TOGETHER, KV_UNROLL, KV_ROLLED,
- * KV_FORGET(variable), KV_FORGET_ADDRESS(variable), KV_SHARED(pointer to shared memory), the types kv_word1 .. kv_word16, KV_LOAD(type, address) and KV_STORE(type, address, value).
+ * The including file gives: KV_FN, KV_APART (a function that is not inlined), KV_LANES (declares
+ * `lane`), KV_TOGETHER, KV_UNROLL, KV_ROLLED, KV_FORGET(variable), KV_FORGET_ADDRESS(variable),
+ * KV_SHARED(pointer to shared memory), the types kv_word1 .. kv_word16, KV_LOAD(type, address) and
+ * KV_STORE(type, address, value).
  */
 
-#ifndef KV_DEEP
+/*
+ * Loads of a lane that are on their way at a time. Of chunks fewer: on an H200 that came closer to the
+ * card's own copy than 8 (which was slower) or 16 (half as fast at 128k tokens).
+ */
 #define KV_DEEP 8
-#endif
-enum { KV_WARP = 32, KV_CHUNK_WORDS = KV_WARP * KV_DEEP, KV_TILE_BYTES = 2176 };
+#define KV_CHUNK_DEEP 4
+enum { KV_WARP = 32, KV_CHUNK_WORDS = KV_WARP * KV_CHUNK_DEEP, KV_TILE_BYTES = 2176 };
 
 /* What an item of a nest is: what one lane works out the place of, and a warp moves. */
 enum {
@@ -155,7 +160,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
         KV_LANES                                                                                    \
         {                                                                                           \
             KV_ROLLED                                                                               \
-            for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                      \
+            for (uint32_t from = lane; from < total; from += KV_WARP * KV_DEEP) {                   \
                 WORD values[KV_DEEP];                                                               \
                 KV_UNROLL                                                                           \
                 for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
@@ -191,20 +196,20 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
         }                                                                                           \
     } while (0)
 #define KV_CHUNK_MOVER(HOW, WORD, STEPS)                                                            \
-    /* What one lane does for a chunk that is not full: the first of its words lies `left` words before the end. */\
+    /* What a lane does for a chunk that is not full: its first word is `left` before the end. */   \
     KV_APART void kv_move_part_##STEPS##_##WORD(uint64_t source, uint64_t destination,              \
                                                 uint64_t source_row, uint64_t destination_row,      \
                                                 int32_t left)                                       \
     {                                                                                               \
-        WORD values[KV_DEEP] = {0};                                                                 \
+        WORD values[KV_CHUNK_DEEP] = {0};                                                           \
         KV_UNROLL                                                                                   \
-        for (int32_t deep = 0; deep < KV_DEEP; ++deep) {                                            \
+        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
             if (deep * KV_WARP < left)                                                              \
                 values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));       \
             KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                                 \
         }                                                                                           \
         KV_UNROLL                                                                                   \
-        for (int32_t deep = 0; deep < KV_DEEP; ++deep) {                                            \
+        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
             if (deep * KV_WARP < left)                                                              \
                 KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD), values[deep]);  \
             KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);                       \
@@ -234,14 +239,14 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
                                                   (int32_t)(left - lane));                          \
                     continue;                                                                       \
                 }                                                                                   \
-                WORD values[KV_DEEP];                                                               \
+                WORD values[KV_CHUNK_DEEP];                                                         \
                 KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
                     values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));   \
                     KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                         \
                 }                                                                                   \
                 KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
+                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
                     KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD),             \
                              values[deep]);                                                         \
                     KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);               \
@@ -252,7 +257,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
     }
 
 #define KV_TILE_MOVER(WORD)                                                                         \
-    KV_APART void kv_move_tiles_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items,   \
+    KV_APART void kv_move_tiles_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items, \
                                     void *shared)                                                   \
     {                                                                                               \
         WORD *tile = (WORD *)shared;                                                                \
@@ -269,7 +274,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
             {                                                                                       \
                 const uint64_t source_row = nest->source_row;                                       \
                 KV_ROLLED                                                                           \
-                for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                  \
+                for (uint32_t from = lane; from < total; from += KV_WARP * KV_DEEP) {               \
                     WORD values[KV_DEEP];                                                           \
                     KV_UNROLL                                                                       \
                     for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                               \
@@ -315,12 +320,10 @@ KV_MOVERS(kv_word1)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 1)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 2)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 4)
-KV_CHUNK_MOVER(KV_FN, kv_word16, 8)
-KV_CHUNK_MOVER(KV_FN, kv_word16, 16)
-KV_CHUNK_MOVER(KV_APART, kv_word8, 16)
-KV_CHUNK_MOVER(KV_APART, kv_word4, 16)
-KV_CHUNK_MOVER(KV_APART, kv_word2, 16)
-KV_CHUNK_MOVER(KV_APART, kv_word1, 16)
+KV_CHUNK_MOVER(KV_APART, kv_word8, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word4, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word2, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word1, 4)
 KV_TILE_MOVER(kv_word8)
 KV_TILE_MOVER(kv_word4)
 KV_TILE_MOVER(kv_word2)
@@ -340,13 +343,9 @@ KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *pla
     }
     KV_TOGETHER;
     if (nest->kind == KV_CHUNK && nest->width == 16) {
-        if (nest->along > 5 + 3 || (KV_DEEP <= 8 && nest->along == 5 + 3))
-            kv_move_chunks_16_kv_word16(nest, places, items);
-        else if (nest->along == 5 + 3)
-            kv_move_chunks_8_kv_word16(nest, places, items);
-        else if (nest->along <= 5)
+        if (nest->along <= 5)
             kv_move_chunks_1_kv_word16(nest, places, items);
-        else if (nest->along == 5 + 1)
+        else if (nest->along == 6)
             kv_move_chunks_2_kv_word16(nest, places, items);
         else
             kv_move_chunks_4_kv_word16(nest, places, items);
@@ -358,7 +357,7 @@ KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *pla
         break;
 #define KV_CHUNK_CASE(WIDTH)                                                                        \
     case KV_CHUNK * 32 + WIDTH:                                                                     \
-        kv_move_chunks_16_kv_word##WIDTH(nest, places, items);                                      \
+        kv_move_chunks_4_kv_word##WIDTH(nest, places, items);                                       \
         break;
 #define KV_TILE_CASE(WIDTH)                                                                         \
     case KV_TILE * 32 + WIDTH:                                                                      \

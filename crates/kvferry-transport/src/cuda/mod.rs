@@ -58,53 +58,10 @@ pub const KERNEL: &str = include_str!("copy.cu");
 /// What it includes.
 pub const KERNEL_HEADER: (&str, &str) = ("loops.h", include_str!("loops.h"));
 
-/// How programs are laid out and launched; copy.cu has the same numbers.
-#[doc(hidden)]
-#[derive(Clone, Debug)]
-pub struct Tuning {
-    /// Threads of a CTA, and CTAs on a multiprocessor.
-    pub threads: u32,
-    pub ctas: u32,
-    /// Loads of a lane that are on their way at a time.
-    pub deep: u64,
-    /// Short runs that are evenly apart move as chunks.
-    pub rows: bool,
-    /// Bytes that a warp takes at a time.
-    pub least_batch: u64,
-    pub most_batch: u64,
-    /// One batch for each warp, and CTAs as it takes.
-    pub one_pass: bool,
-    /// Programs up to this size travel with the launch.
-    pub inline: usize,
-    pub upload: Upload,
-}
-
-/// How longer programs come to the card.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Upload {
-    Copied,
-    /// Read where they are.
-    Mapped,
-}
-
-impl Default for Tuning {
-    fn default() -> Self {
-        Self {
-            threads: 1024,
-            ctas: 1,
-            deep: 8,
-            rows: true,
-            least_batch: 4 << 10,
-            most_batch: 16 << 10,
-            one_pass: false,
-            inline: 4000,
-            upload: Upload::Copied,
-        }
-    }
-}
-
-/// Sizes of programs that travel with the launch; as in copy.cu.
+/// Threads of a CTA, as in copy.cu: one CTA fills a multiprocessor.
+const THREADS: u32 = 1024;
+const WARPS: u64 = THREADS as u64 / 32;
+/// Programs up to the last of these sizes travel with the launch; as in copy.cu.
 const INLINE: [usize; 4] = [4000, 8000, 16_000, 32_000];
 
 /// How a [`Cuda`] transport is set up.
@@ -116,8 +73,6 @@ pub struct CudaOptions {
     pub sms: Option<u32>,
     /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
     pub kernel: Option<PathBuf>,
-    #[doc(hidden)]
-    pub tuning: Tuning,
 }
 
 /// The `cuda` back end.
@@ -137,8 +92,6 @@ struct Shared {
     all_sms: u32,
     sms: AtomicU32,
     line: Mutex<Line>,
-    tuning: Tuning,
-    laps: Mutex<Vec<Instant>>,
     watched: Mutex<Watched>,
     changed: Condvar,
 }
@@ -147,8 +100,10 @@ struct Shared {
 struct Line {
     stream: Stream,
     copy: Kernel,
+    /// For each of [`INLINE`].
     copy_inline: Vec<Kernel>,
-    tuning: Tuning,
+    /// A program that travels with a launch, as many times 16 bytes as the longest may have.
+    inline: Box<[u128]>,
     staging: Staging,
     events: Arc<Mutex<Vec<Event>>>,
     /// Keeps the kernels loaded.
@@ -241,18 +196,15 @@ impl Cuda {
             })?),
         };
         let module = card.module(&image)?;
-        let tuning = options.tuning.clone();
-        let tiles = TILE_BYTES as u32 * tuning.threads / 32;
-        let copy_inline = INLINE
-            .iter()
-            .filter(|&&size| size <= tuning.inline)
-            .map(|size| module.kernel(&format!("kvferry_copy_{size}"), tiles))
-            .collect::<Result<_, _>>()?;
+        let tiles = TILE_BYTES as u32 * WARPS as u32;
         let line = Line {
             stream: card.stream(true)?,
             copy: module.kernel("kvferry_copy", tiles)?,
-            copy_inline,
-            tuning: tuning.clone(),
+            copy_inline: INLINE
+                .iter()
+                .map(|bytes| module.kernel(&format!("kvferry_copy_{bytes}"), tiles))
+                .collect::<Result<_, _>>()?,
+            inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
             staging: Staging::new(&card)?,
             events: Arc::default(),
             _module: module,
@@ -268,8 +220,6 @@ impl Cuda {
             all_sms,
             sms: AtomicU32::new(options.sms.unwrap_or(all_sms).clamp(1, all_sms)),
             line: Mutex::new(line),
-            tuning,
-            laps: Mutex::default(),
             watched: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -298,13 +248,6 @@ impl Cuda {
         let table = peer.table()?;
         let at = table.spans.find(address, 1, 0)?;
         Some(address.wrapping_add(table.shifts[at]))
-    }
-
-    /// Microseconds of the parts of the last post: checked, program, flight, launch, record, watch.
-    #[doc(hidden)]
-    pub fn laps(&self) -> Vec<f64> {
-        let laps = lock(&self.shared.laps);
-        laps.windows(2).map(|lap| (lap[1] - lap[0]).as_secs_f64() * 1e6).collect()
     }
 
     /// Marks this point of the stream that kernels run in, for measurements.
@@ -348,7 +291,6 @@ impl Cuda {
         began: Instant,
         deadline: Instant,
     ) -> Result<CudaTransfer, Error> {
-        let mut laps = vec![Instant::now()];
         let table = peer.table().ok_or(Error::Disconnected)?;
         let mut shifts = Vec::with_capacity(loops.nests().len());
         let mut written = Vec::with_capacity(shifts.capacity());
@@ -366,13 +308,9 @@ impl Cuda {
             written.push((write.start, write.end - write.start));
         }
         let holds = self.shared.regions.hold(&written)?;
-        laps.push(Instant::now());
         let sms = self.shared.sms.load(Ordering::Relaxed);
-        let tuning = &self.shared.tuning;
-        let warps = u64::from(sms) * u64::from(tuning.ctas * tuning.threads / 32);
-        let program = Program::new(loops, warps, tuning, |nest| shifts[nest]);
+        let program = Program::new(loops, u64::from(sms) * WARPS, |nest| shifts[nest]);
         let shared = &self.shared;
-        laps.push(Instant::now());
         let flight = {
             let mut line = lock(&shared.line);
             let event = lock(&line.events).pop();
@@ -390,7 +328,6 @@ impl Cuda {
                 holds,
                 counters: shared.counters.clone(),
             });
-            laps.push(Instant::now());
             let started = if program.batches() == 0 {
                 Ok(())
             } else {
@@ -399,10 +336,8 @@ impl Cuda {
                 // until its event has passed.
                 unsafe { line.start(&program, sms, &flight) }
             };
-            laps.push(Instant::now());
             let started = started.and_then(|()| line.stream.record(flight.event()));
             flight.posted(started);
-            laps.push(Instant::now());
             flight
         };
         let mut watched = lock(&shared.watched);
@@ -411,8 +346,6 @@ impl Cuda {
             shared.changed.notify_one();
         }
         drop(watched);
-        laps.push(Instant::now());
-        *lock(&shared.laps) = laps;
         Ok(CudaTransfer(flight))
     }
 }
@@ -425,41 +358,28 @@ impl Line {
     /// All addresses in the program must stay valid until the stream has passed it.
     unsafe fn start(
         &mut self,
-        program: &Program,
+        program: &Program<'_>,
         sms: u32,
         flight: &Arc<Flight>,
     ) -> Result<(), Error> {
-        let Tuning { threads, one_pass, .. } = self.tuning;
-        let all_sms = one_pass && sms > 100;
-        let ctas = if all_sms {
-            program.batches().div_ceil(u64::from(threads) / 32) as u32
-        } else {
-            u64::from(sms * self.tuning.ctas).min(program.batches()) as u32
-        };
-        let shared = if program.uses_tiles() { TILE_BYTES as u32 * threads / 32 } else { 0 };
-        if program.bytes() <= self.tuning.inline {
-            #[repr(C, align(16))]
-            struct Inline(std::mem::MaybeUninit<[u8; INLINE[3]]>);
-            let mut inline = Inline(std::mem::MaybeUninit::uninit());
-            let size = INLINE.iter().position(|&size| program.bytes() <= size).unwrap_or(3);
-            // SAFETY: there is room; the kernel takes one argument of this type, which CUDA copies
-            // during the call; the caller vouches for the addresses.
-            unsafe {
-                program.write(inline.0.as_mut_ptr().cast());
-                let mut arguments = [(&raw mut inline).cast::<c_void>()];
-                return self.stream.launch(
-                    &self.copy_inline[size],
-                    (ctas, threads),
-                    shared,
-                    &mut arguments,
-                );
-            }
+        let ctas = u64::from(sms).min(program.batches()) as u32;
+        let shared = if program.uses_tiles() { TILE_BYTES as u32 * WARPS as u32 } else { 0 };
+        let fits = std::iter::zip(INLINE, &self.copy_inline).find(|fit| program.bytes() <= fit.0);
+        if let Some((_, kernel)) = fits {
+            let inline = self.inline.as_mut_ptr();
+            let mut arguments = [inline.cast::<c_void>()];
+            // SAFETY: there is room; the kernel takes one argument, not longer than that, which CUDA
+            // copies during the call; the caller vouches for the addresses.
+            return unsafe {
+                program.write(inline.cast());
+                self.stream.launch(kernel, (ctas, THREADS), shared, &mut arguments)
+            };
         }
-        let mut address = self.staging.put(program, &self.stream, flight, self.tuning.upload)?;
+        let mut address = self.staging.put(program, &self.stream, flight)?;
         let mut arguments = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the kernel takes one address, of the program that the stream has uploaded by then;
         // the caller vouches for the addresses in it.
-        unsafe { self.stream.launch(&self.copy, (ctas, threads), shared, &mut arguments) }
+        unsafe { self.stream.launch(&self.copy, (ctas, THREADS), shared, &mut arguments) }
     }
 }
 
@@ -472,27 +392,24 @@ impl Table {
 
 impl Shared {
     /// The life of the thread that ends operations nobody polls, and those whose deadline has passed.
+    /// It is in no hurry: whoever waits asks the card, and should not find it busy with answering here.
     fn watch(&self) {
-        let mut pause = Duration::ZERO;
         loop {
             let mut watched = lock(&self.watched);
             while watched.flights.is_empty() && !watched.closing {
-                pause = Duration::ZERO;
                 watched = self.changed.wait(watched).unwrap_or_else(PoisonError::into_inner);
             }
             if watched.closing && watched.flights.is_empty() {
                 return;
             }
-            let flights = watched.flights.clone();
             drop(watched);
+            std::thread::sleep(Duration::from_millis(1));
+            let flights = lock(&self.watched).flights.clone();
             let ended: Vec<bool> = flights.iter().map(|flight| flight.look().is_safe()).collect();
             let mut watched = lock(&self.watched);
             let mut ended = ended.into_iter();
             // New ones were added at the end.
             watched.flights.retain(|_| !ended.next().unwrap_or(false));
-            drop(watched);
-            pause = (pause + Duration::from_micros(20)).min(Duration::from_millis(1));
-            std::thread::sleep(pause);
         }
     }
 }

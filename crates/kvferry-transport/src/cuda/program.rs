@@ -6,13 +6,15 @@
 //! other on the source are far apart on the destination, and the other way round). All alignment is
 //! decided here: a nest moves in the widest words that all its addresses allow.
 
-use kvferry_layout::{Loop, LoopNest, Loops, MAX_LOOPS};
-
-use super::Tuning;
+use kvferry_layout::{BlockPair, Loop, LoopNest, Loops, MAX_LOOPS};
 
 /// As in loops.h.
 const WARP: u64 = 32;
+const CHUNK_WORDS: u64 = WARP * 4;
 pub(crate) const TILE_BYTES: u64 = 2176;
+/// A warp takes up to this many bytes at a time: enough to be worth looking up where they are.
+const MOST_BATCH_BYTES: u64 = 16 << 10;
+const LEAST_BATCH_BYTES: u64 = 4 << 10;
 /// Numbers that are divided must be below this.
 const MAX_ITEMS: u64 = 1 << 31;
 
@@ -73,7 +75,7 @@ pub(super) const SIZES: [u64; 4] = [
     size_of::<Header>() as u64,
     size_of::<Nest>() as u64,
     size_of::<Dimension>() as u64,
-    size_of::<kvferry_layout::BlockPair>() as u64,
+    size_of::<BlockPair>() as u64,
 ];
 
 /// What an item is; also how many of the innermost dimensions count parts of it.
@@ -85,34 +87,21 @@ const ONE_ROW: u64 = 31;
 
 /// What the kernel carries out in one launch.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Program {
+pub(crate) struct Program<'l> {
     nests: Vec<Nest>,
     dimensions: Vec<Dimension>,
-    pairs: Vec<kvferry_layout::BlockPair>,
+    pairs: &'l [BlockPair],
     batches: u64,
     uses_tiles: bool,
-    chunk_words: u64,
-    rows: bool,
 }
 
-impl Program {
+impl<'l> Program<'l> {
     /// Writes loops for `warps` warps. `shift` is added to the source addresses of a nest, by its
     /// index: the way from where the peer sees its memory to where this process does.
-    pub(crate) fn new(
-        loops: &Loops,
-        warps: u64,
-        tuning: &Tuning,
-        shift: impl Fn(usize) -> u64,
-    ) -> Self {
-        let chunk_words = WARP * tuning.deep;
-        let mut program = Self {
-            pairs: loops.pairs().to_vec(),
-            chunk_words,
-            rows: tuning.rows,
-            ..Self::default()
-        };
+    pub(crate) fn new(loops: &'l Loops, warps: u64, shift: impl Fn(usize) -> u64) -> Self {
+        let mut program = Self { pairs: loops.pairs(), ..Self::default() };
         let batch_bytes =
-            (loops.bytes() / (warps.max(1) * 8)).clamp(tuning.least_batch, tuning.most_batch);
+            (loops.bytes() / (warps.max(1) * 8)).clamp(LEAST_BATCH_BYTES, MOST_BATCH_BYTES);
         for (index, nest) in loops.nests().enumerate() {
             let first_pair = loops.table(nest.table).start as u64;
             let source = nest.source.wrapping_add(shift(index));
@@ -123,7 +112,7 @@ impl Program {
 
     /// Adds a nest, in parts where it has more items than can be counted.
     fn add(&mut self, nest: &LoopNest<'_>, loops: &[Loop], first_pair: u64, batch_bytes: u64) {
-        let shape = Shape::of(nest, loops, self.chunk_words, self.rows);
+        let shape = Shape::of(nest, loops);
         let words = nest.run / shape.width;
         if shape.items(nest.pairs.len() as u64) < MAX_ITEMS && words < MAX_ITEMS {
             self.push(nest, &shape, first_pair, batch_bytes);
@@ -232,7 +221,7 @@ impl Program {
         size_of::<Header>()
             + size_of_val(&self.nests[..])
             + size_of_val(&self.dimensions[..])
-            + size_of_val(&self.pairs[..])
+            + size_of_val(self.pairs)
     }
 
     /// Writes it where the kernel will read it.
@@ -259,7 +248,7 @@ impl Program {
         put(header.as_ptr().cast(), size_of_val(&header));
         put(self.nests.as_ptr().cast(), size_of_val(&self.nests[..]));
         put(self.dimensions.as_ptr().cast(), size_of_val(&self.dimensions[..]));
-        put(self.pairs.as_ptr().cast(), size_of_val(&self.pairs[..]));
+        put(self.pairs.as_ptr().cast(), size_of_val(self.pairs));
     }
 }
 
@@ -295,7 +284,7 @@ struct Rows {
 }
 
 impl Shape {
-    fn of(nest: &LoopNest<'_>, loops: &[Loop], chunk_words: u64, with_rows: bool) -> Self {
+    fn of(nest: &LoopNest<'_>, loops: &[Loop]) -> Self {
         let width = width(nest, loops);
         let mut inner = Vec::with_capacity(MAX_LOOPS + 2);
         inner.extend(loops.iter().filter(|repeat| repeat.count > 1).copied());
@@ -313,9 +302,9 @@ impl Shape {
             return Self { kind: TILE, width, item_bytes, inner, rows: Some(tile) };
         }
         let words = nest.run / width;
-        let item_bytes = chunk_words * width;
-        if words > chunk_words {
-            let count = words.div_ceil(chunk_words);
+        let item_bytes = CHUNK_WORDS * width;
+        if words > CHUNK_WORDS {
+            let count = words.div_ceil(CHUNK_WORDS);
             inner.push(Loop { count, source: item_bytes, destination: item_bytes });
             let rows = Rows { across: words, along: ONE_ROW, ..Rows::default() };
             return Self { kind: CHUNK, width, item_bytes, inner, rows: Some(rows) };
@@ -323,14 +312,9 @@ impl Shape {
         // Short runs that are evenly apart, enough of them for a chunk.
         let row = inner.last().copied().unwrap_or_default();
         let all = row.count.saturating_mul(words);
-        if with_rows
-            && width == 16
-            && words.is_power_of_two()
-            && all >= chunk_words / 2
-            && all < MAX_ITEMS
-        {
+        if width == 16 && words.is_power_of_two() && (CHUNK_WORDS / 2..MAX_ITEMS).contains(&all) {
             inner.pop();
-            let rows = chunk_words / words;
+            let rows = CHUNK_WORDS / words;
             inner.push(Loop {
                 count: row.count.div_ceil(rows),
                 source: row.source * rows,

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::Upload;
 use super::driver::{Card, Pinned, Stream};
 use super::flight::Flight;
 use super::program::Program;
@@ -37,10 +36,9 @@ impl Staging {
     /// flight has landed.
     pub(super) fn put(
         &mut self,
-        program: &Program,
+        program: &Program<'_>,
         stream: &Stream,
         flight: &Arc<Flight>,
-        how: Upload,
     ) -> Result<u64, Error> {
         // The stream is in order, so are they.
         while self.used.front().is_some_and(|(_, flight)| flight.look().is_safe()) {
@@ -49,16 +47,13 @@ impl Staging {
         let bytes = program.bytes();
         match room(self.used.front().map(|used| used.0), self.next, bytes) {
             Some(at) => {
-                let mut address = self.on_card.0 + at as u64;
+                let address = self.on_card.0 + at as u64;
                 // SAFETY: `room` found so many bytes of both buffers that no kernel and no upload
                 // uses any more, and the flight keeps them from being used until the stream has passed.
                 unsafe {
                     let from = self.pinned.memory.add(at);
                     program.write(from);
-                    match how {
-                        Upload::Copied => stream.upload(address, from, bytes)?,
-                        Upload::Mapped => address = from as u64,
-                    }
+                    stream.upload(address, from, bytes)?;
                 }
                 self.next = (at + bytes).next_multiple_of(256);
                 self.used.push_back((at, flight.clone()));

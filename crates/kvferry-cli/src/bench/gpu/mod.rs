@@ -3,7 +3,6 @@
 mod measure;
 mod memory;
 mod source;
-mod sweep;
 
 use kvferry_transport::cuda::driver::Card;
 use kvferry_transport::cuda::mappings;
@@ -59,10 +58,6 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         source: source::Source::start(source)?,
         rounds: settings.rounds.max(1),
     };
-    // For whoever tunes the kernel; goes again when that is done.
-    if let Some(only) = settings.only.strip_prefix("sweep:") {
-        return sweep::sweep(&mut bench, only);
-    }
     println!(
         "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>6}",
         "case",
