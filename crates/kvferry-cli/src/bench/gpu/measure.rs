@@ -109,7 +109,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-pub(super) fn soon() -> Instant {
+fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
@@ -176,15 +176,15 @@ fn placed(manifest: Manifest, bases: &mut impl Iterator<Item = u64>) -> Result<M
 }
 
 /// Microseconds of the parts of one transfer.
-pub(super) struct Times {
+struct Times {
     check: f64,
     loops: f64,
-    pub(super) launched: f64,
-    pub(super) all: f64,
+    launched: f64,
+    all: f64,
 }
 
 /// Everything from block ids to the last byte.
-pub(super) fn transfer(
+fn transfer(
     transport: &Cuda,
     peer: &CudaPeer,
     plan: &Plan,
@@ -213,8 +213,8 @@ pub(super) fn transfer(
 }
 
 /// Memory on both sides, and what to do with it.
-pub(super) struct Ready {
-    pub(super) plan: Plan,
+struct Ready {
+    plan: Plan,
     description: Vec<u8>,
     /// Of the source, as it sees them.
     spans: Vec<(u64, u64)>,
@@ -222,14 +222,14 @@ pub(super) struct Ready {
     from: Vec<(u64, Vec<u32>)>,
     to: Vec<(u64, Vec<u32>)>,
     tokens: u64,
-    pub(super) copies: Vec<ByteCopy>,
-    pub(super) bytes: u64,
+    copies: Vec<ByteCopy>,
+    bytes: u64,
     nests: usize,
 }
 
 impl Ready {
     /// A transport that knows both sides. The memory must be there until it is dropped.
-    pub(super) fn transport(&self, options: &CudaOptions) -> Result<(Cuda, CudaPeer), Failure> {
+    fn transport(&self, options: &CudaOptions) -> Result<(Cuda, CudaPeer), Failure> {
         let transport = Cuda::new(options)?;
         for span in &self.memory {
             let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
@@ -241,7 +241,7 @@ impl Ready {
     }
 
     /// Calls `then` with the request.
-    pub(super) fn with_request<R>(&self, then: impl FnOnce(&Request<'_>) -> R) -> R {
+    fn with_request<R>(&self, then: impl FnOnce(&Request<'_>) -> R) -> R {
         let (from, to) = (borrowed(&self.from), borrowed(&self.to));
         let cached = vec![0; to.len()];
         then(&Request { tokens: self.tokens, cached: &cached, source: &from, destination: &to })
@@ -249,7 +249,7 @@ impl Ready {
 }
 
 impl Bench {
-    pub(super) fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
+    fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
         let destination = side(case, case.decode, "decode")?.swap_remove(0);
         let sources = side(case, case.prefill, "prefill")?;
         // Only the ranks that are read take memory.
@@ -297,11 +297,11 @@ impl Bench {
         Ok(ready)
     }
 
-    pub(super) fn poison(&self, ready: &Ready) -> Result<(), Failure> {
+    fn poison(&self, ready: &Ready) -> Result<(), Failure> {
         ready.memory.iter().try_for_each(|span| self.checker.poison(span))
     }
 
-    pub(super) fn check(&self, ready: &Ready) -> Result<u64, Failure> {
+    fn check(&self, ready: &Ready) -> Result<u64, Failure> {
         self.checker.check(&ready.memory, &ready.copies, &ready.spans)
     }
 
@@ -361,7 +361,7 @@ impl Bench {
     }
 
     /// Microseconds on the card: of the second of two requests, so that nothing waits for the CPU.
-    pub(super) fn on_card(
+    fn on_card(
         &self,
         transport: &Cuda,
         peer: &CudaPeer,
@@ -394,12 +394,7 @@ impl Bench {
     }
 
     /// Microseconds that the card's own copy takes for so many bytes of the peer's memory.
-    pub(super) fn limit(
-        &self,
-        transport: &Cuda,
-        peer: &CudaPeer,
-        ready: &Ready,
-    ) -> Result<f64, Failure> {
+    fn limit(&self, transport: &Cuda, peer: &CudaPeer, ready: &Ready) -> Result<f64, Failure> {
         let Ready { spans, memory, bytes, .. } = ready;
         let bytes = *bytes;
         let mut parts = vec![];
