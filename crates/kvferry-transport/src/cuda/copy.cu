@@ -3,12 +3,15 @@
 //
 //   nvcc -ptx -arch=compute_80 copy.cu -o copy.ptx
 //
+// CUDA 12.1 or newer: parameters of a kernel may be longer than 4 KB since then.
+//
 // One launch carries out one program. Batches are dealt out to the warps of all CTAs in turn, so that a
 // short program uses all multiprocessors it may, and a long one keeps neighbours together.
 
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
+typedef int int32_t;
 typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 #else
@@ -24,6 +27,7 @@ typedef unsigned long long uint64_t;
 #define KV_ROLLED _Pragma("unroll 1")
 #define KV_SHARED(pointer) __builtin_assume(__isShared(pointer))
 #define KV_FORGET(variable) asm volatile("" : "+r"(variable))
+#define KV_FORGET_ADDRESS(variable) asm volatile("" : "+l"(variable))
 // Each byte is read once and written once: it need not stay in a cache.
 #define KV_LOAD(TYPE, address) __ldcs((const TYPE *)(address))
 #define KV_STORE(TYPE, address, value) __stcs((TYPE *)(address), value)
@@ -55,13 +59,19 @@ extern "C" __global__ void __launch_bounds__(KV_THREADS, 1) kvferry_copy(const k
     kv_run(program);
 }
 
-// A short program travels with the launch itself: nothing is uploaded.
-struct alignas(16) kv_inline {
-    unsigned char bytes[4000];
+// A program that is not too long travels with the launch itself: nothing is uploaded. Every launch
+// carries all of its parameter, so there are several lengths; mod.rs knows them.
+template <uint32_t BYTES> struct alignas(16) kv_inline {
+    unsigned char bytes[BYTES];
 };
 
-extern "C" __global__ void __launch_bounds__(KV_THREADS, 1)
-    kvferry_copy_inline(const __grid_constant__ kv_inline program)
-{
-    kv_run((const kv_header *)&program);
-}
+#define KV_INLINE(BYTES)                                                                            \
+    extern "C" __global__ void __launch_bounds__(KV_THREADS, 1)                                     \
+        kvferry_copy_##BYTES(const __grid_constant__ kv_inline<BYTES> program)                      \
+    {                                                                                               \
+        kv_run((const kv_header *)&program);                                                        \
+    }
+KV_INLINE(4000)
+KV_INLINE(8000)
+KV_INLINE(16000)
+KV_INLINE(32000)

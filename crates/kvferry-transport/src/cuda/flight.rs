@@ -38,15 +38,19 @@ impl Operation for CudaTransfer {
 
     fn wait(&self, until: Instant) -> Status {
         // Most requests take less than this: worth staying awake for. A sleep is never shorter than
-        // some 60 µs.
-        let awake = Instant::now() + Duration::from_millis(10);
+        // some 60 µs. Short ones are not worth a call of the system either.
+        let began = Instant::now();
+        let busy = began + Duration::from_micros(50);
+        let awake = began + Duration::from_millis(10);
         loop {
             let status = self.poll();
             let now = Instant::now();
             if status.is_safe() || now >= until {
                 return status;
             }
-            if now < awake {
+            if now < busy {
+                std::hint::spin_loop();
+            } else if now < awake {
                 std::thread::yield_now();
             } else {
                 std::thread::sleep(Duration::from_micros(100).min(until - now));

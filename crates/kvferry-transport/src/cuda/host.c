@@ -10,6 +10,7 @@
 #define KV_ROLLED
 #define KV_SHARED(pointer) (void)(pointer)
 #define KV_FORGET(variable) (void)0
+#define KV_FORGET_ADDRESS(variable) (void)0
 
 typedef struct {
     uint64_t low, high;

@@ -17,15 +17,18 @@ use crate::contract::Error;
 /// Threads of a CTA, as in copy.cu: one CTA fills a multiprocessor.
 const THREADS: u32 = 1024;
 pub(super) const WARPS: u64 = THREADS as u64 / 32;
-/// Programs up to this size travel with the launch; as in copy.cu.
-const INLINE_BYTES: usize = 4000;
+/// Programs up to the last of these sizes travel with the launch; as in copy.cu.
+pub(super) const INLINE: [usize; 4] = [4000, 8000, 16_000, 32_000];
 
 /// What launches need.
 pub(super) struct Line {
     card: Card,
     stream: Stream,
     copy: Kernel,
-    copy_inline: Kernel,
+    /// For each of [`INLINE`].
+    copy_inline: Vec<Kernel>,
+    /// A program that travels with a launch, as many times 16 bytes as the longest may have.
+    inline: Box<[u128]>,
     staging: Staging,
     events: Events,
     /// Keeps the kernels loaded.
@@ -46,7 +49,11 @@ impl Line {
             card: card.clone(),
             stream: card.stream(true)?,
             copy: module.kernel("kvferry_copy", tiles)?,
-            copy_inline: module.kernel("kvferry_copy_inline", tiles)?,
+            copy_inline: INLINE
+                .iter()
+                .map(|bytes| module.kernel(&format!("kvferry_copy_{bytes}"), tiles))
+                .collect::<Result<_, _>>()?,
+            inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
             staging: Staging::new(card)?,
             events: Arc::default(),
             _module: module,
@@ -65,7 +72,7 @@ impl Line {
     /// # Safety
     ///
     /// All addresses in the program must stay valid until the flight has landed.
-    pub(super) unsafe fn start(&mut self, program: &Program, sms: u32, flight: &Arc<Flight>) {
+    pub(super) unsafe fn start(&mut self, program: &Program<'_>, sms: u32, flight: &Arc<Flight>) {
         // SAFETY: the caller's promise.
         let launched = unsafe { self.launch(program, sms, flight) };
         if let Err(error) = launched.and_then(|()| flight.record(&self.stream)) {
@@ -80,34 +87,33 @@ impl Line {
     /// As for [`start`](Self::start).
     unsafe fn launch(
         &mut self,
-        program: &Program,
+        program: &Program<'_>,
         sms: u32,
         flight: &Arc<Flight>,
     ) -> Result<(), Error> {
         let ctas = u64::from(sms).min(program.batches()) as u32;
         let shared = if program.uses_tiles() { TILE_BYTES as u32 * WARPS as u32 } else { 0 };
-        if program.bytes() <= INLINE_BYTES {
-            #[repr(C, align(16))]
-            struct Inline([u8; INLINE_BYTES]);
-            let mut inline = Inline([0; INLINE_BYTES]);
-            // SAFETY: there is room; the kernel takes one argument of this type, which CUDA copies
-            // during the call; the caller vouches for the addresses.
-            unsafe {
-                program.write(inline.0.as_mut_ptr());
-                let mut arguments = [(&raw mut inline).cast::<c_void>()];
-                return self.stream.launch(
-                    &self.copy_inline,
-                    (ctas, THREADS),
-                    shared,
-                    &mut arguments,
-                );
-            }
+        let fits = std::iter::zip(INLINE, &self.copy_inline).find(|fit| program.bytes() <= fit.0);
+        if let Some((_, kernel)) = fits {
+            let inline = self.inline.as_mut_ptr();
+            let mut arguments = [inline.cast::<c_void>()];
+            // SAFETY: there is room; the kernel takes one argument, not longer than that, which CUDA
+            // copies during the call; the caller vouches for the addresses.
+            return unsafe {
+                program.write(inline.cast());
+                self.stream.launch(kernel, (ctas, THREADS), shared, &mut arguments)
+            };
         }
         let mut address = self.staging.put(program, &self.stream, flight)?;
         let mut arguments = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the kernel takes one address, of the program that the stream has uploaded by then;
         // the caller vouches for the addresses in it.
         unsafe { self.stream.launch(&self.copy, (ctas, THREADS), shared, &mut arguments) }
+    }
+
+    /// Marks this point of the stream, for measurements.
+    pub(super) fn mark(&self, event: &Event) -> Result<(), Error> {
+        self.stream.record(event)
     }
 
     /// Waits until everything has ended.

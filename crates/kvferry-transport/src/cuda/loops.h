@@ -6,16 +6,25 @@
  * lanes do is written inside KV_LANES, which is "this lane" on the card and a loop over all of them on
  * the CPU; after it, KV_TOGETHER makes what lanes wrote visible to the others.
  *
- * The including file gives: KV_FN, KV_APART (a function that is not inlined), KV_LANES (declares `lane`), KV_TOGETHER, KV_UNROLL, KV_ROLLED,
- * KV_FORGET(variable), KV_SHARED(pointer to shared memory), the types kv_word1 .. kv_word16, KV_LOAD(type, address) and KV_STORE(type, address, value).
+ * The including file gives: KV_FN, KV_APART (a function that is not inlined), KV_LANES (declares
+ * `lane`), KV_TOGETHER, KV_UNROLL, KV_ROLLED, KV_FORGET(variable), KV_FORGET_ADDRESS(variable),
+ * KV_SHARED(pointer to shared memory), the types kv_word1 .. kv_word16, KV_LOAD(type, address) and
+ * KV_STORE(type, address, value).
  */
 
-enum { KV_WARP = 32, KV_DEEP = 8, KV_CHUNK_WORDS = KV_WARP * KV_DEEP, KV_TILE_BYTES = 2176 };
+/*
+ * Loads of a lane that are on their way at a time. Of chunks fewer: on an H200 that came closer to the
+ * card's own copy than 8 (which was slower) or 16 (half as fast at 128k tokens).
+ */
+#define KV_DEEP 8
+#define KV_CHUNK_DEEP 4
+enum { KV_WARP = 32, KV_CHUNK_WORDS = KV_WARP * KV_CHUNK_DEEP, KV_TILE_BYTES = 2176 };
 
 /* What an item of a nest is: what one lane works out the place of, and a warp moves. */
 enum {
     KV_RUN = 0,   /* a run of at most KV_CHUNK_WORDS words */
-    KV_CHUNK = 1, /* KV_CHUNK_WORDS words of a longer run; dimension 0 counts them */
+    KV_CHUNK = 1, /* KV_CHUNK_WORDS words of a longer run, or of short ones that are evenly apart (rows);
+                     dimension 0 counts chunks */
     KV_TILE = 2   /* a tile of single words that lie across; dimensions 0 and 1 count tiles */
 };
 
@@ -33,16 +42,17 @@ typedef struct {
 typedef struct {
     uint64_t source, destination;             /* of block 0 */
     uint64_t source_block, destination_block; /* bytes from one block to the next */
-    uint64_t source_row, destination_row;     /* of a tile: bytes from one row to the next */
+    uint64_t source_row, destination_row;     /* of a tile or chunk: bytes from one row to the next */
     uint32_t items, batch;                    /* a warp takes `batch` items at a time */
     uint32_t first_batch;                     /* number of its first batch */
     uint32_t kind, width;                     /* width: bytes of a word */
     uint32_t first_dimension, dimensions;
     uint32_t pair_dimension; /* which dimension counts pairs of blocks */
     uint32_t first_pair;
-    uint32_t across, along; /* a tile nest: words in a row on the source, on the destination */
+    uint32_t across, along; /* a tile nest: words in a row on the source, on the destination;
+                               chunks: words of all rows, logarithm of the words in a row */
     uint32_t pitch;         /* words from one row of a tile to the next in shared memory */
-    kv_divisor words;       /* of a run; of a tile: in a row on the source */
+    kv_divisor words;       /* of a run or a chunk's row; of a tile: in a row on the source */
     kv_divisor tile;        /* of a tile: in a row on the destination */
 } kv_nest;
 
@@ -63,7 +73,7 @@ typedef struct {
 
 KV_FN uint32_t kv_divide(uint32_t number, const kv_divisor *by)
 {
-    return (uint32_t)(((uint64_t)number * by->magic) >> by->shift);
+    return (uint32_t)(((uint64_t)(number << 1) * by->magic) >> 32) >> by->shift;
 }
 
 KV_FN uint32_t kv_least(uint32_t one, uint32_t other)
@@ -136,7 +146,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
  * The three ways to move items, for words of one width.
  *
  * Runs: the words of all items in a row, dealt out to the lanes; KV_DEEP loads of a lane are on their
- * way at a time. Chunks: item after item. Tiles: read in the source's order into shared memory, written
+ * way at a time. Tiles: read in the source's order into shared memory, written
  * in the destination's order from there. KV_FORGET makes the compiler work addresses out again for the
  * stores instead of keeping them in registers that the loads need. Where fewer words are left than lanes
  * could take, the spare lanes move the last word once more, to the same place: cheaper than a branch.
@@ -150,7 +160,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
         KV_LANES                                                                                    \
         {                                                                                           \
             KV_ROLLED                                                                               \
-            for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                      \
+            for (uint32_t from = lane; from < total; from += KV_WARP * KV_DEEP) {                   \
                 WORD values[KV_DEEP];                                                               \
                 KV_UNROLL                                                                           \
                 for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
@@ -171,32 +181,75 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
             }                                                                                       \
         }                                                                                           \
         KV_TOGETHER;                                                                                \
+    }
+
+/*
+ * Chunks: item after item. A chunk's rows are of 32 * STEPS words, and each lane moves the same word of
+ * every 32; or of fewer, and each lane moves the same word of every row that is its turn: where a lane's
+ * words lie follows from where the first one lies.
+ */
+#define KV_STEP(address, bytes, now)                                                                \
+    do {                                                                                            \
+        if (now) {                                                                                  \
+            address += bytes;                                                                       \
+            KV_FORGET_ADDRESS(address);                                                             \
+        }                                                                                           \
+    } while (0)
+#define KV_CHUNK_MOVER(HOW, WORD, STEPS)                                                            \
+    /* What a lane does for a chunk that is not full: its first word is `left` before the end. */   \
+    KV_APART void kv_move_part_##STEPS##_##WORD(uint64_t source, uint64_t destination,              \
+                                                uint64_t source_row, uint64_t destination_row,      \
+                                                int32_t left)                                       \
+    {                                                                                               \
+        WORD values[KV_CHUNK_DEEP] = {0};                                                           \
+        KV_UNROLL                                                                                   \
+        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
+            if (deep * KV_WARP < left)                                                              \
+                values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));       \
+            KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                                 \
+        }                                                                                           \
+        KV_UNROLL                                                                                   \
+        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
+            if (deep * KV_WARP < left)                                                              \
+                KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD), values[deep]);  \
+            KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);                       \
+        }                                                                                           \
     }                                                                                               \
                                                                                                     \
-    KV_APART void kv_move_chunks_##WORD(const kv_nest *nest, const kv_places *places,               \
-                                        uint32_t items)                                             \
+    HOW void kv_move_chunks_##STEPS##_##WORD(const kv_nest *nest, const kv_places *places,          \
+                                             uint32_t items)                                        \
     {                                                                                               \
-        const uint32_t all = nest->words.divisor;                                                   \
+        const uint32_t bits = kv_least(nest->along, 5), total = nest->across;                       \
+        const uint64_t source_row = nest->source_row << (5 - bits);                                 \
+        const uint64_t destination_row = nest->destination_row << (5 - bits);                       \
         KV_SHARED(places);                                                                          \
         KV_LANES                                                                                    \
         {                                                                                           \
+            const uint32_t row = lane >> bits;                                                      \
+            const uint32_t column = (lane & ((1u << bits) - 1)) * (uint32_t)sizeof(WORD);           \
+            const uint64_t from_start = row * nest->source_row + column;                            \
+            const uint64_t to_start = row * nest->destination_row + column;                         \
             KV_ROLLED                                                                               \
             for (uint32_t item = 0; item < items; ++item) {                                         \
-                const uint32_t last = all - places->first[item] * KV_CHUNK_WORDS - 1;               \
-                const uint64_t source = places->source[item];                                       \
-                WORD values[KV_DEEP];                                                               \
-                KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
-                    uint32_t word = kv_least(lane + deep * KV_WARP, last);                          \
-                    values[deep] = KV_LOAD(WORD, source + word * (uint32_t)sizeof(WORD));           \
+                const uint32_t left = total - places->first[item] * KV_CHUNK_WORDS;                 \
+                uint64_t source = places->source[item] + from_start;                                \
+                uint64_t destination = places->destination[item] + to_start;                        \
+                if (left < KV_CHUNK_WORDS) {                                                        \
+                    kv_move_part_##STEPS##_##WORD(source, destination, source_row, destination_row, \
+                                                  (int32_t)(left - lane));                          \
+                    continue;                                                                       \
                 }                                                                                   \
-                const uint64_t destination = places->destination[item];                             \
-                uint32_t again = lane;                                                              \
-                KV_FORGET(again);                                                                   \
+                WORD values[KV_CHUNK_DEEP];                                                         \
                 KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                                   \
-                    uint32_t word = kv_least(again + deep * KV_WARP, last);                         \
-                    KV_STORE(WORD, destination + word * (uint32_t)sizeof(WORD), values[deep]);      \
+                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
+                    values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));   \
+                    KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                         \
+                }                                                                                   \
+                KV_UNROLL                                                                           \
+                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
+                    KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD),             \
+                             values[deep]);                                                         \
+                    KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);               \
                 }                                                                                   \
             }                                                                                       \
         }                                                                                           \
@@ -204,7 +257,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
     }
 
 #define KV_TILE_MOVER(WORD)                                                                         \
-    KV_APART void kv_move_tiles_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items,   \
+    KV_APART void kv_move_tiles_##WORD(const kv_nest *nest, const kv_places *places, uint32_t items, \
                                     void *shared)                                                   \
     {                                                                                               \
         WORD *tile = (WORD *)shared;                                                                \
@@ -221,7 +274,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
             {                                                                                       \
                 const uint64_t source_row = nest->source_row;                                       \
                 KV_ROLLED                                                                           \
-                for (uint32_t from = lane; from < total; from += KV_CHUNK_WORDS) {                  \
+                for (uint32_t from = lane; from < total; from += KV_WARP * KV_DEEP) {               \
                     WORD values[KV_DEEP];                                                           \
                     KV_UNROLL                                                                       \
                     for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                               \
@@ -263,6 +316,14 @@ KV_MOVERS(kv_word8)
 KV_MOVERS(kv_word4)
 KV_MOVERS(kv_word2)
 KV_MOVERS(kv_word1)
+/* Most bytes move through these. */
+KV_CHUNK_MOVER(KV_FN, kv_word16, 1)
+KV_CHUNK_MOVER(KV_FN, kv_word16, 2)
+KV_CHUNK_MOVER(KV_FN, kv_word16, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word8, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word4, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word2, 4)
+KV_CHUNK_MOVER(KV_APART, kv_word1, 4)
 KV_TILE_MOVER(kv_word8)
 KV_TILE_MOVER(kv_word4)
 KV_TILE_MOVER(kv_word2)
@@ -281,28 +342,43 @@ KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *pla
             kv_locate(program, nest, first + lane, lane, places);
     }
     KV_TOGETHER;
-#define KV_CASES(WIDTH)                                                                             \
+    if (nest->kind == KV_CHUNK && nest->width == 16) {
+        if (nest->along <= 5)
+            kv_move_chunks_1_kv_word16(nest, places, items);
+        else if (nest->along == 6)
+            kv_move_chunks_2_kv_word16(nest, places, items);
+        else
+            kv_move_chunks_4_kv_word16(nest, places, items);
+        return;
+    }
+#define KV_RUN_CASE(WIDTH)                                                                          \
     case KV_RUN * 32 + WIDTH:                                                                       \
         kv_move_runs_kv_word##WIDTH(nest, places, items);                                           \
-        break;                                                                                      \
+        break;
+#define KV_CHUNK_CASE(WIDTH)                                                                        \
     case KV_CHUNK * 32 + WIDTH:                                                                     \
-        kv_move_chunks_kv_word##WIDTH(nest, places, items);                                         \
+        kv_move_chunks_4_kv_word##WIDTH(nest, places, items);                                       \
         break;
 #define KV_TILE_CASE(WIDTH)                                                                         \
     case KV_TILE * 32 + WIDTH:                                                                      \
         kv_move_tiles_kv_word##WIDTH(nest, places, items, tile);                                    \
         break;
     switch (nest->kind * 32 + nest->width) {
-        KV_CASES(16)
-        KV_CASES(8)
-        KV_CASES(4)
-        KV_CASES(2)
-        KV_CASES(1)
+        KV_RUN_CASE(16)
+        KV_RUN_CASE(8)
+        KV_CHUNK_CASE(8)
+        KV_RUN_CASE(4)
+        KV_CHUNK_CASE(4)
+        KV_RUN_CASE(2)
+        KV_CHUNK_CASE(2)
+        KV_RUN_CASE(1)
+        KV_CHUNK_CASE(1)
         KV_TILE_CASE(8)
         KV_TILE_CASE(4)
         KV_TILE_CASE(2)
         KV_TILE_CASE(1)
     }
-#undef KV_CASES
+#undef KV_RUN_CASE
+#undef KV_CHUNK_CASE
 #undef KV_TILE_CASE
 }

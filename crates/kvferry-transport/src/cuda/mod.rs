@@ -136,6 +136,11 @@ impl Cuda {
         Some(address.wrapping_add(table.shifts[at]))
     }
 
+    /// Marks this point of the stream that kernels run in, for measurements.
+    pub fn mark(&self, event: &driver::Event) -> Result<(), Error> {
+        self.line.lock().mark(event)
+    }
+
     /// Checks loops against the regions of both sides, by their extents, and starts them.
     fn post(
         &self,

@@ -6,11 +6,11 @@
 //! other on the source are far apart on the destination, and the other way round). All alignment is
 //! decided here: a nest moves in the widest words that all its addresses allow.
 
-use kvferry_layout::{Loop, LoopNest, Loops, MAX_LOOPS};
+use kvferry_layout::{BlockPair, Loop, LoopNest, Loops, MAX_LOOPS};
 
 /// As in loops.h.
 const WARP: u64 = 32;
-const CHUNK_WORDS: u64 = WARP * 8;
+const CHUNK_WORDS: u64 = WARP * 4;
 pub(crate) const TILE_BYTES: u64 = 2176;
 /// A warp takes up to this many bytes at a time: enough to be worth looking up where they are.
 const MOST_BATCH_BYTES: u64 = 16 << 10;
@@ -75,29 +75,31 @@ pub(super) const SIZES: [u64; 4] = [
     size_of::<Header>() as u64,
     size_of::<Nest>() as u64,
     size_of::<Dimension>() as u64,
-    size_of::<kvferry_layout::BlockPair>() as u64,
+    size_of::<BlockPair>() as u64,
 ];
 
 /// What an item is; also how many of the innermost dimensions count parts of it.
 const RUN: u32 = 0;
 const CHUNK: u32 = 1;
 const TILE: u32 = 2;
+/// Logarithm of more words than any chunk has.
+const ONE_ROW: u64 = 31;
 
 /// What the kernel carries out in one launch.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Program {
+pub(crate) struct Program<'l> {
     nests: Vec<Nest>,
     dimensions: Vec<Dimension>,
-    pairs: Vec<kvferry_layout::BlockPair>,
+    pairs: &'l [BlockPair],
     batches: u64,
     uses_tiles: bool,
 }
 
-impl Program {
+impl<'l> Program<'l> {
     /// Writes loops for `warps` warps. `shift` is added to the source addresses of a nest, by its
     /// index: the way from where the peer sees its memory to where this process does.
-    pub(crate) fn new(loops: &Loops, warps: u64, shift: impl Fn(usize) -> u64) -> Self {
-        let mut program = Self { pairs: loops.pairs().to_vec(), ..Self::default() };
+    pub(crate) fn new(loops: &'l Loops, warps: u64, shift: impl Fn(usize) -> u64) -> Self {
+        let mut program = Self { pairs: loops.pairs(), ..Self::default() };
         let batch_bytes =
             (loops.bytes() / (warps.max(1) * 8)).clamp(LEAST_BATCH_BYTES, MOST_BATCH_BYTES);
         for (index, nest) in loops.nests().enumerate() {
@@ -174,8 +176,8 @@ impl Program {
         }
         let items = shape.items(pairs);
         let batch = (batch_bytes / shape.item_bytes).clamp(1, WARP).min(items);
-        let across = shape.tile.unwrap_or_default();
-        self.uses_tiles |= shape.tile.is_some();
+        let across = shape.rows.unwrap_or_default();
+        self.uses_tiles |= shape.kind == TILE;
         self.nests.push(Nest {
             source,
             destination,
@@ -195,9 +197,9 @@ impl Program {
             across: across.across as u32,
             along: across.along as u32,
             pitch: across.pitch as u32,
-            words: divisor(match shape.tile {
-                Some(tile) => tile.columns,
-                None => nest.run / shape.width,
+            words: divisor(match shape.kind {
+                TILE => across.columns,
+                _ => nest.run / shape.width,
             }),
             tile: divisor(across.rows.max(1)),
         });
@@ -219,7 +221,7 @@ impl Program {
         size_of::<Header>()
             + size_of_val(&self.nests[..])
             + size_of_val(&self.dimensions[..])
-            + size_of_val(&self.pairs[..])
+            + size_of_val(self.pairs)
     }
 
     /// Writes it where the kernel will read it.
@@ -246,15 +248,15 @@ impl Program {
         put(header.as_ptr().cast(), size_of_val(&header));
         put(self.nests.as_ptr().cast(), size_of_val(&self.nests[..]));
         put(self.dimensions.as_ptr().cast(), size_of_val(&self.dimensions[..]));
-        put(self.pairs.as_ptr().cast(), size_of_val(&self.pairs[..]));
+        put(self.pairs.as_ptr().cast(), size_of_val(self.pairs));
     }
 }
 
-/// `number / divisor` is `number * magic >> shift` for numbers below 2^31.
+/// `number / divisor` is `number * magic >> 31 + shift` for numbers below 2^31.
 fn divisor(divisor: u64) -> Divisor {
     let bits = u64::BITS - (divisor - 1).leading_zeros();
     let magic = (1u64 << (31 + bits)).div_ceil(divisor);
-    Divisor { divisor: divisor as u32, magic: magic as u32, shift: 31 + bits, unused: 0 }
+    Divisor { divisor: divisor as u32, magic: magic as u32, shift: bits, unused: 0 }
 }
 
 /// How a nest is cut into items.
@@ -264,12 +266,13 @@ struct Shape {
     item_bytes: u64,
     /// Loops over items within a pair, the innermost last.
     inner: Vec<Loop>,
-    tile: Option<Tile>,
+    rows: Option<Rows>,
 }
 
-/// Words that lie across: `across` in a row on the source, `along` in a row on the destination.
+/// Of a tile, words that lie across: `across` in a row on the source, `along` in a row on the
+/// destination. Of a chunk: `across` words in all rows, and the logarithm of the words in each.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tile {
+struct Rows {
     across: u64,
     along: u64,
     /// Of one tile.
@@ -296,15 +299,37 @@ impl Shape {
             };
             inner.extend([step(row, tile.rows), step(column, tile.columns)]);
             let item_bytes = tile.rows * tile.columns * width;
-            return Self { kind: TILE, width, item_bytes, inner, tile: Some(tile) };
+            return Self { kind: TILE, width, item_bytes, inner, rows: Some(tile) };
         }
         let words = nest.run / width;
-        if words <= CHUNK_WORDS {
-            return Self { kind: RUN, width, item_bytes: nest.run, inner, tile: None };
+        let item_bytes = CHUNK_WORDS * width;
+        if words > CHUNK_WORDS {
+            let count = words.div_ceil(CHUNK_WORDS);
+            inner.push(Loop { count, source: item_bytes, destination: item_bytes });
+            let rows = Rows { across: words, along: ONE_ROW, ..Rows::default() };
+            return Self { kind: CHUNK, width, item_bytes, inner, rows: Some(rows) };
         }
-        let chunk = CHUNK_WORDS * width;
-        inner.push(Loop { count: words.div_ceil(CHUNK_WORDS), source: chunk, destination: chunk });
-        Self { kind: CHUNK, width, item_bytes: chunk, inner, tile: None }
+        // Short runs that are evenly apart, enough of them for a chunk.
+        let row = inner.last().copied().unwrap_or_default();
+        let all = row.count.saturating_mul(words);
+        if width == 16 && words.is_power_of_two() && (CHUNK_WORDS / 2..MAX_ITEMS).contains(&all) {
+            inner.pop();
+            let rows = CHUNK_WORDS / words;
+            inner.push(Loop {
+                count: row.count.div_ceil(rows),
+                source: row.source * rows,
+                destination: row.destination * rows,
+            });
+            let rows = Rows {
+                across: all,
+                along: words.trailing_zeros().into(),
+                source_row: row.source,
+                destination_row: row.destination,
+                ..Rows::default()
+            };
+            return Self { kind: CHUNK, width, item_bytes, inner, rows: Some(rows) };
+        }
+        Self { kind: RUN, width, item_bytes: nest.run, inner, rows: None }
     }
 
     fn items(&self, pairs: u64) -> u64 {
@@ -328,7 +353,7 @@ fn width(nest: &LoopNest<'_>, loops: &[Loop]) -> u64 {
 }
 
 /// Whether single words lie across: the tile to move them in, and which loops are its rows.
-fn tile(nest: &LoopNest<'_>, width: u64, loops: &[Loop]) -> Option<(Tile, usize, usize)> {
+fn tile(nest: &LoopNest<'_>, width: u64, loops: &[Loop]) -> Option<(Rows, usize, usize)> {
     if nest.run != width || width > 8 {
         return None;
     }
@@ -345,7 +370,7 @@ fn tile(nest: &LoopNest<'_>, width: u64, loops: &[Loop]) -> Option<(Tile, usize,
     if columns > WARP {
         columns = columns / WARP * WARP;
     }
-    let tile = Tile {
+    let tile = Rows {
         across: in_row,
         along: in_column,
         columns,

@@ -36,7 +36,7 @@ impl Staging {
     /// flight has landed.
     pub(super) fn put(
         &mut self,
-        program: &Program,
+        program: &Program<'_>,
         stream: &Stream,
         flight: &Arc<Flight>,
     ) -> Result<u64, Error> {
@@ -47,16 +47,17 @@ impl Staging {
         let bytes = program.bytes();
         match room(self.used.front().map(|used| used.0), self.next, bytes) {
             Some(at) => {
+                let address = self.on_card.0 + at as u64;
                 // SAFETY: `room` found so many bytes of both buffers that no kernel and no upload
                 // uses any more, and the flight keeps them from being used until the stream has passed.
                 unsafe {
                     let from = self.pinned.memory.add(at);
                     program.write(from);
-                    stream.upload(self.on_card.0 + at as u64, from, bytes)?;
+                    stream.upload(address, from, bytes)?;
                 }
                 self.next = (at + bytes).next_multiple_of(256);
                 self.used.push_back((at, flight.clone()));
-                Ok(self.on_card.0 + at as u64)
+                Ok(address)
             }
             None => {
                 // Too long, or too much under way: memory of its own, which goes with the flight.

@@ -63,25 +63,23 @@ impl Drop for Watch {
 }
 
 impl Shared {
+    /// It is in no hurry: whoever waits asks the card, and should not find it busy with answering here.
     fn watch(&self) {
-        let mut pause = Duration::ZERO;
         loop {
             let mut watched = self.watched.lock();
             while watched.flights.is_empty() && !watched.closing {
-                pause = Duration::ZERO;
                 self.changed.wait(&mut watched);
             }
             if watched.flights.is_empty() {
                 return;
             }
-            let flights = watched.flights.clone();
             drop(watched);
+            std::thread::sleep(Duration::from_millis(1));
+            let flights = self.watched.lock().flights.clone();
             let landed: Vec<bool> = flights.iter().map(|flight| flight.landed()).collect();
             let mut landed = landed.into_iter();
             // New ones were added at the end.
             self.watched.lock().flights.retain(|_| !landed.next().unwrap_or(false));
-            pause = (pause + Duration::from_micros(20)).min(Duration::from_millis(1));
-            std::thread::sleep(pause);
         }
     }
 }

@@ -88,6 +88,8 @@ pub(super) struct Row {
     /// From block ids to the last byte, and the fraction of the limit.
     pub(super) us: f64,
     pub(super) of_limit: f64,
+    /// On the card alone: upload and kernel, one request right behind the other.
+    pub(super) card_us: f64,
     /// From block ids to launched; and the parts of it: tables checked, loops made.
     pub(super) cpu_us: f64,
     pub(super) check_us: f64,
@@ -210,8 +212,44 @@ fn transfer(
     Ok(Times { check, loops: loops_time, launched, all: micros(began) })
 }
 
+/// Memory on both sides, and what to do with it.
+struct Ready {
+    plan: Plan,
+    description: Vec<u8>,
+    /// Of the source, as it sees them.
+    spans: Vec<(u64, u64)>,
+    memory: Vec<Memory>,
+    from: Vec<(u64, Vec<u32>)>,
+    to: Vec<(u64, Vec<u32>)>,
+    tokens: u64,
+    copies: Vec<ByteCopy>,
+    bytes: u64,
+    nests: usize,
+}
+
+impl Ready {
+    /// A transport that knows both sides. The memory must be there until it is dropped.
+    fn transport(&self, options: &CudaOptions) -> Result<(Cuda, CudaPeer), Failure> {
+        let transport = Cuda::new(options)?;
+        for span in &self.memory {
+            let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
+            // SAFETY: the caller keeps the memory.
+            unsafe { transport.register(region)? };
+        }
+        let peer = transport.connect(&self.description, soon())?;
+        Ok((transport, peer))
+    }
+
+    /// Calls `then` with the request.
+    fn with_request<R>(&self, then: impl FnOnce(&Request<'_>) -> R) -> R {
+        let (from, to) = (borrowed(&self.from), borrowed(&self.to));
+        let cached = vec![0; to.len()];
+        then(&Request { tokens: self.tokens, cached: &cached, source: &from, destination: &to })
+    }
+}
+
 impl Bench {
-    pub(super) fn run(&mut self, case: &Case) -> Result<Row, Failure> {
+    fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
         let destination = side(case, case.decode, "decode")?.swap_remove(0);
         let sources = side(case, case.prefill, "prefill")?;
         // Only the ranks that are read take memory.
@@ -234,50 +272,68 @@ impl Bench {
             .map(|region| Memory::new(&self.card, region.bytes, case.mapped))
             .collect::<Result<_, _>>()?;
         let destination = placed(destination, &mut memory.iter().map(|span| span.base))?;
-        let transport = Cuda::new(&CudaOptions::default())?;
-        for span in &memory {
-            self.checker.poison(span)?;
-            let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
-            // SAFETY: the memory is freed after the transport is dropped, at the end of this function:
-            // it was made before.
-            unsafe { transport.register(region)? };
-        }
-        let peer = transport.connect(&description, soon())?;
         let all: Vec<&Manifest> = sources.iter().collect();
         let plan = Plan::compile(&destination, &all)?;
-        let (from, to) = (tables(&sources[0], case, 7), tables(&destination, case, 11));
-        let (from, to) = (borrowed(&from), borrowed(&to));
-        let cached = vec![0; to.len()];
-        let request =
-            Request { tokens: case.tokens, cached: &cached, source: &from, destination: &to };
+        let mut ready = Ready {
+            plan,
+            description,
+            spans,
+            memory,
+            from: tables(&sources[0], case, 7),
+            to: tables(&destination, case, 11),
+            tokens: case.tokens,
+            copies: vec![],
+            bytes: 0,
+            nests: 0,
+        };
+        let (copies, nests) = ready.with_request(|request| -> Result<_, Failure> {
+            let checked = ready.plan.transfer(request)?;
+            let sources = || 0..ready.plan.source_count();
+            let copies: Vec<ByteCopy> = sources().flat_map(|s| checked.copies(s)).collect();
+            Ok((copies, sources().map(|s| checked.loops(s).nests().len()).sum()))
+        })?;
+        ready.bytes = copies.iter().map(|copy| copy.bytes).sum();
+        (ready.copies, ready.nests) = (copies, nests);
+        Ok(ready)
+    }
 
-        let checked = plan.transfer(&request)?;
-        let copies: Vec<ByteCopy> =
-            (0..plan.source_count()).flat_map(|source| checked.copies(source)).collect();
-        let bytes: u64 = copies.iter().map(|copy| copy.bytes).sum();
-        let nests =
-            (0..plan.source_count()).map(|source| checked.loops(source).nests().len()).sum();
-        let limit_us = self.limit(&transport, &peer, &spans, &memory, bytes)?;
-        for span in &memory {
-            self.checker.poison(span)?;
-        }
+    fn poison(&self, ready: &Ready) -> Result<(), Failure> {
+        ready.memory.iter().try_for_each(|span| self.checker.poison(span))
+    }
+
+    fn check(&self, ready: &Ready) -> Result<u64, Failure> {
+        self.checker.check(&ready.memory, &ready.copies, &ready.spans)
+    }
+
+    pub(super) fn run(&mut self, case: &Case) -> Result<Row, Failure> {
+        let ready = self.prepare(case)?;
+        ready.with_request(|request| self.measure(case, &ready, request))
+    }
+
+    fn measure(&self, case: &Case, ready: &Ready, request: &Request<'_>) -> Result<Row, Failure> {
+        let Ready { plan, bytes, nests, copies, .. } = ready;
+        let (bytes, nests) = (*bytes, *nests);
+        let (transport, peer) = ready.transport(&CudaOptions::default())?;
+        let limit_us = self.limit(&transport, &peer, ready)?;
+        self.poison(ready)?;
         let mut wrong_bytes = 0;
         let mut measure = |rounds: usize| -> Result<Vec<Times>, Failure> {
             let mut times = vec![];
             for round in 0..rounds + 2 {
-                let time = transfer(&transport, &peer, &plan, &request)?;
+                let time = transfer(&transport, &peer, plan, request)?;
                 if round == 0 {
-                    wrong_bytes += self.checker.check(&memory, &copies, &spans)?;
+                    wrong_bytes += self.check(ready)?;
                 }
                 if round > 1 {
                     times.push(time);
                 }
             }
             // The check wants poison before the next first round.
-            wrong_bytes += self.checker.check(&memory, &copies, &spans)?;
+            wrong_bytes += self.check(ready)?;
             Ok(times)
         };
         let free = measure(self.rounds)?;
+        let card_us = self.on_card(&transport, &peer, plan, request)?;
         let mut bounded = vec![];
         for sms in [66, 32, 16] {
             transport.set_sms(Some(sms));
@@ -296,6 +352,7 @@ impl Bench {
             limit_us,
             us,
             of_limit: limit_us / us,
+            card_us,
             cpu_us: of(|times| times.launched),
             check_us: of(|times| times.check),
             loops_us: of(|times| times.loops),
@@ -303,15 +360,43 @@ impl Bench {
         })
     }
 
-    /// Microseconds that the card's own copy takes for so many bytes of the peer's memory.
-    fn limit(
+    /// Microseconds on the card: of the second of two requests, so that nothing waits for the CPU.
+    fn on_card(
         &self,
         transport: &Cuda,
         peer: &CudaPeer,
-        spans: &[(u64, u64)],
-        memory: &[Memory],
-        bytes: u64,
+        plan: &Plan,
+        request: &Request<'_>,
     ) -> Result<f64, Failure> {
+        let checked = plan.transfer(request)?;
+        let sources = (0..plan.source_count()).filter(|&source| plan.reads(source));
+        let loops: Vec<Loops> = sources.map(|source| checked.loops(source)).collect();
+        let (before, after) = (self.card.event(true)?, self.card.event(true)?);
+        let mut times = vec![];
+        for _ in 0..self.rounds {
+            let mut operations = vec![];
+            for again in [false, true] {
+                if again {
+                    transport.mark(&before)?;
+                }
+                for loops in &loops {
+                    operations.push(transport.read_loops(peer, loops, soon())?);
+                }
+            }
+            transport.mark(&after)?;
+            for operation in &operations {
+                operation.wait(soon());
+            }
+            self.card.synchronize()?;
+            times.push(f64::from(after.since(&before)?) * 1e3);
+        }
+        Ok(median(times))
+    }
+
+    /// Microseconds that the card's own copy takes for so many bytes of the peer's memory.
+    fn limit(&self, transport: &Cuda, peer: &CudaPeer, ready: &Ready) -> Result<f64, Failure> {
+        let Ready { spans, memory, bytes, .. } = ready;
+        let bytes = *bytes;
         let mut parts = vec![];
         let (mut to, mut left) = (0, bytes);
         for &(base, all) in spans {

@@ -59,7 +59,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         rounds: settings.rounds.max(1),
     };
     println!(
-        "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>6} {:>6} {:>6} {:>6}",
+        "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>6}",
         "case",
         "MB",
         "copies",
@@ -71,6 +71,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         "66",
         "32",
         "16",
+        "card us",
         "cpu us",
         "check",
         "loops",
@@ -83,7 +84,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
                 let bounded: String =
                     row.bounded.iter().map(|(_, _, of)| format!(" {of:>5.2}")).collect();
                 println!(
-                    "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>6.1} {:>6.1} {:>6.1} {:>6}",
+                    "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>9.1} {:>6.1} {:>6.1} {:>6.1} {:>6}",
                     row.name,
                     row.bytes as f64 / 1e6,
                     row.copies,
@@ -92,6 +93,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
                     row.rate(),
                     row.bytes as f64 / row.limit_us / 1e3,
                     row.of_limit,
+                    row.card_us,
                     row.cpu_us,
                     row.check_us,
                     row.loops_us,
