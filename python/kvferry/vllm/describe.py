@@ -96,7 +96,7 @@ def manifest(
 
 
 def dump(manifest: Manifest, directory: str | os.PathLike[str] | None = None) -> Path | None:
-    """Writes a manifest for `kvferry check` and `kvferry explain`, into `directory` or, when it is
+    """Writes a manifest for `kvferry plan` and `kvferry explain`, into `directory` or, when it is
     left out, into the one that KVFERRY_DUMP_MANIFEST names. Returns the file, if there is one."""
     directory = directory or os.environ.get("KVFERRY_DUMP_MANIFEST")
     if not directory:

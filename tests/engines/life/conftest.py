@@ -19,7 +19,11 @@ def engines(folder):
             path = folder / kind
             if not path.exists():
                 save_model(kind, path)
-            running[key] = Server(path, role, **options)
+            manifests = folder / f"manifests-{len(running)}"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("KVFERRY_DUMP_MANIFEST", str(manifests))
+                running[key] = Server(path, role, **options)
+            running[key].manifests = manifests
         return running[key]
 
     yield start

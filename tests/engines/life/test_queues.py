@@ -26,6 +26,7 @@ def test_many_requests_on_few_blocks(pair, kind, ahead):
     for engine in (prefill, decode):
         engine.call(count_preemptions)
     assert hand_over(prefill, decode, many, 40) == alone
+    # How often depends on when blocks come back from the other engine, another process.
     assert prefill.call(preemptions) > 0 and decode.call(preemptions) > 0
 
 
