@@ -1,9 +1,9 @@
 """Requests handed over between two engines, through both halves of their agents, on real memory."""
 
-import os
 import errno
 import gc
 import json
+import os
 import socket
 import subprocess
 import threading
@@ -13,7 +13,7 @@ import uuid
 import kvferry
 import numpy as np
 import pytest
-from handmade import LONG, WIDTH, draft, fill, load, value
+from handmade import BLOCKS, HEADS, LONG, WIDTH, draft, fill, load, value
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
