@@ -1,9 +1,9 @@
 """Requests handed over between two engines, through both halves of their agents, on real memory."""
 
-import os
 import errno
 import gc
 import json
+import os
 import socket
 import subprocess
 import threading
