@@ -12,6 +12,8 @@
 //! in a block that was handed back (4), when nothing more is delivered and time passes, all blocks are
 //! back on both sides and nothing is remembered (7), and what is used is what P granted (8). Each
 //! safeguard is then taken away, and the check must find the damage.
+//!
+//! One long file on purpose: the world, its moves and its promises are one argument, to be read at once.
 
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -1,0 +1,204 @@
+use super::*;
+
+const TERM: Duration = Duration::from_secs(10);
+
+fn table(blocks: &[u32]) -> Vec<BlockTable> {
+    vec![BlockTable { first: 0, blocks: blocks.to_vec() }]
+}
+
+fn grant() -> Grant {
+    Grant { epoch: 0, tokens: 20, tables: table(&[3, 4]) }
+}
+
+fn good() -> Fingerprint {
+    grant().fingerprint()
+}
+
+fn at(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn key(nonce: u64) -> LeaseKey {
+    LeaseKey { request: "r".to_owned(), nonce }
+}
+
+const NOT_GRANTED: Answer = Answer::NotHeld(Loss::NotGranted);
+
+fn rank(rank: u32, attempt: u64) -> Consumer {
+    Consumer { engine: "d".to_owned(), rank, ranks: 2, attempt }
+}
+
+fn granted() -> Leases {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    leases.grant(key(1), grant(), at(0)).unwrap();
+    leases
+}
+
+#[test]
+fn released_when_every_rank_has_confirmed() {
+    let mut leases = granted();
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
+    assert_eq!(leases.take_released(), []);
+    assert_eq!(leases.confirm(&key(1), &rank(1, 8), Some(good()), at(2)), Answer::Held);
+    let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
+    assert_eq!(leases.take_released(), [released]);
+}
+
+#[test]
+fn duplicates_count_once() {
+    let mut leases = granted();
+    for _ in 0..5 {
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
+    }
+    assert_eq!(leases.open(), 1);
+}
+
+#[test]
+fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
+    let mut leases = granted();
+    leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
+    leases.confirm(&key(1), &rank(1, 8), Some(good()), at(1));
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(2)), Answer::Held);
+    let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
+    assert_eq!(leases.confirm(&key(1), &rank(0, 9), Some(good()), at(2)), ended);
+    leases.expire(at(11));
+    assert_eq!(
+        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(12)),
+        Answer::NotHeld(Loss::Unknown),
+        "forgotten: nobody can say any more that the bytes were good"
+    );
+    assert_eq!(leases.remembered(), 0);
+}
+
+#[test]
+fn expires_unless_extended_and_never_lives_past_its_longest() {
+    let mut leases = granted();
+    leases.expire(at(9));
+    assert_eq!(leases.open(), 1);
+    assert_eq!(leases.extend(&key(1), at(9)), Answer::Held);
+    leases.expire(at(18));
+    assert_eq!(leases.open(), 1);
+    for second in 18..30 {
+        assert_eq!(leases.extend(&key(1), at(second)), Answer::Held);
+    }
+    leases.expire(at(30));
+    assert_eq!(leases.open(), 0);
+    let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
+    assert_eq!(leases.extend(&key(1), at(30)), lost);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(30)), lost);
+}
+
+#[test]
+fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
+    let mut leases = granted();
+    assert!(leases.abandon(&key(1), at(1)));
+    leases.grant(key(2), grant(), at(2)).unwrap();
+    assert!(!leases.abandon(&key(1), at(3)));
+    for r in 0..2 {
+        let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
+        assert_eq!(leases.confirm(&key(1), &rank(r, 7), Some(good()), at(3)), lost);
+    }
+    assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
+    assert_eq!(leases.open(), 1);
+    leases.expire(at(12));
+    assert_eq!(leases.open(), 0, "the earlier life's heartbeat does not keep the later one");
+}
+
+#[test]
+fn engines_of_another_shape_are_counted_apart() {
+    let mut leases = granted();
+    let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
+    leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
+    leases.confirm(&key(1), &other, Some(good()), at(1));
+    assert_eq!(leases.open(), 1);
+    let beyond = Consumer { rank: 2, ..rank(0, 7) };
+    assert_eq!(
+        leases.confirm(&key(1), &beyond, Some(good()), at(1)),
+        Answer::NotHeld(Loss::Unknown)
+    );
+}
+
+#[test]
+fn one_lease_per_request() {
+    let mut leases = granted();
+    assert_eq!(leases.grant(key(2), grant(), at(1)), Err(AlreadyGranted("r".to_owned())));
+    assert!(leases.revoke("r", at(1)));
+    assert!(!leases.revoke("r", at(1)));
+    assert_eq!(leases.grant(key(2), grant(), at(1)), Ok(()));
+}
+
+#[test]
+fn what_was_not_granted_is_not_held_and_ends_nothing() {
+    let mut leases = granted();
+    let forged = Some(Fingerprint([8; 16]));
+    for r in 0..2 {
+        let refused = Answer::NotHeld(Loss::NotGranted);
+        assert_eq!(leases.confirm(&key(1), &rank(r, 7), forged, at(1)), refused);
+    }
+    assert_eq!(leases.open(), 1, "whoever forged it cannot end it");
+    for r in 0..2 {
+        let answer = leases.confirm(&key(1), &rank(r, 8), Some(good()), at(2));
+        assert_eq!(answer, Answer::Held, "the rightful reader is served");
+    }
+    assert_eq!(leases.open(), 0);
+    // The attempt that forged did not earn the answer of the one that did not.
+    let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), forged, at(3)), ended);
+}
+
+#[test]
+fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    leases.begin(key(1)).unwrap();
+    leases.advance("r", 16, table(&[3])).unwrap();
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), NOT_GRANTED);
+    leases.expire(at(100));
+    assert_eq!(
+        leases.extend(&key(1), at(100)),
+        Answer::Held,
+        "the engine computes for as long as it takes"
+    );
+    let Frontier { grant: granted, sealed, .. } = leases.frontier("r").unwrap();
+    assert_eq!((granted.tokens, sealed), (16, false));
+    leases.seal("r", 20, table(&[3, 4]), at(100)).unwrap();
+    assert!(leases.frontier("r").unwrap().sealed);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(101)), Answer::Held);
+    leases.expire(at(110));
+    assert_eq!(leases.take_released().len(), 1);
+    assert_eq!(leases.frontier("r"), None);
+}
+
+#[test]
+fn what_was_granted_cannot_change_within_an_epoch() {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    leases.begin(key(1)).unwrap();
+    leases.advance("r", 16, table(&[3])).unwrap();
+    for (tokens, blocks) in [(15, &[3][..]), (16, &[4]), (20, &[4, 3]), (20, &[])] {
+        let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: tokens };
+        assert_eq!(leases.advance("r", tokens, table(blocks)), Err(changed));
+    }
+    leases.restart("r").unwrap();
+    let frontier = leases.frontier("r").unwrap();
+    assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (1, 0));
+    leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
+    assert_eq!(
+        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)),
+        NOT_GRANTED,
+        "the same blocks of an earlier epoch are not the same"
+    );
+    let again = Grant { epoch: 1, ..grant() }.fingerprint();
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(again), at(1)), Answer::Held);
+    let sealed = NotGrown::NoLease("r".to_owned());
+    assert_eq!(leases.advance("r", 21, table(&[3, 4])), Err(sealed.clone()));
+    assert_eq!(leases.restart("r"), Err(sealed));
+}
+
+#[test]
+fn what_is_given_up_while_it_grows_is_not_kept() {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    leases.begin(key(1)).unwrap();
+    assert!(leases.abandon(&key(1), at(1)));
+    assert_eq!(leases.take_released(), [], "the engine never promised to keep them");
+    let gone = NotGrown::NoLease("r".to_owned());
+    assert_eq!(leases.seal("r", 20, table(&[3, 4]), at(2)), Err(gone));
+}
