@@ -6,6 +6,7 @@ mod fitted;
 mod leftover;
 mod numbered;
 mod prove;
+mod readers;
 mod series;
 mod spread;
 

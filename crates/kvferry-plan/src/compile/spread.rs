@@ -14,10 +14,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use kvferry_layout::arithmetic::gcd;
 use kvferry_layout::{Law, Manifest, Phase, Piece, StateBox, Window};
 
 use crate::compile::cover::{Budget, Part, Wanted, common, in_cycle, turn};
+use crate::compile::readers::Readers;
 use crate::incompatible::Incompatible;
 
 /// The fewest bytes, of a request of [`USUAL_TOKENS`], for which a further source rank is read. A rank
@@ -153,56 +153,6 @@ pub(crate) fn spread(
     });
     parts.append(&mut spread);
     Ok(())
-}
-
-/// How many ranks of the destination's engine read each state's elements.
-struct Readers<'a> {
-    /// Which part of a state this rank has.
-    parts: HashMap<&'a str, f64>,
-    /// Ranks in the engine, or a divisor of their number: of the state of which this rank has least, each
-    /// has as much. `None` if that does not look like an even split by rank numbers.
-    ranks: Option<f64>,
-}
-
-impl<'a> Readers<'a> {
-    fn of(destination: &Manifest, wanted: &[Wanted<'a>]) -> Self {
-        let mut parts: HashMap<&str, f64> = HashMap::new();
-        let (mut most, mut even) = (1, true);
-        for want in wanted {
-            let piece = &destination.groups()[want.group].pieces[want.piece];
-            let axes = &destination.kind(piece).axes;
-            let whole = StateBox::whole(axes).volume() as f64;
-            *parts.entry(want.state).or_default() += piece.bounds.volume() as f64 / whole;
-            for (axis, span) in axes.iter().zip(&piece.bounds.0) {
-                let shares = axis.length.div_ceil(span.len());
-                if shares < most {
-                    continue;
-                }
-                let place = u64::from(destination.rank()) % shares;
-                let fits = shares * span.len() == axis.length && place * span.len() == span.start;
-                even = fits && piece.phase.is_all() && (even || shares > most);
-                most = shares;
-            }
-        }
-        let ranks = even.then_some(most);
-        Self { parts, ranks: ranks.map(|ranks| ranks as f64) }
-    }
-
-    /// How many seats of a set a rank has to read so that all readers together, each with the next
-    /// ones, read all seats equally often. All of them if the readers cannot be counted.
-    fn seats(&self, states: impl Iterator<Item = &'a str>, set: usize) -> usize {
-        let Some(ranks) = self.ranks else { return set };
-        let mut readers = None;
-        for state in states {
-            let count = ranks * self.parts[state];
-            let whole = count.round();
-            if (count - whole).abs() > 1e-6 || readers.is_some_and(|other| other != whole) {
-                return set;
-            }
-            readers = Some(whole);
-        }
-        set / gcd(set as u64, readers.unwrap_or(1.0) as u64).max(1) as usize
-    }
 }
 
 /// How the bytes of a state grow with the tokens: those that grow alike are spread together.
@@ -510,4 +460,19 @@ fn bytes(destination: &Manifest, want: &Wanted<'_>, bounds: &StateBox) -> f64 {
 
 fn law(destination: &Manifest, want: &Wanted<'_>) -> Law {
     destination.kind(&destination.groups()[want.group].pieces[want.piece]).law
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Seat 2 alone has as much as seats 0 and 1 share: what all three hold is left to those.
+    #[test]
+    fn what_only_one_seat_has_counts() {
+        let sets = [vec![2], vec![0, 1], vec![0, 1, 2]];
+        let shares = settle(&BTreeMap::from([(0, 1.0), (1, 1.0), (2, 1.0)]), &sets, 3);
+        let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 0.01);
+        assert!(close(&shares[&2], &[0.5, 0.5, 0.0]), "{shares:?}");
+        assert!(close(&shares[&1], &[0.5, 0.5]), "{shares:?}");
+    }
 }
