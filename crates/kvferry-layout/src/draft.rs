@@ -9,7 +9,7 @@ use crate::state::{Kind, Phase, StateBox};
 use crate::view::{Region, View};
 use crate::window::Window;
 
-/// The facts of one rank as an adapter states them, not yet checked. [`Manifest::new`] checks them.
+/// The facts of one rank as an adapter states them, not yet checked. [`Manifest::new`](crate::Manifest::new) checks them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Draft {
