@@ -8,6 +8,7 @@ mod facts;
 mod log;
 mod manifest;
 mod plan;
+mod transports;
 
 use pyo3::prelude::*;
 

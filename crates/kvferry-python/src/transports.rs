@@ -1,0 +1,116 @@
+//! Transports by the names that Python gives them, with a rank's memory registered.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvferry_agent::{Carrier, Error, carry_several, carry_with};
+use kvferry_layout::{self as layout, Place};
+use kvferry_transport::Transport;
+use kvferry_transport::cuda::{Cuda, CudaOptions};
+use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::nixl::{Nixl, NixlOptions};
+use kvferry_transport::tcp::{Tcp, TcpOptions};
+use pyo3::prelude::*;
+
+/// What keeps a rank's memory alive.
+pub(crate) type Memory = Arc<Py<PyAny>>;
+
+pub(crate) fn by_name(
+    name: &str,
+    tcp: TcpOptions,
+    site_packages: Vec<PathBuf>,
+    regions: &[layout::Region],
+    memory: Memory,
+) -> Result<Arc<dyn Carrier>, Error> {
+    match name {
+        "local" => registered(Local::new(LocalOptions::default())?, regions, memory),
+        "tcp" => registered(Tcp::new(tcp)?, regions, memory),
+        "cuda" => cuda(site_packages, regions, memory),
+        "nixl" => nixl(site_packages, regions, memory),
+        "gpu" => cuda_and_nixl(site_packages, regions, memory),
+        other => Err(Error::Options(format!(
+            "there is no transport '{other}': it is local, tcp, cuda, nixl or gpu"
+        ))),
+    }
+}
+
+/// Where this interpreter's packages are: the libraries that they bring are found there, whether or not
+/// the environment is active.
+pub(crate) fn site_packages(py: Python<'_>) -> PyResult<Vec<PathBuf>> {
+    let sysconfig = py.import("sysconfig")?;
+    let mut found: Vec<PathBuf> = vec![];
+    for kind in ["purelib", "platlib"] {
+        let folder: Option<PathBuf> = sysconfig.call_method1("get_path", (kind,))?.extract()?;
+        found.extend(folder.filter(|folder| !found.contains(folder)));
+    }
+    Ok(found)
+}
+
+fn nixl(
+    site_packages: Vec<PathBuf>,
+    regions: &[layout::Region],
+    memory: Memory,
+) -> Result<Arc<dyn Carrier>, Error> {
+    let options = NixlOptions { site_packages, ..NixlOptions::default() };
+    registered(Nixl::new(&options)?, regions, memory)
+}
+
+fn cuda(
+    site_packages: Vec<PathBuf>,
+    regions: &[layout::Region],
+    memory: Memory,
+) -> Result<Arc<dyn Carrier>, Error> {
+    let Some(Place::Gpu(gpu)) = regions.first().map(|region| region.place) else {
+        return Err(Error::Options(
+            "the transport cuda moves GPU memory, and this rank has its memory on the host: use local \
+             or tcp"
+                .to_owned(),
+        ));
+    };
+    let options = CudaOptions { gpu, site_packages, ..CudaOptions::default() };
+    registered(Cuda::new(&options)?, regions, memory)
+}
+
+/// Both, for a choice peer by peer; one alone where the other cannot be had here.
+fn cuda_and_nixl(
+    site_packages: Vec<PathBuf>,
+    regions: &[layout::Region],
+    memory: Memory,
+) -> Result<Arc<dyn Carrier>, Error> {
+    let cuda = cuda(site_packages.clone(), regions, memory.clone());
+    let nixl = nixl(site_packages, regions, memory);
+    match (cuda, nixl) {
+        (Err(cuda), Err(nixl)) => Err(Error::Options(format!(
+            "GPU memory is moved by cuda inside a node and by nixl across, and neither works here: \
+             cuda: {cuda}; nixl: {nixl}"
+        ))),
+        (cuda, nixl) => {
+            let mut ways = vec![];
+            for (name, made) in [("cuda", cuda), ("nixl", nixl)] {
+                match made {
+                    Ok(way) => ways.push(way),
+                    Err(error) => tracing::warn!("this rank does without {name}: {error}"),
+                }
+            }
+            Ok(carry_several("gpu", ways))
+        }
+    }
+}
+
+/// A transport with a manifest's regions registered, and what keeps those alive.
+fn registered<T: Transport + fmt::Debug>(
+    transport: T,
+    regions: &[layout::Region],
+    memory: Memory,
+) -> Result<Arc<dyn Carrier>, Error> {
+    // Parameters are dropped from the last to the first, locals before them: whatever happens, the
+    // transport goes before the memory.
+    let transport = transport;
+    for region in regions {
+        // SAFETY: `memory` keeps the regions alive until the transport has been dropped, here or by the
+        // carrier. Rust has no reference to them; Python's views assume nothing about their content.
+        unsafe { transport.register(*region) }?;
+    }
+    Ok(carry_with(transport, memory))
+}
