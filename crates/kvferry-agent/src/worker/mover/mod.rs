@@ -17,6 +17,7 @@ use super::load::Load;
 use crate::carrier::Source;
 use crate::error::Error;
 use crate::rules::failure::Failure;
+use crate::rules::life::Stage;
 
 /// How long the thread waits for one read before it looks at the others.
 const GLANCE: Duration = Duration::from_micros(500);
@@ -286,6 +287,10 @@ fn transport_failure(error: &kvferry_transport::Error) -> Failure {
     match error {
         E::PeerLost(_) | E::Disconnected | E::PeerMisbehaved(_) => {
             Failure::PeerGone(error.to_string())
+        }
+        // The transport has the same deadline as the agent: whichever sees it first says the same.
+        E::DeadlinePassed => {
+            Failure::Deadline { stage: Stage::Reading { last: true }.name().to_owned() }
         }
         _ => Failure::Transport(error.to_string()),
     }
