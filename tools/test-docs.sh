@@ -46,7 +46,7 @@ from urllib.parse import unquote
 
 import markdown
 
-TOP = re.compile(r"(?:crates|docs|examples|fuzz|python|tests|tools)/")
+TOP = re.compile(r"(?:crates|deploy|docs|examples|fuzz|python|tests|tools)/")
 problems = []
 
 

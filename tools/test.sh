@@ -3,7 +3,8 @@
 # version), and fails when a part cannot be had.
 #
 #   tools/test.sh          what every change must pass
-#   tools/test.sh --all    also the many pairs of real engines that every change need not wait for
+#   tools/test.sh --all    also the many pairs of real engines that every change need not wait for, and the
+#                          wheel and the crates as they are published
 #
 # First what is fast, then what is built, then two lanes side by side: the Rust tests, and the Python ones,
 # whose engines spend much of their time starting and waiting. Cargo is always given the whole workspace,
@@ -47,6 +48,7 @@ rust_tests() {
   step env KVFERRY_REQUIRE_NVRTC=1 cargo test --workspace --locked
   step tools/test-explain.sh
   step tools/test-docs.sh
+  step tools/test-deploy.sh
 }
 
 step cargo fmt --all --check
@@ -63,6 +65,9 @@ fi
 
 lane rust rust_tests
 failed=0
+if [ "${1:-}" = --all ]; then
+  step tools/test-wheel.sh || failed=1
+fi
 step tools/test-vllm-rules.sh || failed=1
 step tools/test-python.sh "$@" || failed=1
 wait "${lanes[1]}" || failed=1

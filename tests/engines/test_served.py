@@ -8,7 +8,9 @@ import contextlib
 import random
 import re
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -160,6 +162,21 @@ def metrics(pair):
         pair.metric("prefill", "kvferry_leases_granted_total"),
         pair.metric("prefill", "kvferry_leases_confirmed_total"),
     )
+
+
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_there_are(pair):
+    deploy = Path(__file__).parents[2] / "deploy"
+    asked = {
+        name
+        for file in (deploy / "alerts.yaml", deploy / "grafana" / "kvferry.json")
+        for name in re.findall(r"vllm:\w+", file.read_text())
+    }
+    assert len(asked) > 10
+    exported = set()
+    for who in ("prefill", "decode"):
+        with urllib.request.urlopen(f"{pair.url(who)}/metrics", timeout=ANSWER) as answer:
+            exported |= set(re.findall(r"^vllm:\w+", answer.read().decode(), re.MULTILINE))
+    assert asked <= exported, sorted(asked - exported)
 
 
 def prefill(pair, prompt, timeout=ANSWER):
