@@ -6,16 +6,20 @@ use std::fmt;
 use std::io::Cursor;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_digest::{Digest, Part};
+use kvferry_layout::{Phase, StateBox};
+use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::rules::grant::Fingerprint;
+use crate::rules::grant::{Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
     Card, Hello, Incarnation, Question, Reply, Welcome, decode, decode_opening, encode,
     encode_opening,
 };
+use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::trust::{Key, Trust};
 use crate::wire::version::Version;
 
@@ -82,6 +86,9 @@ impl Host for Counting {
             Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
             Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
             Question::Fit { .. } => Reply::NotReady,
+            Question::Ask { .. } | Question::Do { .. } => {
+                Reply::Task(TaskReply::NotHeld(Loss::NotGranted))
+            }
             Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
         }
     }
@@ -94,6 +101,7 @@ pub fn messages() -> Vec<Vec<u8>> {
         manifest: vec![1; 40],
         transport: "tcp".to_owned(),
         description: vec![2; 20],
+        service: None,
     };
     let incarnation = Incarnation(7);
     let replies = [
@@ -104,6 +112,8 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::Lease(Answer::NotHeld(Loss::Ended(Ended::Expired))),
         Reply::Done,
         Reply::Status("{}".to_owned()),
+        Reply::Task(TaskReply::Digests(vec![Digest([1, 2]), Digest([3, 4])])),
+        Reply::Task(TaskReply::Unable("no means".to_owned())),
     ];
     let welcome = Counting::default().welcome();
     let hello = Hello { who: "d/0 (tp0)".to_owned() };
@@ -135,10 +145,19 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 7] {
+fn questions() -> [Question; 9] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
+    let part = Part {
+        state: "layers.0/k".to_owned(),
+        bounds: StateBox::new([0..4, 0..64]),
+        phase: Phase::ALL,
+        entries: (0..20).into(),
+    };
+    let task = Task::Digest { key: kvferry_digest::Key([1, 2]), parts: vec![part] };
+    let tables = vec![BlockTable { first: 0, blocks: vec![3, 4] }];
+    let grant = Grant { epoch: 0, tokens: 20, tables };
     [
         Question::Fit { manifest: vec![1; 30], transport: "local".to_owned() },
         Question::Extend { incarnation, keys: vec![key("a"), key("b")] },
@@ -149,6 +168,15 @@ fn questions() -> [Question; 7] {
             consumer,
             read_by: Fingerprint([7; 16]),
         },
+        Question::Ask {
+            incarnation,
+            key: key("a"),
+            read_by: Fingerprint([7; 16]),
+            rank: 2,
+            patience_ms: 1000,
+            task: task.clone(),
+        },
+        Question::Do { token: Token([9; 16]), grant, patience_ms: 1000, task },
         Question::Abandon { incarnation, keys: vec![key("c")] },
         Question::Ping,
         Question::Status,

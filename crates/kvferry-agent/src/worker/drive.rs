@@ -10,6 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::sleep_until;
 use tracing::{Instrument, debug, warn};
 
+use super::audit::{Audited, audit};
 use super::core::{Core, QUARANTINED, Running};
 use super::load::{Ending, Load, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
@@ -76,6 +77,7 @@ enum Step {
     /// There is something to read.
     Grown,
     Moving(Progress),
+    Audited(Audited),
     Answered(Answer),
 }
 
@@ -151,6 +153,14 @@ impl Drive {
                 Event::Failed(failure)
             }
             Step::Moving(Progress::Settled) => Event::Settled,
+            Step::Audited(audited) => {
+                self.timings.audit = self.lap();
+                match audited {
+                    Audited::Passed => Event::Passed,
+                    Audited::NotHeld(loss) => Event::NotHeld(loss),
+                    Audited::Failed(failure) => Event::Failed(failure),
+                }
+            }
             Step::Answered(answer) => {
                 self.timings.confirm = self.lap();
                 match answer {
@@ -183,6 +193,12 @@ impl Drive {
             Action::Read => self.read(),
             // What the ticket came with is all there is to read.
             Action::Follow => _ = self.steps.send(Step::Grown),
+            Action::Audit => {
+                let Some(engine) = self.engine.clone() else { return };
+                let (core, load) = (self.core.clone(), self.load.clone());
+                let audited = audit(core, load, engine, self.deadline);
+                self.spawn(async move { Some(Step::Audited(audited.await)) });
+            }
             Action::Confirm => {
                 let (core, load) = (self.core.clone(), self.load.clone());
                 let (attempt, deadline) = (self.attempt, self.deadline);
@@ -246,7 +262,7 @@ impl Drive {
         self.turn = None;
         let outcome = Outcome::of(self.life.stage());
         self.count(&outcome);
-        let Timings { queue, handshake, plan, post, wire, confirm } = self.timings;
+        let Timings { queue, handshake, plan, post, wire, audit, confirm } = self.timings;
         let quarantined = self.life.landing();
         self.quarantined = quarantined;
         let (bytes, copies) = (self.moved.bytes, self.moved.copies);
@@ -260,6 +276,7 @@ impl Drive {
             ?plan,
             ?post,
             ?wire,
+            ?audit,
             ?confirm,
             "ended"
         );
