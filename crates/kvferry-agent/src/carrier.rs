@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use kvferry_digest::{Digest, Program};
 use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Transport};
 
 /// A transport whose memory is registered, behind one type for all back ends.
@@ -15,6 +16,12 @@ pub trait Carrier: fmt::Debug + Send + Sync {
     fn describe(&self) -> Result<Vec<u8>, Error>;
     /// Connects to the rank that gave this description.
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error>;
+    /// The digests of a program's parts, which lie in the registered memory. A carrier that has no
+    /// means to look at it answers [`Error::Unsupported`].
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        let _ = (program, deadline);
+        Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
+    }
 }
 
 /// A rank that can be read. Dropping it ends the connection, unless that was done before.
@@ -91,6 +98,10 @@ where
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
         let peer = self.0.transport.connect(description, deadline)?;
         Ok(Box::new(Connected { keeping: self.0.clone(), peer, ended: AtomicBool::new(false) }))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        self.0.transport.digest(program, deadline)
     }
 }
 

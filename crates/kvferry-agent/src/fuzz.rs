@@ -7,6 +7,8 @@ use std::io::Cursor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_digest::{Digest, Part};
+use kvferry_layout::{Phase, StateBox};
 use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,6 +20,7 @@ use crate::wire::message::{
     Card, Hello, Incarnation, Known, News, Question, Reply, Sought, Welcome, decode,
     decode_opening, encode, encode_opening,
 };
+use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::trust::{Key, Trust};
 use crate::wire::version::Version;
 
@@ -84,6 +87,9 @@ impl Host for Counting {
             Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
             Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
             Question::Fit { .. } => Reply::NotReady,
+            Question::Ask { .. } | Question::Do { .. } => {
+                Reply::Task(TaskReply::NotHeld(Loss::NotGranted))
+            }
             Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
             Question::Follow { known, .. } => Reply::Frontier(news(&known)),
         }
@@ -116,6 +122,7 @@ pub fn messages() -> Vec<Vec<u8>> {
         manifest: vec![1; 40],
         transport: "tcp".to_owned(),
         description: vec![2; 20],
+        service: None,
     };
     let incarnation = Incarnation(7);
     let replies = [
@@ -128,6 +135,8 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::Status("{}".to_owned()),
         Reply::Frontier(news(&Known::default())),
         Reply::Frontier(news(&Known { blocks: Some(vec![3, 0]), ..Known::default() })),
+        Reply::Task(TaskReply::Digests(vec![Digest([1, 2]), Digest([3, 4])])),
+        Reply::Task(TaskReply::Unable("no means".to_owned())),
     ];
     let welcome = Counting::default().welcome();
     let hello = Hello { who: "d/0 (tp0)".to_owned() };
@@ -159,10 +168,19 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 9] {
+fn questions() -> [Question; 11] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
+    let part = Part {
+        state: "layers.0/k".to_owned(),
+        bounds: StateBox::new([0..4, 0..64]),
+        phase: Phase::ALL,
+        entries: (0..20).into(),
+    };
+    let task = Task::Digest { key: kvferry_digest::Key([1, 2]), parts: vec![part] };
+    let tables = vec![BlockTable { first: 0, blocks: vec![3, 4] }];
+    let grant = Grant { epoch: 0, tokens: 20, tables };
     [
         Question::Fit { manifest: vec![1; 30], transport: "local".to_owned() },
         Question::Extend { incarnation, keys: vec![key("a"), key("b")] },
@@ -173,6 +191,15 @@ fn questions() -> [Question; 9] {
             consumer,
             read_by: Fingerprint([7; 16]),
         },
+        Question::Ask {
+            incarnation,
+            key: key("a"),
+            read_by: Fingerprint([7; 16]),
+            rank: 2,
+            patience_ms: 1000,
+            task: task.clone(),
+        },
+        Question::Do { token: Token([9; 16]), grant, patience_ms: 1000, task },
         Question::Abandon { incarnation, keys: vec![key("c")] },
         Question::Ping,
         Question::Status,

@@ -103,13 +103,16 @@ pub struct Timings {
     pub post: Duration,
     /// Until the last byte.
     pub wire: Duration,
+    /// Comparing what landed with what the source holds, where that was due.
+    pub audit: Duration,
     /// Until the lease was confirmed.
     pub confirm: Duration,
 }
 
 impl Timings {
     /// The names, in order.
-    pub const NAMES: [&'static str; 6] = ["queue", "handshake", "plan", "post", "wire", "confirm"];
+    pub const NAMES: [&'static str; 7] =
+        ["queue", "handshake", "plan", "post", "wire", "audit", "confirm"];
 
     /// What each of them measures, in the order of the names.
     pub const MEANINGS: [&'static str; Self::NAMES.len()] = [
@@ -118,12 +121,13 @@ impl Timings {
         "Turning block tables into copies.",
         "Handing the copies to the transport.",
         "Until the last byte.",
+        "Comparing what landed with what the source holds, where that was due.",
         "Until the lease was confirmed.",
     ];
 
     /// The times, in the order of the names.
     pub fn times(&self) -> [Duration; Self::NAMES.len()] {
-        [self.queue, self.handshake, self.plan, self.post, self.wire, self.confirm]
+        [self.queue, self.handshake, self.plan, self.post, self.wire, self.audit, self.confirm]
     }
 }
 
@@ -139,6 +143,10 @@ pub(crate) struct WorkerMetrics {
     pub(crate) copies: Counter,
     pub(crate) handshakes: Counter,
     pub(crate) quarantines: Counter,
+    pub(crate) audits_matched: Counter,
+    pub(crate) audits_mismatched: Counter,
+    pub(crate) audits_unable: Counter,
+    pub(crate) audited_bytes: Counter,
     pub(crate) timings: [Histogram; Timings::NAMES.len()],
 }
 
@@ -176,9 +184,19 @@ impl WorkerMetrics {
             ("kvferry_read_copies_total", "Copies read and confirmed.", &self.copies),
             ("kvferry_handshakes_total", "Handshakes with engines.", &self.handshakes),
             ("kvferry_quarantines_total", "Loads that went into quarantine.", &self.quarantines),
+            ("kvferry_audited_bytes_total", "Bytes compared by audits.", &self.audited_bytes),
         ] {
             text.head(name, "counter", help);
             text.line(name, "", counter.get() as f64);
+        }
+        let name = "kvferry_audits_total";
+        text.head(name, "counter", "Loads compared with what the source holds, by what was found.");
+        for (result, counter) in [
+            ("matched", &self.audits_matched),
+            ("mismatch", &self.audits_mismatched),
+            ("unable", &self.audits_unable),
+        ] {
+            text.line(name, &format!("result=\"{result}\""), counter.get() as f64);
         }
         let name = "kvferry_load_phase_seconds";
         text.head(name, "histogram", "Where the time of loads that were done went.");
@@ -339,7 +357,7 @@ mod tests {
     #[test]
     fn every_name_in_the_catalogue_is_counted_and_described() {
         let catalogue = catalogue();
-        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 6, 4, 6]);
+        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 7, 4, 7]);
         for (section, described) in &catalogue {
             for (name, help) in described {
                 assert!(help.ends_with('.'), "{section}: {name}: {help}");

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvferry_digest::{Digest, Program};
 use kvferry_transport::Error;
 
 use crate::carrier::{Carrier, Source};
@@ -61,6 +62,17 @@ impl Carrier for Several {
              on both sides",
             reasons.join("; ")
         )))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        let mut last = Error::Unsupported("there is no way to look at the memory".to_owned());
+        for way in &self.ways {
+            match way.digest(program, deadline) {
+                Err(error @ Error::Unsupported(_)) => last = error,
+                done => return done,
+            }
+        }
+        Err(last)
     }
 }
 

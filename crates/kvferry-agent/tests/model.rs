@@ -11,7 +11,8 @@
 //!
 //! Shown in every state: what is used was read under a confirmed lease (invariant 3), nothing lands
 //! in a block that was handed back (4), when nothing more is delivered and time passes, all blocks are
-//! back on both sides and nothing is remembered (7), and what is used is what P granted (8). Each
+//! back on both sides and nothing is remembered (7), and what is used is what P granted (8). Where every
+//! load is audited, that holds even if the network changes what it carries. Each
 //! safeguard is then taken away, and the check must find the damage.
 //!
 //! One long file on purpose: the world, its moves and its promises are one argument, to be read at once.
@@ -29,6 +30,8 @@ const RANKS: usize = 2;
 const REQUEST: &str = "request";
 const NAME: &str = "name";
 const SCRAP: u8 = 0;
+/// What a network makes of a word.
+const CORRUPT: u8 = u8::MAX - 1;
 /// What P's other block holds: another user's prompt.
 const FOREIGN: u8 = u8::MAX;
 
@@ -62,14 +65,42 @@ enum Fault {
     NoSeal,
     /// D asks by the name even when it knows which lease it has begun to read.
     FollowsTheName,
+    /// D does not compare what it has with what P holds.
+    NoAudit,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Message {
-    Extend { grant: u8 },
-    Confirm { grant: u8, rank: u8, attempt: u8, read_by: Fingerprint },
-    Answer { rank: u8, attempt: u8, answer: Answer },
-    Abandon { grant: u8 },
+    Extend {
+        grant: u8,
+    },
+    Confirm {
+        grant: u8,
+        rank: u8,
+        attempt: u8,
+        read_by: Fingerprint,
+    },
+    Answer {
+        rank: u8,
+        attempt: u8,
+        answer: Answer,
+    },
+    /// What is in P's block that this lease is about?
+    Ask {
+        grant: u8,
+        rank: u8,
+        attempt: u8,
+        read_by: Fingerprint,
+    },
+    /// `None`: the lease is not held.
+    Digest {
+        rank: u8,
+        attempt: u8,
+        words: Option<[u8; 2]>,
+    },
+    Abandon {
+        grant: u8,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -158,6 +189,8 @@ struct Bounds {
     restarts: u8,
     /// Whether a client may change tables on their way to D.
     forgery: bool,
+    /// Whether a word may arrive as another; if so, every load is audited.
+    corruption: bool,
     /// P computes word by word, and starts over at most this often; `None`: all at once.
     growth: Option<u8>,
     /// Whether ranks may know nothing but the name.
@@ -370,6 +403,18 @@ impl World {
                         Ok(())
                     });
                 }
+                if bounds.corruption && !reading.landed[0] {
+                    step(format!("a word lands corrupted on D{r}"), &|w| {
+                        let rank = &mut w.ranks[r];
+                        if rank.kept_for == Some(reading.attempt) && reading.words[0] {
+                            rank.words[0] = CORRUPT;
+                            if let Some(reading) = &mut rank.reading {
+                                reading.landed[0] = true;
+                            }
+                        }
+                        Ok(())
+                    });
+                }
                 let whole = reading.whole();
                 step(format!("D{r}'s read settles"), &|w| {
                     w.ranks[r].reading = None;
@@ -524,6 +569,29 @@ impl World {
                     self.happen(rank, event, bounds)?;
                 }
             }
+            Message::Ask { grant, rank, attempt, read_by } => {
+                let frontier = self.leases.frontier(REQUEST).filter(|so_far| {
+                    let asked = (so_far.nonce, so_far.sealed, so_far.grant.fingerprint());
+                    asked == (u64::from(*grant), true, *read_by)
+                });
+                let words = frontier.filter(|_| current(grant)).map(|_| self.words);
+                let (rank, attempt) = (*rank, *attempt);
+                self.sent.insert(Message::Digest { rank, attempt, words });
+            }
+            Message::Digest { rank, attempt, words } => {
+                let r = usize::from(*rank);
+                let own = self.ranks[r].words;
+                let asked = self.ranks[r].load.as_ref();
+                let asked = asked.filter(|load| load.life.stage() == &Stage::Auditing);
+                if asked.is_some_and(|load| load.attempt == *attempt) {
+                    let event = match words {
+                        None => Event::NotHeld(Loss::Unknown),
+                        Some(words) if *words == own => Event::Passed,
+                        Some(_) => Event::Failed(Failure::Mismatch("a word".into())),
+                    };
+                    self.happen(r, event, bounds)?;
+                }
+            }
             _ => {}
         }
         self.reuse();
@@ -563,6 +631,14 @@ impl World {
                     let new = part.map_or(0..0, |part| part.held..part.tokens);
                     let words = [new.contains(&0), new.contains(&1)];
                     rank.reading = Some(Reading { attempt, forged, words, landed: [false; 2] });
+                }
+                Action::Audit if !bounds.corruption || bounds.fault == Fault::NoAudit => {
+                    return self.happen(r, Event::Passed, bounds);
+                }
+                Action::Audit => {
+                    let read_by = rank.load.as_ref().map(|load| load.follower.grant());
+                    let read_by = read_by.map_or(Fingerprint([0; 16]), Grant::fingerprint);
+                    self.sent.insert(Message::Ask { grant, rank: r as u8, attempt, read_by });
                 }
                 Action::Confirm if bounds.fault == Fault::NoConfirmation => {
                     return self.happen(r, Event::Held, bounds);
@@ -705,6 +781,7 @@ fn two_ranks_one_lease() {
         ticks: 2,
         restarts: 0,
         forgery: false,
+        corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
@@ -719,6 +796,7 @@ fn the_request_is_served_again() {
         ticks: 1,
         restarts: 0,
         forgery: false,
+        corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
@@ -733,6 +811,7 @@ fn a_rank_starts_over() {
         ticks: 1,
         restarts: 0,
         forgery: false,
+        corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
@@ -747,6 +826,7 @@ fn the_prefill_engine_restarts() {
         ticks: 0,
         restarts: 1,
         forgery: false,
+        corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
@@ -761,6 +841,7 @@ fn a_client_forges_tables() {
         ticks: 1,
         restarts: 0,
         forgery: true,
+        corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
@@ -775,6 +856,7 @@ fn ranks_follow_while_p_computes_and_starts_over() {
         ticks: 0,
         restarts: 0,
         forgery: false,
+        corruption: false,
         growth: Some(1),
         names: false,
         fault: Fault::None,
@@ -790,11 +872,27 @@ fn ranks_know_only_a_name_which_is_used_again() {
             ticks: 1,
             restarts,
             forgery: false,
+            corruption: false,
             growth: Some(0),
             names: true,
             fault: Fault::None,
         });
     }
+}
+
+#[test]
+fn a_network_corrupts_what_it_carries() {
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 1],
+        ticks: 1,
+        restarts: 0,
+        forgery: false,
+        corruption: true,
+        growth: None,
+        names: false,
+        fault: Fault::None,
+    });
 }
 
 /// Without each of its safeguards the protocol breaks, and the check sees it.
@@ -814,10 +912,20 @@ fn every_safeguard_is_needed() {
         (Fault::ReadsOverLateWords, 1, [1, 0], 0, 0, false, Some(1)),
         (Fault::NoSeal, 1, [1, 0], 0, 0, false, Some(0)),
         (Fault::FollowsTheName, 2, [1, 0], 0, 0, false, Some(0)),
+        (Fault::NoAudit, 1, [1, 0], 0, 0, false, None),
     ] {
-        let (names, none) = (fault == Fault::FollowsTheName, Fault::None);
-        let sound =
-            Bounds { grants, attempts, ticks, restarts, forgery, growth, names, fault: none };
+        let (corruption, names) = (fault == Fault::NoAudit, fault == Fault::FollowsTheName);
+        let sound = Bounds {
+            grants,
+            attempts,
+            ticks,
+            restarts,
+            forgery,
+            corruption,
+            growth,
+            names,
+            fault: Fault::None,
+        };
         assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
         match explore(&Bounds { fault, ..sound }) {
             Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),

@@ -43,12 +43,20 @@ pub enum Failure {
     /// What to do: look up the transport's own message, and check the network or device that it names.
     #[error("the transport failed: {0}")]
     Transport(String),
+    /// What landed is not what the source holds: an audit found different digests. The message says in
+    /// which state, read from which rank, and on which side to look.
+    ///
+    /// What to do: the request is safe, its bytes are not used. If it happens again, take the machine,
+    /// the network card or the driver that the affected ranks share out of service; after a few
+    /// mismatches the pair is refused by itself.
+    #[error("an audit found other bytes than the source holds: {0}")]
+    Mismatch(String),
 }
 
 impl Failure {
     /// All kinds.
-    pub const KINDS: [&'static str; 6] =
-        ["deadline", "peer_gone", "refused", "restarted", "bad_request", "transport"];
+    pub const KINDS: [&'static str; 7] =
+        ["deadline", "peer_gone", "refused", "restarted", "bad_request", "transport", "mismatch"];
 
     /// What each of the kinds means, in their order.
     pub(crate) const MEANINGS: [&'static str; Self::KINDS.len()] = [
@@ -58,6 +66,7 @@ impl Failure {
         "The engine to read from has restarted since it granted the request.",
         "Its block tables do not fit the engines' groups.",
         "The transport could not move the bytes.",
+        "An audit found other bytes than the source holds.",
     ];
 
     /// One word for each kind, for counters.
@@ -74,6 +83,7 @@ impl Failure {
             Self::Restarted => 3,
             Self::BadRequest(_) => 4,
             Self::Transport(_) => 5,
+            Self::Mismatch(_) => 6,
         }
     }
 }

@@ -10,9 +10,12 @@
 //! | shaking hands | failed | failed | the handshake |
 //! | following | grown | reading | P, or the grant that a ticket came with |
 //! | following | not held | expired | P |
-//! | reading | arrived | following; after the last part: confirming | the transport |
+//! | reading | arrived | following; after the last part: auditing | the transport |
 //! | reading | settled | reading: nothing will land, and that it failed comes next | the transport |
 //! | reading | failed | failed | the transport |
+//! | auditing | passed | confirming | the audit, or that none is due |
+//! | auditing | failed | failed | the audit |
+//! | auditing | not held | expired | P |
 //! | confirming | held | done | P |
 //! | confirming | not held | expired | P |
 //! | any of these | abort | aborted | the engine |
@@ -38,7 +41,9 @@ pub enum Stage {
         /// Whether all bytes are here when these are.
         last: bool,
     },
-    /// All bytes are here; the engine they came from is asked whether they are good.
+    /// All bytes are here, and may be compared with those of the engine they came from.
+    Auditing,
+    /// The engine they came from is asked whether they are good.
     Confirming,
     /// They are.
     Done,
@@ -55,7 +60,7 @@ impl Stage {
     pub fn is_end(&self) -> bool {
         match self {
             Self::Waiting | Self::ShakingHands | Self::Following => false,
-            Self::Reading { .. } | Self::Confirming => false,
+            Self::Reading { .. } | Self::Auditing | Self::Confirming => false,
             Self::Done | Self::Failed(_) | Self::Aborted | Self::Expired(_) => true,
         }
     }
@@ -67,6 +72,7 @@ impl Stage {
             Self::ShakingHands => "shaking hands",
             Self::Following => "following",
             Self::Reading { .. } => "reading",
+            Self::Auditing => "auditing",
             Self::Confirming => "confirming",
             Self::Done => "done",
             Self::Failed(_) => "failed",
@@ -90,7 +96,9 @@ pub enum Event {
     },
     /// Every byte of it is at its place, and nothing more will land.
     Arrived,
-    /// The handshake, the reads or the confirmation broke. Bytes may still land.
+    /// What is here is what the source holds, or was not to be compared.
+    Passed,
+    /// The handshake, the reads or the audit broke, or an audit found a difference. Bytes may still land.
     Failed(Failure),
     /// Nothing will land any more.
     Settled,
@@ -113,6 +121,8 @@ pub enum Action {
     Follow,
     /// Start to read it.
     Read,
+    /// Compare what is here with what the source holds, if that is due.
+    Audit,
     /// Ask whether the lease held.
     Confirm,
     /// Stop the reads.
@@ -177,7 +187,7 @@ impl Life {
             (Stage::Reading { last }, Event::Arrived) => {
                 self.landing = false;
                 match last {
-                    true => self.go(Stage::Confirming, Action::Confirm),
+                    true => self.go(Stage::Auditing, Action::Audit),
                     false => self.go(Stage::Following, Action::Follow),
                 }
             }
@@ -185,6 +195,8 @@ impl Life {
                 self.landing = false;
                 vec![]
             }
+            (Stage::Auditing, Event::Passed) => self.go(Stage::Confirming, Action::Confirm),
+            (Stage::Auditing, Event::NotHeld(loss)) => self.end(Stage::Expired(loss)),
             (Stage::Confirming, Event::Held) => self.end(Stage::Done),
             (Stage::Confirming, Event::NotHeld(loss)) => self.end(Stage::Expired(loss)),
             (_, Event::Failed(failure)) => self.end(Stage::Failed(failure)),
@@ -230,11 +242,17 @@ mod tests {
 
     #[test]
     fn a_good_life() {
-        let (life, actions) =
-            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Held]);
+        let (life, actions) = through(&[
+            Event::Admitted,
+            Event::Known,
+            ALL,
+            Event::Arrived,
+            Event::Passed,
+            Event::Held,
+        ]);
         assert_eq!(life.stage(), &Stage::Done);
         use Action::*;
-        assert_eq!(actions, [ShakeHands, Follow, Read, Confirm, Report, HandBack]);
+        assert_eq!(actions, [ShakeHands, Follow, Read, Audit, Confirm, Report, HandBack]);
     }
 
     #[test]
@@ -250,7 +268,8 @@ mod tests {
         assert_eq!(life.on(some), [Read]);
         assert_eq!(life.on(Event::Arrived), [Follow]);
         assert_eq!(life.on(ALL), [Read]);
-        assert_eq!(life.on(Event::Arrived), [Confirm]);
+        assert_eq!(life.on(Event::Arrived), [Audit]);
+        assert_eq!(life.on(Event::Passed), [Confirm]);
     }
 
     #[test]
@@ -270,9 +289,22 @@ mod tests {
             "an answer before the question means nothing"
         );
         let lost = Event::NotHeld(Loss::Unknown);
-        let (life, _) =
-            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, lost, Event::Held]);
-        assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
+        let arrived = [Event::Admitted, Event::Known, ALL, Event::Arrived];
+        for before in [&[][..], &[Event::Passed]] {
+            let all = [&arrived[..], before, &[lost.clone(), Event::Held]].concat();
+            assert_eq!(through(&all).0.stage(), &Stage::Expired(Loss::Unknown));
+        }
+    }
+
+    #[test]
+    fn what_an_audit_finds_wrong_is_never_confirmed() {
+        let wrong = Event::Failed(Failure::Mismatch("layers.0/k".into()));
+        let (mut life, actions) =
+            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Held, wrong]);
+        assert!(matches!(life.stage(), Stage::Failed(Failure::Mismatch(_))));
+        use Action::*;
+        assert!(actions.ends_with(&[Audit, Report, HandBack, Abandon]), "{actions:?}");
+        assert_eq!(life.on(Event::Passed), [], "too late");
     }
 
     #[test]
@@ -306,7 +338,7 @@ mod tests {
 
     #[test]
     fn an_abort_ends_it_in_every_stage() {
-        let steps = [Event::Admitted, Event::Known, ALL, Event::Arrived];
+        let steps = [Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Passed];
         for n in 0..=steps.len() {
             let (mut life, _) = through(&steps[..n]);
             let actions = life.on(Event::Abort);

@@ -18,6 +18,7 @@ use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
 use crate::rules::grant::Grant;
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
+use crate::source::relay::Relay;
 use crate::wire::door::Door;
 use crate::wire::message::{Card, Incarnation, Ticket};
 
@@ -28,6 +29,7 @@ pub(super) struct Core {
     pub(super) address: String,
     pub(super) door: Arc<Door>,
     pub(super) holds: Arc<Holds>,
+    pub(super) relay: Relay,
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
     pub(super) bells: Bells,
@@ -61,6 +63,7 @@ impl Core {
         address: String,
         door: Arc<Door>,
         holds: Arc<Holds>,
+        relay: Relay,
         metrics: Arc<SchedulerMetrics>,
     ) -> Result<Self, Error> {
         let incarnation = Incarnation(getrandom::u64()?);
@@ -68,6 +71,7 @@ impl Core {
             address,
             door,
             holds,
+            relay,
             metrics,
             released: Mailbox::default(),
             bells: Bells::default(),

@@ -34,6 +34,7 @@ use crate::error::Error;
 use crate::metrics::SchedulerMetrics;
 use crate::rules::grant::Grant;
 use crate::rules::lease::Released;
+use crate::source::relay::Relay;
 use crate::wire::door::Door;
 use crate::wire::link::Caller;
 use crate::wire::message::{Card, Incarnation, Ticket};
@@ -80,8 +81,9 @@ impl Scheduler {
         let door = Arc::new(Door::new(options.trust.clone(), options.version, options.limits));
         let metrics = SchedulerMetrics { door: door.counts.clone(), ..SchedulerMetrics::default() };
         let metrics = Arc::new(metrics);
+        let relay = Relay::new(caller.clone());
         let holds = Arc::new(Holds::new(caller, metrics.clone()));
-        let core = Core::new(options, address, door.clone(), holds.clone(), metrics)?;
+        let core = Core::new(options, address, door.clone(), holds.clone(), relay, metrics)?;
         let core = Arc::new(core);
         background.spawn(door.serve(listener, core.clone()));
         background.spawn(core.clone().expire());

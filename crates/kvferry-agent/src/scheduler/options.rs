@@ -1,10 +1,10 @@
 //! How a scheduler is set up.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::wire::door::Limits;
+use crate::wire::door::{Limits, advertised};
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 
@@ -60,15 +60,6 @@ impl SchedulerOptions {
 
     /// The address to give to peers, once `bound` is known.
     pub(super) fn address(&self, bound: SocketAddr) -> Result<String, Error> {
-        match &self.advertise {
-            Some(host) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv6()) => {
-                Ok(format!("[{host}]:{}", bound.port()))
-            }
-            Some(host) => Ok(format!("{host}:{}", bound.port())),
-            None if bound.ip().is_unspecified() => Err(Error::Options(format!(
-                "peers cannot connect to {bound}: say which host to advertise"
-            ))),
-            None => Ok(bound.to_string()),
-        }
+        advertised(self.advertise.as_deref(), bound)
     }
 }

@@ -9,10 +9,13 @@ use tracing::{debug, info, warn};
 
 use super::bells::Of;
 use super::core::{Core, Published};
-use crate::rules::grant::Fingerprint;
+use crate::rules::grant::{Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey, Loss};
 use crate::wire::door::Host;
-use crate::wire::message::{Card, Incarnation, Known, News, Question, Reply, Sought, Welcome};
+use crate::wire::message::{
+    Card, Incarnation, Known, News, Question, Reply, ServiceCard, Sought, Welcome,
+};
+use crate::wire::task::TaskReply;
 use crate::wire::version::Version;
 
 /// How long a peer waits for something new before it is told that there is none.
@@ -86,6 +89,19 @@ impl Host for Core {
                 Reply::Done
             }
             Question::Ping => Reply::Done,
+            Question::Ask { incarnation, key, read_by, rank, patience_ms, task } => {
+                let asked = self.granted(who, incarnation, &key, read_by);
+                let asked = asked.and_then(|grant| Ok((self.service(rank)?, grant)));
+                Reply::Task(match asked {
+                    Ok((service, grant)) => {
+                        self.relay.pass(&service, grant, patience_ms, task).await
+                    }
+                    Err(reply) => reply,
+                })
+            }
+            Question::Do { .. } => {
+                Reply::Refused("this is a scheduler: it takes no tasks itself".to_owned())
+            }
             Question::Status if version < Version::STATUS => {
                 Reply::Refused(format!("protocol {version} has no such question"))
             }
@@ -162,6 +178,45 @@ impl Core {
         }
         self.collect();
         Reply::Lease(answer)
+    }
+}
+
+impl Core {
+    /// What a lease lets be read, if that is what a reader has read by.
+    fn granted(
+        &self,
+        who: &str,
+        incarnation: Incarnation,
+        key: &LeaseKey,
+        read_by: Fingerprint,
+    ) -> Result<Grant, TaskReply> {
+        if incarnation != self.incarnation() {
+            return Err(TaskReply::NotHeld(Loss::Restarted));
+        }
+        let mut leases = self.leases();
+        // Whoever asks still wants it.
+        if let Answer::NotHeld(loss) = leases.extend(key, self.now()) {
+            return Err(TaskReply::NotHeld(loss));
+        }
+        let frontier = leases.frontier(&key.request).filter(|frontier| frontier.sealed);
+        match frontier {
+            Some(frontier) if frontier.grant.fingerprint() == read_by => Ok(frontier.grant.clone()),
+            _ => {
+                self.metrics.forged.add(1);
+                warn!(who, %key, "a peer asks about tables that were not granted: refused");
+                Err(TaskReply::NotHeld(Loss::NotGranted))
+            }
+        }
+    }
+
+    /// Where a rank takes tasks.
+    fn service(&self, rank: u32) -> Result<ServiceCard, TaskReply> {
+        let published = self.published().ok_or(TaskReply::NotHeld(Loss::Restarted))?;
+        let Some((card, _)) = published.ranks.get(rank as usize) else {
+            let ranks = published.ranks.len();
+            return Err(TaskReply::Refused(format!("there is no rank {rank} among {ranks}")));
+        };
+        card.service.clone().ok_or_else(|| TaskReply::Unable(format!("rank {rank} takes no tasks")))
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::poll_fn;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use super::message::{
 };
 use super::trust::Trust;
 use super::version::Version;
-use crate::error::PeerError;
+use crate::error::{Error, PeerError};
 use crate::metrics::DoorCounts;
 
 /// So many answers of one connection may wait for something to happen while others are given; the next
@@ -50,6 +50,20 @@ impl Default for Limits {
             opening: Duration::from_secs(5),
             idle: Duration::from_secs(60),
         }
+    }
+}
+
+/// The address to give to peers: that of a door, but for the host where another is to be named.
+pub(crate) fn advertised(host: Option<&str>, bound: SocketAddr) -> Result<String, Error> {
+    match host {
+        Some(host) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv6()) => {
+            Ok(format!("[{host}]:{}", bound.port()))
+        }
+        Some(host) => Ok(format!("{host}:{}", bound.port())),
+        None if bound.ip().is_unspecified() => Err(Error::Options(format!(
+            "peers cannot connect to {bound}: say which host to advertise"
+        ))),
+        None => Ok(bound.to_string()),
     }
 }
 

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use kvferry_plan::BlockTable;
 
+use super::task::{Task, TaskReply, Token};
 use super::version::Version;
 use crate::error::{Misbehaviour, PeerError};
 use crate::rules::grant::{Fingerprint, Grant};
@@ -113,17 +114,28 @@ pub struct Card {
     pub transport: String,
     /// That transport's description, which opens the door to the memory.
     pub description: Vec<u8>,
+    /// Where the rank takes tasks from its own scheduler. Peers are not told.
+    #[serde(skip)]
+    pub(crate) service: Option<ServiceCard>,
+}
+
+/// Where a rank takes tasks, and what proves that they come from its own scheduler.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ServiceCard {
+    pub(crate) address: String,
+    pub(crate) token: Token,
 }
 
 impl Card {
     /// As bytes, to carry from a worker to its scheduler.
     pub fn to_bytes(&self) -> Vec<u8> {
-        encode(self)
+        encode(&(self, &self.service))
     }
 
     /// From bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, PeerError> {
-        decode(bytes)
+        let (card, service) = decode::<(Self, Option<ServiceCard>)>(bytes)?;
+        Ok(Self { service, ..card })
     }
 }
 
@@ -151,6 +163,18 @@ pub(crate) enum Question {
     /// How far is this request? Answered when there is more than is known, at the latest after a while;
     /// other questions do not wait behind it. (since 1.3)
     Follow { sought: Sought, known: Known },
+    /// Have one of your ranks do this with what I have read by. (since 1.3)
+    Ask {
+        incarnation: Incarnation,
+        key: LeaseKey,
+        read_by: Fingerprint,
+        rank: u32,
+        /// How long I wait for it.
+        patience_ms: u64,
+        task: Task,
+    },
+    /// A scheduler to a rank of its own engine: do this with what was granted. (since 1.3)
+    Do { token: Token, grant: Grant, patience_ms: u64, task: Task },
 }
 
 /// What is followed.
@@ -266,6 +290,8 @@ pub(crate) enum Reply {
     Status(String),
     /// How far a lease has come.
     Frontier(News),
+    /// What came of a task.
+    Task(TaskReply),
 }
 
 pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {

@@ -1,6 +1,7 @@
 //! What passes between two agents, and how.
 //!
-//! * [`version`]: which protocol is spoken. [`message`]: what is said in it.
+//! * [`version`]: which protocol is spoken. [`message`]: what is said in it. [`task`]: what the ranks of
+//!   an engine are asked to do.
 //! * [`trust`]: how a peer proves who it is.
 //! * [`channel`]: messages over one connection, authenticated and encrypted.
 //! * [`link`]: connections to other engines, as the side that asks.
@@ -10,5 +11,6 @@ pub(crate) mod channel;
 pub(crate) mod door;
 pub(crate) mod link;
 pub(crate) mod message;
+pub(crate) mod task;
 pub(crate) mod trust;
 pub(crate) mod version;

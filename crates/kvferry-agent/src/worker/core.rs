@@ -13,6 +13,7 @@ use super::peers::Peers;
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{WorkerMetrics, escape};
+use crate::rules::audit::Audit;
 use crate::rules::life::Stage;
 
 /// What a load that has ended does while bytes may still land.
@@ -23,6 +24,8 @@ pub(super) struct Core {
     pub(super) peers: Arc<Peers>,
     /// Who may read now; the others wait in the queue.
     pub(super) turns: Arc<Semaphore>,
+    /// How many loads are audited.
+    pub(super) audit: Audit,
     pub(super) notices: Mailbox<Notice>,
     pub(super) metrics: Arc<WorkerMetrics>,
     mover: Mutex<Option<Mover>>,
@@ -41,11 +44,13 @@ impl Core {
     pub(super) fn new(
         peers: Peers,
         concurrent: usize,
+        audit: Audit,
         metrics: Arc<WorkerMetrics>,
     ) -> Result<Self, Error> {
         Ok(Self {
             peers: Arc::new(peers),
             turns: Arc::new(Semaphore::new(concurrent.clamp(1, Semaphore::MAX_PERMITS))),
+            audit,
             notices: Mailbox::default(),
             metrics,
             mover: Mutex::new(Some(Mover::start()?)),

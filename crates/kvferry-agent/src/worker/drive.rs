@@ -10,6 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::sleep_until;
 use tracing::{Instrument, debug, warn};
 
+use super::audit::{Audited, audit};
 use super::core::{Core, QUARANTINED, Running};
 use super::growth::{Growing, Heard, follow};
 use super::load::{Ending, Load, Notice, Outcome};
@@ -78,6 +79,7 @@ enum Step {
     /// Something was heard of a lease that is followed.
     Heard(Heard),
     Moving(Progress),
+    Audited(Audited),
     Answered(Answer),
 }
 
@@ -173,6 +175,14 @@ impl Drive {
                 Event::Failed(failure)
             }
             Step::Moving(Progress::Settled) => Event::Settled,
+            Step::Audited(audited) => {
+                self.timings.audit = self.lap();
+                match audited {
+                    Audited::Passed => Event::Passed,
+                    Audited::NotHeld(loss) => Event::NotHeld(loss),
+                    Audited::Failed(failure) => Event::Failed(failure),
+                }
+            }
             Step::Answered(answer) => {
                 self.timings.confirm = self.lap();
                 match answer {
@@ -273,6 +283,13 @@ impl Drive {
             Action::ShakeHands => self.shake_hands(),
             Action::Read => self.read(),
             Action::Follow => self.follow(),
+            Action::Audit => {
+                let Some(engine) = self.engine.clone() else { return };
+                let Some(read_by) = self.growing.as_ref().map(Growing::read_by) else { return };
+                let (core, load) = (self.core.clone(), self.load.clone());
+                let audited = audit(core, load, engine, read_by, self.deadline);
+                self.spawn(async move { Some(Step::Audited(audited.await)) });
+            }
             Action::Confirm => {
                 let (core, load) = (self.core.clone(), self.load.clone());
                 let (attempt, deadline) = (self.attempt, self.deadline);
@@ -338,7 +355,7 @@ impl Drive {
         self.turn = None;
         let outcome = Outcome::of(self.life.stage());
         self.count(&outcome);
-        let Timings { queue, handshake, plan, post, wire, confirm } = self.timings;
+        let Timings { queue, handshake, plan, post, wire, audit, confirm } = self.timings;
         let quarantined = self.life.landing();
         self.quarantined = quarantined;
         let (bytes, copies) = (self.moved.bytes, self.moved.copies);
@@ -352,6 +369,7 @@ impl Drive {
             ?plan,
             ?post,
             ?wire,
+            ?audit,
             ?confirm,
             "ended"
         );

@@ -1,11 +1,13 @@
 //! The half of the agent that lives with one rank's memory.
 //!
-//! As a source it only makes a [`Card`]: the transport serves the memory by itself. As a destination
+//! As a source it makes a [`Card`], and does [tasks](crate::source) for its scheduler; the transport serves
+//! the memory by itself. As a destination
 //! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
-//! reads ([`mover`]), and asks for confirmation. Each request ([`load`]) lives by the rules of
-//! [`life`](crate::rules::life) ([`drive`]). Where the source still computes it, it is read as it grows
-//! ([`growth`]).
+//! reads ([`mover`]), compares what it has with what the source holds ([`audit`]), and asks for
+//! confirmation. Each request ([`load`]) lives by the rules of [`life`](crate::rules::life) ([`drive`]).
+//! Where the source still computes it, it is read as it grows ([`growth`]).
 
+mod audit;
 mod core;
 mod drive;
 mod growth;
@@ -18,7 +20,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_layout::Manifest;
-use tracing::{Instrument, info_span};
+use tracing::{Instrument, info_span, warn};
 
 use self::core::Core;
 use self::drive::drive;
@@ -29,8 +31,10 @@ use crate::background::Background;
 use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::metrics::WorkerMetrics;
+use crate::source::service::Service;
 use crate::wire::link::Caller;
 use crate::wire::message::Card;
+use crate::wire::version::Version;
 
 /// The worker half of an agent. Dropping it cancels what is under way and ends its threads.
 #[derive(Debug)]
@@ -62,10 +66,21 @@ impl Worker {
             keepalive: options.keepalive,
         };
         let metrics = Arc::new(WorkerMetrics::default());
-        let rank = Rank::new(manifest, options.ranks, carrier);
+        let background = Background::start("kvferry-worker")?;
+        let mut rank = Rank::new(manifest, options.ranks, carrier);
+        if options.version >= Version::TASKS {
+            let (manifest, carrier) = (rank.manifest.clone(), rank.carrier.clone());
+            match Service::start(&options, manifest, carrier, &background) {
+                Ok(card) => rank.service = Some(card),
+                // It can be read all the same.
+                Err(error) => {
+                    warn!(%error, "this rank takes no tasks: readers cannot audit what they read")
+                }
+            }
+        }
         let peers = Peers::new(rank, caller, metrics.clone());
-        let core = Arc::new(Core::new(peers, options.concurrent, metrics)?);
-        Ok(Self { core, options, background: Background::start("kvferry-worker")? })
+        let core = Arc::new(Core::new(peers, options.concurrent, options.audit, metrics)?);
+        Ok(Self { core, options, background })
     }
 
     /// What this rank makes known to other engines, through its scheduler.

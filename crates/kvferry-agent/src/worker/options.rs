@@ -1,7 +1,9 @@
 //! How a worker is set up.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
+use crate::rules::audit::Audit;
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 
@@ -10,12 +12,18 @@ use crate::wire::version::Version;
 pub struct WorkerOptions {
     /// How many ranks the engine has: a request is done when each of them has read it.
     pub ranks: u32,
+    /// Where to listen for tasks from the engine's own scheduler. Port 0 means any free one.
+    pub bind: SocketAddr,
+    /// The host to give to the scheduler, where it is not the address to listen on.
+    pub advertise: Option<String>,
     /// How peers prove who they are.
     pub trust: Trust,
     /// How long a handshake with a new engine may take, tries and pauses included.
     pub handshake: Duration,
     /// How many requests read at once; the others wait in the queue.
     pub concurrent: usize,
+    /// How many of the requests are audited: compared with what the source holds before they are used.
+    pub audit: Audit,
     /// A quiet connection to another engine is tried this often.
     pub keepalive: Duration,
     /// The protocol to speak.
@@ -27,9 +35,12 @@ impl WorkerOptions {
     pub fn new(ranks: u32) -> Self {
         Self {
             ranks,
+            bind: ([127, 0, 0, 1], 0).into(),
+            advertise: None,
             trust: Trust::Loopback,
             handshake: Duration::from_secs(10),
             concurrent: 64,
+            audit: Audit::SAMPLED,
             keepalive: Duration::from_secs(5),
             version: Version::CURRENT,
         }

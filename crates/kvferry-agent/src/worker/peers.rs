@@ -14,11 +14,14 @@ use tracing::{debug, info, warn};
 use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
+use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::Fingerprint;
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links, Told};
-use crate::wire::message::{Card, Incarnation, Known, Question, Reply, Sought, Ticket};
+use crate::wire::message::{
+    Card, Incarnation, Known, Question, Reply, ServiceCard, Sought, Ticket,
+};
 use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.
@@ -31,6 +34,10 @@ const FORMER: usize = 64;
 pub(super) struct Peers {
     pub(super) rank: Rank,
     links: Links,
+    /// A connection of their own: answers to audits take a while, and others would wait behind them.
+    pub(super) audits: Links,
+    /// What is known of the pairs that this rank is part of, by the life of the other engine.
+    trials: Mutex<HashMap<Incarnation, Arc<Mutex<Trial>>>>,
     known: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Acquaintance>>>>,
     metrics: Arc<WorkerMetrics>,
 }
@@ -42,9 +49,11 @@ pub(super) struct Rank {
     pub(super) number: u32,
     /// How many ranks its engine has.
     ranks: u32,
-    manifest: Arc<Manifest>,
+    pub(super) manifest: Arc<Manifest>,
     manifest_bytes: Vec<u8>,
-    carrier: Arc<dyn Carrier>,
+    pub(super) carrier: Arc<dyn Carrier>,
+    /// Where it takes tasks.
+    pub(super) service: Option<ServiceCard>,
 }
 
 /// What is known of the engine at one address.
@@ -65,6 +74,10 @@ pub(super) struct SourceEngine {
     pub(super) plan: Arc<Plan>,
     /// For every source of the plan; `None` where nothing is read.
     pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
+    /// The number of each of them in its engine.
+    pub(super) ranks: Vec<u32>,
+    /// What audits have found.
+    pub(super) trial: Arc<Mutex<Trial>>,
 }
 
 impl Rank {
@@ -76,6 +89,7 @@ impl Rank {
             manifest_bytes: manifest.to_bytes(),
             manifest: Arc::new(manifest),
             carrier,
+            service: None,
         }
     }
 
@@ -86,13 +100,16 @@ impl Rank {
             manifest: self.manifest_bytes.clone(),
             transport: self.carrier.name().to_owned(),
             description: self.carrier.describe()?,
+            service: self.service.clone(),
         })
     }
 }
 
 impl Peers {
     pub(super) fn new(rank: Rank, caller: Caller, metrics: Arc<WorkerMetrics>) -> Self {
-        Self { rank, links: Links::new(caller), known: Mutex::default(), metrics }
+        let (known, trials) = (Mutex::default(), Mutex::default());
+        let audits = Links::new(caller.clone());
+        Self { rank, links: Links::new(caller), audits, trials, known, metrics }
     }
 
     /// The engine of a ticket, shaken hands with if need be.
@@ -106,6 +123,10 @@ impl Peers {
         let met = timeout_at(deadline.into(), met).await;
         let met = met
             .unwrap_or_else(|_| Err(Failure::PeerGone("the handshake takes too long".to_owned())));
+        let met = met.and_then(|engine| {
+            let refused = engine.trial.lock().refused().map(str::to_owned);
+            refused.map_or(Ok(engine), |reason| Err(Failure::Refused(reason)))
+        });
         if met.is_err() {
             // An engine that is gone is forgotten, once nobody waits for it.
             let mut known = self.known.lock();
@@ -184,6 +205,7 @@ impl Peers {
         let plan =
             plan.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
         let plan = plan.map_err(|error| Failure::Refused(error.to_string()))?;
+        let ranks = cards.iter().map(|card| card.rank).collect();
         let sources = self.connect(&plan, cards, deadline).await?;
         if version < Version::GRANTS {
             warn!(
@@ -205,8 +227,20 @@ impl Peers {
         }
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
-        let (plan, sources) = (Arc::new(plan), Arc::new(sources));
-        Ok(SourceEngine { address: address.to_owned(), incarnation, plan, sources })
+        let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
+        Ok(SourceEngine { address: address.to_owned(), incarnation, plan, sources, ranks, trial })
+    }
+
+    /// What audits have found of this life of an engine, also over an earlier handshake.
+    fn trial(&self, incarnation: Incarnation) -> Arc<Mutex<Trial>> {
+        let mut trials = self.trials.lock();
+        if trials.len() >= FORMER && !trials.contains_key(&incarnation) {
+            // What was refused stays so, and what is in use is its owners' as well.
+            trials.retain(|_, trial| {
+                Arc::strong_count(trial) > 1 || trial.lock().refused().is_some()
+            });
+        }
+        trials.entry(incarnation).or_default().clone()
     }
 
     /// Whether the two sides fit: the cards of the ranks to read, and the protocol that is spoken.

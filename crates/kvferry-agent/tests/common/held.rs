@@ -8,9 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{Carrier, Source};
+use kvferry_digest::{Digest, Program};
 use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
 
 use super::eventually;
+use super::memory::look;
 
 /// A transport in one process whose reads do what a test says.
 #[derive(Debug)]
@@ -89,6 +91,10 @@ impl Carrier for Held {
         let price = |i: usize| f64::from_le_bytes(description[8 * i..][..8].try_into().unwrap());
         let price = Price { launch: price(0), copy: price(1), byte: price(2) };
         Ok(Box::new(HeldSource { reads: self.reads.clone(), price }))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        look(program, deadline)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
+use kvferry_digest::{Digest, Program};
 use kvferry_layout::{ByteCopy, Loops, Price, Region};
 
 use super::error::Error;
@@ -104,6 +105,14 @@ pub trait Transport: Send + Sync + Sized + 'static {
     ) -> Result<Self::Operation, Error> {
         let copies: Vec<ByteCopy> = loops.copies().collect();
         self.read(peer, &copies, deadline)
+    }
+
+    /// The digests of a program's parts, all of which must lie in memory registered here. Waits for
+    /// them, `deadline` at most. A back end that has no means to look at its memory answers
+    /// [`Error::Unsupported`].
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        let _ = (program, deadline);
+        Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
     }
 
     /// What this transport has done so far.

@@ -13,6 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvferry_digest::{Digest, Program};
 use kvferry_layout::{ByteCopy, Price, Region};
 use parking_lot::Mutex;
 
@@ -20,6 +21,7 @@ use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
+use crate::shared::look;
 use crate::shared::random::random;
 use crate::tcp::{Tcp, TcpOptions, TcpPeer};
 
@@ -216,6 +218,10 @@ impl Transport for Local {
             self.workers.post(operation, direct.clone());
         }
         Ok(Transfer::posted(opened.custody))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        look::digest(&self.tcp.desk().regions, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {

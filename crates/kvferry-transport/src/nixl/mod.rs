@@ -21,12 +21,14 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvferry_digest::{Digest, Program};
 use kvferry_layout::{ByteCopy, Place, Price, Region};
 use parking_lot::{Condvar, Mutex};
 
 use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
 use crate::shared::Transfer;
 use crate::shared::desk::Desk;
+use crate::shared::look;
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
@@ -267,6 +269,10 @@ impl Transport for Nixl {
             self.state.changed.notify_all();
         }
         Ok(Transfer::posted(opened.custody))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        look::digest(&self.state.desk.regions, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {

@@ -6,6 +6,7 @@ mod counters;
 pub(crate) mod custody;
 mod deadlines;
 pub(crate) mod desk;
+pub(crate) mod look;
 mod merge;
 pub(crate) mod random;
 pub(crate) mod rate;

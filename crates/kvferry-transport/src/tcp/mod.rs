@@ -15,6 +15,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use kvferry_digest::{Digest, Program};
 use kvferry_layout::{ByteCopy, Price, Region};
 use parking_lot::Mutex;
 
@@ -24,6 +25,7 @@ use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
 use crate::shared::desk::Desk;
+use crate::shared::look;
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
@@ -202,6 +204,10 @@ impl Transport for Tcp {
             client.post(Chunked::new(opened.custody.clone(), opened.copies));
         }
         Ok(Transfer::posted(opened.custody))
+    }
+
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        look::digest(&self.desk.regions, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {

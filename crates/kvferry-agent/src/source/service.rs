@@ -1,0 +1,120 @@
+//! The worker's door, through which its own scheduler hands it tasks.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_digest::{Held, Program};
+use kvferry_layout::Manifest;
+use tokio::net::TcpListener;
+use tracing::{debug, warn};
+
+use crate::background::{Background, after};
+use crate::carrier::Carrier;
+use crate::error::Error;
+use crate::rules::grant::Grant;
+use crate::wire::door::{Door, Host, Limits};
+use crate::wire::message::{Incarnation, Question, Reply, ServiceCard, Welcome};
+use crate::wire::task::{Task, TaskReply, Token};
+use crate::wire::version::Version;
+use crate::worker::WorkerOptions;
+
+/// A rank that takes tasks.
+#[derive(Debug)]
+pub(crate) struct Service {
+    token: Token,
+    rank: Arc<Rank>,
+}
+
+/// What a task needs of the rank.
+#[derive(Debug)]
+struct Rank {
+    manifest: Arc<Manifest>,
+    carrier: Arc<dyn Carrier>,
+}
+
+impl Service {
+    /// Opens the door, on the worker's own thread. What it returns is for the rank's card.
+    pub(crate) fn start(
+        options: &WorkerOptions,
+        manifest: Arc<Manifest>,
+        carrier: Arc<dyn Carrier>,
+        background: &Background,
+    ) -> Result<ServiceCard, Error> {
+        options.trust.check_bind(options.bind)?;
+        let failed = |error: std::io::Error| Error::Io {
+            what: format!("listening on {}", options.bind),
+            kind: error.kind(),
+        };
+        let listener = std::net::TcpListener::bind(options.bind).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        let address = crate::wire::door::advertised(options.advertise.as_deref(), bound)?;
+        let listener = {
+            let _inside = background.handle().enter();
+            TcpListener::from_std(listener).map_err(failed)?
+        };
+        let mut token = Token([0; 16]);
+        getrandom::fill(&mut token.0)?;
+        let service = Self { token, rank: Arc::new(Rank { manifest, carrier }) };
+        // One scheduler, and another while it restarts.
+        let limits = Limits { connections: 16, strangers: 16, ..Limits::default() };
+        let door = Arc::new(Door::new(options.trust.clone(), options.version, limits));
+        background.spawn(door.serve(listener, Arc::new(service)));
+        Ok(ServiceCard { address, token })
+    }
+}
+
+impl Host for Service {
+    fn welcome(&self) -> Welcome {
+        // Leases, and the life that they belong to, are the scheduler's.
+        let engine = self.rank.manifest.engine().to_owned();
+        Welcome { engine, incarnation: Incarnation(0), term_ms: 0 }
+    }
+
+    async fn answer(&self, who: &str, _: Version, question: Question) -> Reply {
+        match question {
+            Question::Ping => Reply::Done,
+            Question::Do { token, grant, patience_ms, task } if token == self.token => {
+                let (rank, until) = (self.rank.clone(), after(Duration::from_millis(patience_ms)));
+                let done = tokio::task::spawn_blocking(move || rank.work(&grant, &task, until));
+                let reply = done.await;
+                let reply =
+                    reply.unwrap_or_else(|_| TaskReply::Gone("the task broke off".to_owned()));
+                debug!(who, done = !matches!(reply, TaskReply::Gone(_)), "did a task");
+                Reply::Task(reply)
+            }
+            Question::Do { .. } => {
+                warn!(
+                    who,
+                    "somebody else than the engine's own scheduler hands out tasks: refused"
+                );
+                Reply::Refused("only the engine's own scheduler gives tasks to a rank".to_owned())
+            }
+            _ => Reply::Refused("this is a rank: ask the engine's scheduler".to_owned()),
+        }
+    }
+}
+
+impl Rank {
+    /// Does a task, until its time is up.
+    fn work(&self, grant: &Grant, task: &Task, until: Instant) -> TaskReply {
+        match task {
+            Task::Digest { key, parts } => {
+                let tables: Vec<(u64, &[u32])> =
+                    grant.tables.iter().map(|table| (table.first, &table.blocks[..])).collect();
+                let held = Held { manifest: &self.manifest, tokens: grant.tokens, tables: &tables };
+                let program = match Program::new(held, key, parts) {
+                    Ok(program) => program,
+                    Err(error) => return TaskReply::Refused(error.to_string()),
+                };
+                match self.carrier.digest(&program, until) {
+                    Ok(digests) => TaskReply::Digests(digests),
+                    Err(error @ kvferry_transport::Error::Unsupported(_)) => {
+                        TaskReply::Unable(error.to_string())
+                    }
+                    Err(error) => TaskReply::Gone(error.to_string()),
+                }
+            }
+        }
+    }
+}
