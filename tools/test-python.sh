@@ -10,7 +10,9 @@ cd "$(dirname "$0")/.."
 python=$(tools/python-env.sh dev)
 # What kvferry's own rules say about real models, to compare with.
 KVFERRY_MANIFESTS=$(tools/manifests.sh)
-export KVFERRY_MANIFESTS OMP_NUM_THREADS=1
+# Two hosts on this machine, and the wire between them.
+KVFERRY_WIRE=$(dirname "$(dirname "$KVFERRY_MANIFESTS")")/kvferry-wire
+export KVFERRY_MANIFESTS KVFERRY_WIRE OMP_NUM_THREADS=1
 
 # From elsewhere: the installed package is tested, not the source tree. A folder is a process: engines
 # are forked, which a process whose threads have worked does not survive.

@@ -57,10 +57,12 @@ class Pair:
     """A prefill server, a decode server and a router.
 
     `serve` is added to what starts the servers, `transfer` to their `--kv-transfer-config`, and `extra`
-    to its `kv_connector_extra_config`; `only` is more of the last, for one server.
+    to its `kv_connector_extra_config`; `only` is more of the last, for one server. `hosts` says where each
+    runs, if not all on this machine's own loopback.
     """
 
-    def __init__(self, model, folder, serve, transfer, extra, only=None):
+    def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None):
+        self.hosts = hosts or {}
         self.model, self.folder = str(model), Path(folder)
         self.serve, self.transfer, self.extra, self.only = serve, transfer, extra, only or {}
         self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -93,6 +95,7 @@ class Pair:
     def command(self, who):
         words = readme_commands()[who]
         for name, port in PORTS.items():
+            words = [word.replace(f"127.0.0.1:{port}", f"{self.address(name)}:{port}") for word in words]
             words = [re.sub(rf"\b{port}\b", str(self.ports[name]), word) for word in words]
         if who == "router":
             # A metrics port of its own, and a health check that does not take a minute.
@@ -113,8 +116,9 @@ class Pair:
         for name in who:
             with open(self.log(name), "ab") as log:
                 # In a session of its own, so that it can be ended with all its children.
+                entered = self.hosts[name].enter if name in self.hosts else []
                 self.processes[name] = subprocess.Popen(
-                    self.command(name),
+                    [*entered, *self.command(name)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -152,8 +156,11 @@ class Pair:
             self.kill(name)
         assert not late, f"{late} did not end within {STOP} s of being asked to"
 
+    def address(self, name):
+        return self.hosts[name].address if name in self.hosts else "127.0.0.1"
+
     def url(self, name):
-        return f"http://127.0.0.1:{self.ports[name]}"
+        return f"http://{self.address(name)}:{self.ports[name]}"
 
     def client(self, name):
         return self.clients[name]
