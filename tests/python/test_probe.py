@@ -11,10 +11,11 @@ from stand_in import order_convolutions  # first: it sets the environment up
 
 # isort: split
 import kvferry.vllm
+import numpy as np
 import pytest
 import torch
 from kept import Attention, Latent, Topology, linear, mamba1, mamba2
-from kvferry.vllm import Unsupported, asking
+from kvferry.vllm import Unsupported, asking, probe
 from kvferry.vllm.logs import logger
 from pools import Engine
 from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d
@@ -367,3 +368,34 @@ def test_states_without_a_way_to_ask_are_said(said):
     ((level, line),) = said
     assert level == "WARNING" and "LINEAR_ATTN could not be asked" in line
     assert "there is no way yet to call the kernels that update linear states" in line
+
+
+class TestRuns:
+    """Turning an order of numbers into even runs."""
+
+    def runs(self, offsets):
+        """By token and number, of one head, in numbers of 4 bytes."""
+        at = np.asarray(offsets, np.int64)[:, None, :] * 4
+        return probe.runs(probe.Places(("token", "head", "dim"), at, 4), head=1)
+
+    def test_what_is_even_is_one_run(self):
+        offsets = np.arange(32).reshape(4, 8)
+        assert self.runs(offsets) == [probe.Run(0, 8, 0, 0, 0, 8, 1)]
+        assert self.runs(offsets.T) == [probe.Run(0, 4, 0, 0, 0, 1, 8)]
+
+    def test_tiles(self):
+        # Tiles of 2 tokens; pairs of numbers.
+        t, d = np.arange(4).reshape(4, 1), np.arange(4).reshape(1, 4)
+        offsets = 100 + t // 2 * 8 + t % 2 * 2 + d // 2 * 4 + d % 2
+        runs = self.runs(offsets)
+        assert runs == [probe.Run(0, 2, 100, 2, 8, 2, 1), probe.Run(2, 4, 104, 2, 8, 2, 1)]
+
+    def test_what_is_not_even_is_none(self):
+        assert self.runs([[0, 1], [1, 3]]) is None
+        assert self.runs([[0], [1], [5], [6], [11], [12]]) is None
+
+    def test_nor_what_runs_backwards(self):
+        assert self.runs([[3, 2], [1, 0]]) is None
+
+    def test_nor_what_was_not_found(self):
+        assert self.runs([[0, 1], [2, -1]]) is None

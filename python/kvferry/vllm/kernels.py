@@ -32,7 +32,7 @@ def indexer(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) 
 
 def recurrent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
     kind = specs.recurrent_kind("", spec)
-    if kind not in _RECURRENT:
+    if not updates(kind):
         raise CannotAsk(f"there is no way yet to call the kernels that update {kind} states")
     return _States(module, kind, dtype, lengths)
 
@@ -70,6 +70,11 @@ def offers_update(backend: Any) -> str | None:
     if not callable(getattr(backend.get_impl_cls(), "do_kv_cache_update", None)):
         return "it offers no update of its cache"
     return None
+
+
+def updates(kind: str) -> bool:
+    """Whether the kernels of a kind of recurrent layers can be asked."""
+    return kind in _RECURRENT
 
 
 class _Attention:
@@ -201,16 +206,19 @@ def _sections(module: Any, kind: str, lengths: Lengths) -> dict[str, Any]:
     """The channels of each section of a convolution, as the layer itself takes them apart."""
     import torch
 
-    names = [name for name in lengths if name.startswith("conv.")]
+    told = [tensor for tensor in specs.KINDS[kind]["tensors"] if tensor["packing"] == "convolution"]
+    names = [state["name"] for tensor in told for state in tensor["states"]]
     sizes = [lengths[name][0] for name in names]
     order = torch.arange(sum(sizes))
     parts = list(order.split(sizes))
     split = getattr(module, _SPLITS.get(kind, ""), None)
     if split is not None:
-        found = [part.flatten().to(torch.int64) for part in split(order.float().unsqueeze(0))]
         # Some layers repeat keys for several heads.
-        if [len(part) for part in found] == sizes:
-            parts = found
+        taken = split(order.float().unsqueeze(0))
+        parts = [torch.unique_consecutive(part.flatten().to(torch.int64)) for part in taken]
+        if [len(part) for part in parts] != sizes:
+            found = [len(part) for part in parts]
+            raise CannotAsk(f"it takes a convolution apart in {found} channels instead of {sizes}")
     return dict(zip(names, parts, strict=True))
 
 
