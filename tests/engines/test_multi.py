@@ -12,6 +12,7 @@ import prometheus_client
 import pytest
 from environment import REMOTE_DECODE
 from exact import check, hand_over, nothing_left, prompts
+from life.test_held import let_states_be_cached
 from offload import OFFLOAD
 
 MORE = pytest.mark.more
@@ -19,6 +20,8 @@ MORE = pytest.mark.more
 PREFILL = (("leases_granted_total", {}), ("leases_confirmed_total", {}))
 DECODE = (("loads_total", {"outcome": "done"}), ("load_seconds_count", {}))
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+#: vLLM offloads states only where prefixes are cached.
+STATES = {"prefix": True, "prepare": [let_states_be_cached]}
 BESIDE = {"multi": ([OFFLOAD], []), "disable_log_stats": False}
 BEHIND = {"multi": ([], [OFFLOAD]), "disable_log_stats": False}
 
@@ -30,10 +33,10 @@ def one_kind(**options):
 #: By name: the model and its two engines.
 PAIRS = {
     "attention": ("qwen3", one_kind(block_size=32, **BESIDE)),
-    "hybrid": ("nemotron_h", one_kind(**BESIDE)),
+    "hybrid": ("nemotron_h", one_kind(**STATES, **BESIDE)),
     "windows": ("gemma3", one_kind(block_size=32, **BESIDE)),
     "behind": ("qwen3", one_kind(block_size=32, **BEHIND)),
-    "two stages": ("nemotron_h", one_kind(**STAGES, **BESIDE)),
+    "two stages": ("nemotron_h", one_kind(**STATES, **STAGES, **BESIDE)),
 }
 engines = pytest.fixture(scope="module")(lambda fleet: lambda name: _engines(fleet, name))
 
@@ -110,6 +113,42 @@ def test_a_dead_prefill_engine(serve, policy):
     assert decode.idle() == 0
 
 
+#: A connector that knows nothing of groups, and one that hands over as ours does.
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+OURS = {"kv_connector": "FerryConnector", "kv_role": "kv_both"}
+RIVAL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (([], [RIVAL]), "FerryConnector and NixlConnector are in one MultiConnector"),
+        pytest.param(([OURS], []), "FerryConnector is in the MultiConnector more than once", marks=MORE),
+    ],
+)
+def test_two_that_claim_a_request_are_refused_by_name(serve, others, words):
+    with pytest.raises(AssertionError, match=words):
+        serve("qwen3", "kv_both", multi=others)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3", marks=MORE)])
+def test_beside_a_connector_that_knows_no_groups(serve, tmp_path, capfd, kind):
+    """vLLM's example keeps prompts in files. With it, vLLM keeps windows in full, and finishes requests
+    by another hook."""
+    extra = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    options = {"multi": ([], [EXAMPLE | extra]), "block_size": 32, "disable_log_stats": False}
+    prefill, decode = (serve(kind, role, **options) for role in ("kv_producer", "kv_consumer"))
+    check(prefill, decode, lengths=(33, 100), seed="example")
+    said = "".join(capfd.readouterr())
+    assert "because of ExampleConnector beside FerryConnector, which knows no groups of layers" in said
+
+
+@MORE
+def test_states_beside_it_are_refused_by_vllm(serve):
+    with pytest.raises(AssertionError, match="Failed to promote local KV cache specs"):
+        serve("nemotron_h", "kv_both", multi=([EXAMPLE], []))
+
+
 class Forgetful:
     """An engine whose other connector keeps nothing from one request to the next."""
 
@@ -128,8 +167,9 @@ class Forgetful:
 
 
 def forget(engine):
-    """What the offloading connector has kept; its scheduler's half decides."""
+    """What the offloading connector has kept, and vLLM itself; the scheduler's half decides."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    engine.llm_engine.reset_prefix_cache()
     assert scheduler.connector.reset_cache() is not None
 
 

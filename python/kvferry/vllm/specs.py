@@ -68,6 +68,18 @@ CPU = "CPU_ATTN"
 #: The back end of delta nets, whose CPU kernels keep a state by key and then by value.
 DELTA_NET = "GDN_ATTN"
 
+#: Connectors that hand requests over by parameters of the same names as ours.
+HAND_OVER = frozenset(
+    {
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "P2pNcclConnector",
+    }
+)
+
 #: Every token is kept, or looked at.
 FULL: Fact = {"tokens": None, "chunk": 1, "extra": 0}
 
