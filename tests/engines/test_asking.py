@@ -1,14 +1,10 @@
 """At its start an engine's own kernels are asked where they write, for everything that runs on a CPU."""
 
-import time
-from types import SimpleNamespace
-
+import gpu_asking
 import patches
 import pytest
 import standins
-
-from kvferry.vllm import asking
-from kvferry.vllm.asking import Asking
+from asked import answers, own_time, remember
 
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
@@ -55,30 +51,18 @@ MOST = 1.0
 )
 def test_every_kernel_is_asked_and_agrees(serve, engine):
     kind, options, wanted = ENGINES[engine]
-    prepare = [*options.get("prepare", ()), remember]
+    prepare = [*options.get("prepare", ()), remember, own_time]
     server = serve(kind, "kv_both", **options | {"prepare": prepare})
     asked, not_asked, seconds = server.call(answers)
     assert (asked, not_asked) == (wanted, {})
     assert seconds < MOST
 
 
-# In the engine's process.
-
-_ASKED = []
-
-
-def remember():
-    # Other tests may run on this machine: what counts is this process's own time.
-    asking.time = SimpleNamespace(monotonic=time.process_time)
-    report = Asking.report
-
-    def report_seen(self):
-        _ASKED.append(self)
-        report(self)
-
-    Asking.report = report_seen
-
-
-def answers(_engine):
-    (made,) = _ASKED
-    return made._asked, made._not_asked, made._seconds
+def test_what_runs_on_a_gpu_does_not_rot(capsys):
+    with gpu_asking.models() as models:
+        assert gpu_asking.check(models, "attention", ("qwen3", {}, {"CPU_ATTN"}))
+        # One that was not asked is an error.
+        assert not gpu_asking.check(models, "other", ("qwen3", {}, {"FLASH_ATTN"}))
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert right.startswith("attention: asked CPU_ATTN in ")
+    assert wrong.startswith("other: WRONG: asked CPU_ATTN instead of FLASH_ATTN")
