@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from . import specs
@@ -403,6 +404,7 @@ def _import(name: str) -> Any:
     return import_module(name)
 
 
+@lru_cache(maxsize=4)
 def _numbers(shape: tuple[int, ...], device: Any) -> Any:
     """The same numbers each time: uneven, of both signs, and far from zero."""
     import torch

@@ -24,6 +24,10 @@ MOST_BYTES = 256 << 20
 BLOCK = 1
 
 
+#: Bits that are enough to count the numbers of a state.
+_STATE = 40
+
+
 class CannotAsk(Exception):
     """Why a kernel cannot be asked."""
 
@@ -105,16 +109,19 @@ class Answer:
             int(self.bytes_.max(initial=0)),
             *(int(places.at.max()) + places.size for places in described.values()),
         )
-        state, number = (np.full(whole, -1, np.int64) for _ in range(2))
+        # For each byte the state and its number in one figure, which makes one array to look in.
+        held = np.full(whole, -1, np.int64)
         for index, name in enumerate(self.states):
             places = described[name]
-            at = places.at.reshape(-1, 1) + np.arange(places.size)
-            state[at] = index
-            number[at] = np.arange(len(at))[:, None]
-        wrong = (state[self.bytes_] != self.state) | (number[self.bytes_] != self.number)
-        for index, (name, lengths) in enumerate(self.states.items()):
-            found = np.unique(self.number[self.state == index])
-            if wrong[self.state == index].any() or len(found[found >= 0]) < np.prod(lengths):
+            numbers = np.arange(places.at.size) + (index << _STATE)
+            for byte in range(places.size):
+                held[places.at.ravel() + byte] = numbers
+        wrong = held[self.bytes_] != np.where(self.number < 0, -2, self.number + (self.state << _STATE))
+        for index, name in enumerate(self.states):
+            own = self.state == index
+            found = np.zeros(described[name].at.size, bool)
+            found[self.number[own]] = True
+            if wrong[own].any() or not found.all():
                 places = described[name]
                 written = self.places(name, places.axes, places.size)
                 return f"'{name}' should lie {places}, but its kernel wrote it {written}"
@@ -135,16 +142,22 @@ def ask(kernel: Kernel, tensor: Any) -> Answer:
     with torch.inference_mode():
         kernel.write(cache, signs)
         first, beside = page.clone(), [part.clone() for part in outside]
-        labels = torch.zeros(len(page), dtype=torch.int64, device=tensor.device)
-        strays = False
-        for bit, flip in enumerate(_flips(kernel.states)):
-            page.zero_()
-            kernel.write(cache, {name: _signed(signs[name], flip(name)) for name in signs})
-            labels |= (page != first).to(torch.int64) << bit
-            if bit == 0:
-                strays = any(bool((now != then).any()) for now, then in zip(outside, beside, strict=True))
-        held = torch.nonzero(labels).flatten()
-        return _read(kernel.states, held.cpu().numpy(), labels[held].cpu().numpy(), strays)
+        # All signs change first: what stays the same then holds nothing.
+        everything, *rounds = _flips(kernel.states)
+        _again(kernel, cache, page, signs, everything)
+        held = torch.nonzero(page != first).flatten()
+        strays = any(bool((now != then).any()) for now, then in zip(outside, beside, strict=True))
+        before = first[held]
+        labels = torch.zeros(len(held), dtype=torch.int64, device=tensor.device)
+        for bit, flip in enumerate(rounds):
+            _again(kernel, cache, page, signs, flip)
+            labels |= (page[held] != before).to(torch.int64) << bit
+        return _read(kernel.states, held.cpu().numpy(), labels.cpu().numpy(), strays)
+
+
+def _again(kernel: Kernel, cache: Any, page: Any, signs: Mapping[str, Any], flip: _Flip) -> None:
+    page.zero_()
+    kernel.write(cache, {name: _signed(signs[name], flip(name)) for name in signs})
 
 
 def _scratch(tensor: Any) -> tuple[Any, Any, list[Any]]:
@@ -214,8 +227,6 @@ def _read(
     states: dict[str, tuple[int, ...]], held: Numbers, labels: Numbers, outside: bool
 ) -> Answer:
     """What bytes hold, from the rounds in which they changed: a bit for each."""
-    known = (labels & 1).astype(bool)
-    labels = labels >> 1
     bits = _bits(len(states))
     state, labels = labels & ((1 << bits) - 1), labels >> bits
     positions = []
@@ -225,7 +236,7 @@ def _read(
         labels = labels >> bits
     number = np.full(len(held), -1, np.int64)
     for index, lengths in enumerate(states.values()):
-        own = known & (state == index)
+        own = state == index
         for axis, position in enumerate(positions):
             # A state without this axis does not change with it.
             own &= position < (lengths[axis] if axis < len(lengths) else 1)
