@@ -7,18 +7,21 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=$1
 maturin=1.16.0 mypy=2.4.1
+# For the rules by which it chooses how to hand over; without all that it needs to run.
+dynamo=1.6.1
 base=$(tools/vllm-env.sh)
 root="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
 env="$root/python-$profile-$(printf '%s' "$PWD" | sha256sum | cut -c1-12)-$(basename "$(dirname "$(dirname "$base")")")"
 python="$env/bin/python"
 
-if [ ! -e "$env/complete-$maturin-$mypy" ]; then
+if [ ! -e "$env/complete-$maturin-$mypy-$dynamo" ]; then
   rm -rf "$env"
   "$base" -m venv --without-pip "$env"
   "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
     >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   "$base" -m uv pip install --quiet --python "$python" "maturin==$maturin" "mypy==$mypy"
-  touch "$env/complete-$maturin-$mypy"
+  "$base" -m uv pip install --quiet --python "$python" --no-deps "ai-dynamo==$dynamo"
+  touch "$env/complete-$maturin-$mypy-$dynamo"
 fi
 
 # The wheel, as `pip install .` makes it. The target directory is cargo's own, so that only what changed

@@ -127,11 +127,13 @@ def _serve(pipe, model, role, options):
             kv_role=role,
             kv_connector_extra_config=options.pop("extra", {}),
         )
-        if options.pop("multi", False):
+        # Others before ours, and others after it.
+        if (others := options.pop("multi", None)) is not None:
+            before, after = others
             connector = dict(
                 kv_connector="MultiConnector",
                 kv_role=role,
-                kv_connector_extra_config={"connectors": [connector]},
+                kv_connector_extra_config={"connectors": [*before, connector, *after]},
             )
         policy = options.pop("failure", "fail")
         usual = dict(

@@ -5,11 +5,16 @@ neither server may hold a block.
 """
 
 import contextlib
+import json
 import random
 import re
+import subprocess
+import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import openai
@@ -233,6 +238,69 @@ def test_aborts_cost_nobody_else_anything(pair):
 def test_a_lease_that_nobody_uses_ends(pair):
     prefill(pair, text(random.Random(4), 400))
     assert pair.used_blocks("prefill", BLOCKS) > 0
+    assert_no_block_is_held(pair)
+
+
+def canary(pair, *arguments):
+    """What an operator runs: its exit code, and what it says."""
+    run = [sys.executable, "-m", "kvferry.vllm.canary", "--json", "--timeout", str(ANSWER)]
+    done = subprocess.run([*run, *arguments], capture_output=True, text=True, timeout=2 * ANSWER)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_canary_sings(pair):
+    before = moved(pair)
+    code, said = canary(pair, pair.url("router"), "--decode", pair.url("decode"))
+    assert (code, said["agree"], said["compared"]) == (0, True, True), said
+    lengths = [case["length"] for case in said["cases"]]
+    assert lengths[-1] > 1000 and moved(pair) - before >= sum(lengths) - len(lengths)
+    servers = ("--prefill", pair.url("prefill"), "--decode", pair.url("decode"))
+    code, said = canary(pair, *servers, "--lengths", "130")
+    assert (code, said["agree"]) == (0, True), said
+    assert_no_block_is_held(pair)
+
+
+class Wrong(BaseHTTPRequestHandler):
+    """A router that lets the prefill server read another prompt: as if the bytes of a block were
+    another request's."""
+
+    pair = None
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        other = [token + 1 for token in asked["prompt"][:-1]] + asked["prompt"][-1:]
+        first = self.pass_on("prefill", asked, other, 1, dict(REMOTE_DECODE))
+        params = first["kv_transfer_params"]
+        said = json.dumps(self.pass_on("decode", asked, asked["prompt"], None, params)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def pass_on(self, who, asked, prompt, tokens, params):
+        asked = asked | {"prompt": prompt, "kv_transfer_params": params}
+        asked["max_tokens"] = tokens or asked["max_tokens"]
+        request = urllib.request.Request(
+            f"{self.pair.url(who)}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER) as answer:
+            return json.loads(answer.read())
+
+
+def test_the_canary_falls_silent_when_a_pair_is_wrong(pair):
+    handler = type("WrongPair", (Wrong,), {"pair": pair})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
+        threading.Thread(target=wrong.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{wrong.server_port}"
+        code, said = canary(pair, url, "--decode", pair.url("decode"), "--lengths", "64,300")
+        wrong.shutdown()
+    assert code == 1 and [case["verdict"] for case in said["cases"]] == ["differ"] * 2, said
     assert_no_block_is_held(pair)
 
 

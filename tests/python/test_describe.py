@@ -8,7 +8,7 @@ import kvferry
 import kvferry.vllm
 import pytest
 import torch
-from kvferry.vllm import Unsupported, probe, refusal, specs
+from kvferry.vllm import Unsupported, refusal, specs
 from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
 from pools import Engine
 from vllm.v1.kv_cache_interface import (
@@ -82,7 +82,8 @@ def test_states_beside_the_usual_ones_are_refused(hybrid):
 
 
 def test_a_back_end_whose_order_is_not_known_is_refused(gqa):
-    with pytest.raises(Unsupported, match="back end ROCM_ATTN keeps keys and values; choose one of"):
+    why = "back end ROCM_ATTN keeps keys and values, and it cannot be asked; choose one of"
+    with pytest.raises(Unsupported, match=why):
         describe(gqa, backends=dict.fromkeys(gqa.layers, "ROCM_ATTN"))
     with pytest.raises(Unsupported, match="back end None"):
         describe(gqa, backends={})
@@ -327,26 +328,6 @@ def test_the_indexer_needs_its_size():
         text.index_head_dim = size
         with pytest.raises(Unsupported, match=f"'model.layers.1.mixer': .*{problem}"):
             describe(engine)
-
-
-class TestRuns:
-    """Turning an order of elements into even runs."""
-
-    def test_what_is_even_is_one_run(self):
-        offsets = torch.arange(32).view(4, 8)
-        assert probe._runs(offsets) == [probe.Run(0, 8, 0, 0, 0, 8, 1)]
-        assert probe._runs(offsets.T) == [probe.Run(0, 4, 0, 0, 0, 1, 8)]
-
-    def test_tiles(self):
-        # Tiles of 2 tokens; pairs of numbers.
-        t, d = torch.arange(4).view(4, 1), torch.arange(4).view(1, 4)
-        offsets = 100 + t // 2 * 8 + t % 2 * 2 + d // 2 * 4 + d % 2
-        runs = probe._runs(offsets)
-        assert runs == [probe.Run(0, 2, 100, 2, 8, 2, 1), probe.Run(2, 4, 104, 2, 8, 2, 1)]
-
-    def test_what_is_not_even_is_none(self):
-        assert probe._runs(torch.tensor([[0, 1], [1, 3]])) is None
-        assert probe._runs(torch.tensor([[0], [1], [5], [6], [11], [12]])) is None
 
 
 def test_unsupported_survives_a_pickle():

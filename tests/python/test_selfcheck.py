@@ -21,6 +21,11 @@ def test_it_finds_this_environment_ready():
     fits = {finding["what"]: finding["fits"] for finding in said["findings"]}
     for what in ("vllm", "plug-in", "connector", "local", "tcp", "nixl"):
         assert fits[what] == "yes", said
+    (kernels,) = [one["says"] for one in said["findings"] if one["what"] == "kernels"]
+    # Known to be side by side, and not to be asked; states that nobody knows how to ask.
+    assert "HPC_ATTN (its cache is written in the midst" in kernels
+    assert "LINEAR (its kernels cannot be called alone; taken for granted)" in kernels
+    assert "CPU_ATTN" not in kernels
     wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
     assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 

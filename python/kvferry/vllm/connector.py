@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from . import logs
+from . import logs, neighbours
 from .messages import Card, Orders
 from .metrics import PromMetrics, Stats
 from .options import Options
@@ -34,6 +34,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
+            neighbours.check()
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 
     # In the scheduler's process.
@@ -50,7 +51,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self.scheduler.agent.publish([metadata[rank].card for rank in sorted(metadata)])
+        by_stage = zip(*(metadata[rank].cards for rank in sorted(metadata)), strict=True)
+        self.scheduler.agent.publish([card for stage in by_stage for card in stage])
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         # Whatever is left out here would be zeroed while the read lands.
@@ -80,6 +82,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Asked instead of the one above where a neighbour in a MultiConnector knows no groups.
+        return self.scheduler.finished(request, (block_ids,))
+
     # In a worker's process.
 
     @property
@@ -91,7 +99,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return Card(self.worker.agent.card()) if self.worker.agent is not None else None
+        assert self.worker.agent is not None
+        cards = neighbours.gather(self.worker.agent.card())
+        return Card(cards) if cards is not None else None
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()

@@ -81,6 +81,7 @@ def manifest(
         _group(layers, number, group, names, needs, kv_cache_config.num_blocks, kv_caches)
         for number, group in enumerate(transferred)
     ]
+    layers.asking.report()
     stages = parallel.pipeline_parallel_size
     return Manifest(
         {

@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from .._core import solve, states
-from . import probe, specs
+from . import kernels, probe, specs
+from .asking import Asking, Make, places
 from .geometry import Regions, View
 from .model import Model
+from .probe import Places
 from .refusal import refuse
 from .specs import Fact, Pages
 
@@ -47,19 +51,28 @@ class Layers:
         self.model = Model(vllm_config, self.tp_size)
         self.regions = Regions()
         self.kinds: list[Fact] = []
+        self.asking = Asking(vllm_config)
 
     def describe(
         self, name: str, layer: str, spec: Any, tensor: Any, blocks: int, need: Fact | None
     ) -> tuple[list[Fact], list[Fact]]:
         """The pieces of a layer and the scratch beside them. Its states are called after `name`;
         `need` is what it looks at where that is less than what its group keeps."""
+        pages = specs.pages_of(layer, spec)
         described = {
             Pages.ATTENTION: self._attention,
             Pages.LATENT: self._latent,
             Pages.INDEXER: self._indexer,
             Pages.STATES: self._recurrent,
-        }[specs.pages_of(layer, spec)]
-        pieces, scratch = described(layer, spec, tensor, View(self.regions, tensor, blocks))
+        }[pages]
+        view = View(self.regions, tensor, blocks)
+        pieces, scratch = described(layer, spec, tensor, view)
+        tokens = None if pages is Pages.STATES else tensor.shape[2]
+
+        def where() -> dict[str, Places]:
+            return _in_full(spec, pages, places(pieces, self.kinds, view, tokens))
+
+        self.asking.check(layer, _KERNELS[pages], spec, tensor, view, pieces, where)
         for piece in pieces:
             piece["state"] = f"{name}/{piece['state']}"
             piece["need"] = need
@@ -130,19 +143,38 @@ class Layers:
     ) -> tuple[list[probe.Run], list[probe.Run]]:
         """Where keys and values lie in a block."""
         backend = self.backends.get(layer)
-        if backend == specs.CPU:
-            tokens = tensor.shape[2]
-            if view.kernel is not None or view.token != tensor.shape[3] * tensor.element_size():
-                raise refuse(layer, "the CPU back end keeps whole blocks, heads outermost")
-            return probe.cpu(layer, spec.dtype, tokens, spec.head_size, spec.head_size_v)
-        if backend not in specs.SIDE_BY_SIDE:
+        size = tensor.element_size()
+        if backend in specs.SIDE_BY_SIDE:
+            return probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
+        if backend == specs.CPU and (
+            view.kernel is not None or view.token != tensor.shape[3] * size
+        ):
+            raise refuse(layer, "the CPU back end keeps whole blocks, heads outermost")
+        tokens, heads = tensor.shape[2], tensor.shape[1]
+        answer = self.asking.answer(
+            layer,
+            kernels.attention,
+            spec,
+            tensor,
+            {"k": (tokens, heads, spec.head_size), "v": (tokens, heads, spec.head_size_v)},
+            kernels.cpu_layer(spec, tokens) if backend == specs.CPU else None,
+        )
+        if answer is None:
             raise refuse(
                 layer,
                 f"it is not known in which order the attention back end {backend} keeps keys and "
-                f"values; choose one of {', '.join(sorted(specs.SIDE_BY_SIDE))} or {specs.CPU}",
+                "values, and it cannot be asked; choose one of "
+                f"{', '.join(sorted(specs.SIDE_BY_SIDE))} or {specs.CPU}",
             )
-        token = view.token // tensor.element_size()
-        return probe.side_by_side(spec.head_size, spec.head_size_v, token)
+        found = [answer.places(name, ("token", "head", "dim"), size) for name in ("k", "v")]
+        keys, values = (probe.runs(where, view.head) for where in found)
+        if keys is None or values is None:
+            raise refuse(
+                layer,
+                f"the order in which the attention back end {backend} keeps a block is not understood: "
+                f"keys {found[0]}; values {found[1]}",
+            )
+        return keys, values
 
     def _latent(
         self, layer: str, spec: Any, tensor: Any, view: View
@@ -217,7 +249,7 @@ class Layers:
             else:
                 (state,) = made["states"]
                 strides = [prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
-                if self._is_transposed(layer):
+                if self._is_transposed(layer, spec, tensor, tensors, size):
                     strides[1:] = [size, shape[1] * size]
                 where = view.at(offset, strides, token=0)
                 pieces.append(self._piece(layer, None, state, where))
@@ -256,12 +288,25 @@ class Layers:
             )
         return sizes
 
-    def _is_transposed(self, layer: str) -> bool:
+    def _is_transposed(
+        self, layer: str, spec: Any, tensor: Any, tensors: Sequence[Fact], size: int
+    ) -> bool:
         """Whether a delta net's state lies in memory by key and then by value, which its shape does not
-        say: vLLM's kernels for CPUs look at it so. (Kimi's nets share the name, but have none.)"""
+        say: asked of its kernels; if they cannot be, those for CPUs look at it so."""
         from vllm.platforms import current_platform
 
-        return self.backends.get(layer) == specs.DELTA_NET and bool(current_platform.is_cpu())
+        if self.backends.get(layer) != specs.DELTA_NET:
+            return False
+        lengths = {
+            state["name"]: tuple(end - start for start, end in state["bounds"])
+            for made in tensors
+            for state in made["states"]
+        }
+        answer = self.asking.answer(layer, kernels.recurrent, spec, tensor, lengths)
+        if answer is None:
+            return bool(current_platform.is_cpu())
+        at = answer.places("ssm", ("head", "value", "key"), size).at
+        return at.shape[2] > 1 and int(at[0, 0, 1] - at[0, 0, 0]) != size
 
     def _convolution(
         self, layer: str, made: Fact, shape: tuple[int, ...], spare: int, offset: int, view: View
@@ -325,6 +370,36 @@ class Layers:
             return ALL_ENTRIES
         first = self.tp_rank % ranks * self.turn
         return {"modulus": ranks * self.turn, "held": [first, first + self.turn]}
+
+
+#: What is asked about each kind of pages.
+_KERNELS: dict[Pages, Make] = {
+    Pages.ATTENTION: kernels.attention,
+    Pages.LATENT: kernels.latent,
+    Pages.INDEXER: kernels.indexer,
+    Pages.STATES: kernels.recurrent,
+}
+
+
+def _in_full(spec: Any, pages: Pages, described: dict[str, Places]) -> dict[str, Places]:
+    """Records that are nothing but numbers of a byte each, number by number: a record's name says in
+    which order they are."""
+    if pages is Pages.ATTENTION and "kv" in described:
+        numbers = {"k": spec.head_size, "v": spec.head_size_v}
+        record = described["kv"]
+    elif pages is Pages.LATENT:
+        numbers = {"latent": spec.head_size}
+        record = described["latent"]
+    else:
+        return described
+    if record.size != sum(numbers.values()) or record.axes[-1] == "dim":
+        return described
+    full, first = {}, 0
+    for name, count in numbers.items():
+        at = record.at[..., None] + first + np.arange(count)
+        full[name] = Places((*record.axes, "dim"), at, 1)
+        first += count
+    return full
 
 
 def _format(layer: str, dtype: Any, tensor: Any) -> tuple[str, int]:

@@ -13,9 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass
 class Card(KVConnectorHandshakeMetadata):
-    """What a rank makes known to other engines, through its scheduler."""
+    """What a rank of the first pipeline stage, and the same one of each later stage, make known to other
+    engines, through their scheduler."""
 
-    card: bytes
+    cards: tuple[bytes, ...]
 
 
 @dataclass

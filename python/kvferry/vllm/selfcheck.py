@@ -89,6 +89,7 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
         yield Finding("vllm", "yes", vllm)
         yield plugin()
         yield connector()
+        yield askable()
     gpus = graphics()
     yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none found")
     for transport in TRANSPORTS:
@@ -157,6 +158,29 @@ def connector() -> Finding:
     if wrong:
         return Finding("connector", "no", "; ".join(wrong), "install a release for this vLLM")
     return Finding("connector", "yes", f"{found.__name__} loads, and its hooks are vLLM's")
+
+
+def askable() -> Finding:
+    """Which of vLLM's back ends can be asked at a server's start where they write, and which cannot."""
+    from . import kernels, specs
+
+    asked, not_asked = [], {}
+    for name, backend in specs.attention_backends():
+        why = kernels.offers_update(backend)
+        if why is None:
+            asked.append(name)
+        elif name in specs.SIDE_BY_SIDE:
+            not_asked[name] = f"{why}; taken for granted"
+        else:
+            not_asked[name] = f"{why}; refused"
+    for name, kind in specs.RECURRENT.items():
+        if kernels.updates(kind):
+            asked.append(name)
+        else:
+            not_asked[name] = "its kernels cannot be called alone; taken for granted"
+    cannot = "; ".join(f"{name} ({why})" for name, why in sorted(not_asked.items()))
+    says = f"{len(asked)} kinds of caches can be asked where they are written"
+    return Finding("kernels", "yes" if asked else "no", f"{says}; not {cannot}" if cannot else says)
 
 
 def differences(connector: type) -> list[str]:

@@ -3,7 +3,7 @@ attention back ends are called, and which of kvferry's facts they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -68,8 +68,35 @@ CPU = "CPU_ATTN"
 #: The back end of delta nets, whose CPU kernels keep a state by key and then by value.
 DELTA_NET = "GDN_ATTN"
 
+#: Connectors that hand requests over by parameters of the same names as ours.
+HAND_OVER = frozenset(
+    {
+        "MoRIIOConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "P2pNcclConnector",
+    }
+)
+
 #: Every token is kept, or looked at.
 FULL: Fact = {"tokens": None, "chunk": 1, "extra": 0}
+
+
+def attention_backends() -> Iterator[tuple[str, Any]]:
+    """vLLM's back ends of keys and values that can be loaded here, by name."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    for name, member in AttentionBackendEnum.__members__.items():
+        if member.value and "MLA" not in name:
+            try:
+                backend = member.get_class()
+                backend.get_impl_cls()
+            except Exception:
+                # For another platform.
+                continue
+            yield name, backend
 
 
 def pages_of(layer: str, spec: Any) -> Pages:
