@@ -13,10 +13,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_layout::{ByteCopy, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
 use parking_lot::Mutex;
 
-use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
+use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
@@ -216,6 +216,29 @@ impl Transport for Local {
             self.workers.post(operation, direct.clone());
         }
         Ok(Transfer::posted(opened.custody))
+    }
+
+    fn rates(&self, peer: &LocalPeer) -> Rates {
+        match &peer.0.direct {
+            Ok(_) => Rates { direct: DIRECT, packed: None },
+            Err(_) => self.tcp.rates(&peer.0.tcp),
+        }
+    }
+
+    fn read_packed(
+        &self,
+        peer: &LocalPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        match &peer.0.direct {
+            Ok(_) => self.read_loops(peer, loops, deadline),
+            Err(_) => self.tcp.read_packed(&peer.0.tcp, loops, deadline),
+        }
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        self.tcp.staging()
     }
 
     fn statistics(&self) -> Statistics {

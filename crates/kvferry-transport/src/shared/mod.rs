@@ -11,5 +11,7 @@ pub(crate) mod random;
 pub(crate) mod rate;
 pub(crate) mod region;
 pub(crate) mod spans;
+pub(crate) mod staging;
+pub(crate) mod walk;
 
 pub use custody::Transfer;
