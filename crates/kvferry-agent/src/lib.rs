@@ -15,7 +15,7 @@
 //! | room | what is in it |
 //! |---|---|
 //! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); why a request can fail |
-//! | `error`, `metrics`, `mailbox`, `background`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports; several of them as one |
+//! | `error`, `metrics`, `mailbox`, `background`, `learned`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; what reads taught about a source; one type for all transports; several of them as one |
 //! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
 //! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `holds` (leases of others that are kept alive), `status`, `options` |
 //! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `core`, `options` |
@@ -29,6 +29,7 @@ mod carrier;
 mod error;
 #[doc(hidden)]
 pub mod fuzz;
+mod learned;
 mod mailbox;
 mod metrics;
 mod rules;
@@ -40,6 +41,7 @@ mod worker;
 pub use carrier::{Carrier, Source, carry, carry_with};
 pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
+pub use kvferry_plan::cost::{Choice, Way};
 pub use metrics::{Described, Timings, catalogue};
 pub use rules::failure::Failure;
 pub use rules::grant::{Fingerprint, Grant};

@@ -39,4 +39,4 @@ pub use contract::{
     Statistics, Status, Transport,
 };
 pub use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
-pub use shared::Transfer;
+pub use shared::{Transfer, carry_out};

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_plan::cost::Choice;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
@@ -41,6 +42,7 @@ impl Core {
     pub(super) fn new(
         peers: Peers,
         concurrent: usize,
+        lowering: Choice,
         metrics: Arc<WorkerMetrics>,
     ) -> Result<Self, Error> {
         Ok(Self {
@@ -48,7 +50,7 @@ impl Core {
             turns: Arc::new(Semaphore::new(concurrent.clamp(1, Semaphore::MAX_PERMITS))),
             notices: Mailbox::default(),
             metrics,
-            mover: Mutex::new(Some(Mover::start()?)),
+            mover: Mutex::new(Some(Mover::start(lowering)?)),
             loads: Mutex::default(),
             next: AtomicU64::new(getrandom::u64()?),
         })
@@ -112,6 +114,7 @@ impl Core {
         let labels = format!("engine=\"{}\",rank=\"{}\"", escape(&rank.engine), rank.number);
         let loads = self.loads();
         let quarantined = loads.iter().filter(|(_, doing)| *doing == QUARANTINED).count();
-        self.metrics.text(&labels, loads.len() - quarantined, quarantined)
+        let staging = rank.carrier.staging();
+        self.metrics.text(&labels, loads.len() - quarantined, quarantined, &staging)
     }
 }

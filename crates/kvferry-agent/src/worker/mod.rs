@@ -62,7 +62,7 @@ impl Worker {
         let metrics = Arc::new(WorkerMetrics::default());
         let rank = Rank::new(manifest, options.ranks, carrier);
         let peers = Peers::new(rank, caller, metrics.clone());
-        let core = Arc::new(Core::new(peers, options.concurrent, metrics)?);
+        let core = Arc::new(Core::new(peers, options.concurrent, options.lowering, metrics)?);
         Ok(Self { core, options, background: Background::start("kvferry-worker")? })
     }
 

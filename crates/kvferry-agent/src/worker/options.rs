@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvferry_plan::cost::Choice;
+
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 
@@ -18,6 +20,8 @@ pub struct WorkerOptions {
     pub concurrent: usize,
     /// A quiet connection to another engine is tried this often.
     pub keepalive: Duration,
+    /// How sources are read: by what is cheapest, or always in one way.
+    pub lowering: Choice,
     /// The protocol to speak.
     pub version: Version,
 }
@@ -31,6 +35,7 @@ impl WorkerOptions {
             handshake: Duration::from_secs(10),
             concurrent: 64,
             keepalive: Duration::from_secs(5),
+            lowering: Choice::Auto,
             version: Version::CURRENT,
         }
     }

@@ -44,7 +44,7 @@ pub(super) struct Rank {
     ranks: u32,
     manifest: Arc<Manifest>,
     manifest_bytes: Vec<u8>,
-    carrier: Arc<dyn Carrier>,
+    pub(super) carrier: Arc<dyn Carrier>,
 }
 
 /// What is known of the engine at one address.

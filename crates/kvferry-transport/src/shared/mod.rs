@@ -15,3 +15,4 @@ pub(crate) mod staging;
 pub(crate) mod walk;
 
 pub use custody::Transfer;
+pub use walk::carry_out;

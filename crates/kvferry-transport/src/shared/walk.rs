@@ -9,7 +9,7 @@ use kvferry_layout::{Loop, Loops, MAX_LOOPS};
 /// Every byte within the [extents](kvferry_layout::LoopNest::extents) of every nest must be valid for
 /// reads on the source and for writes on the destination, the two must not overlap, and no reference
 /// to them may exist. Others may change the source meanwhile: then what is moved is a mixture.
-pub(crate) unsafe fn carry_out(loops: &Loops) {
+pub unsafe fn carry_out(loops: &Loops) {
     for nest in loops.nests() {
         let (innermost, around) = match nest.loops {
             [around @ .., innermost] => (*innermost, around),

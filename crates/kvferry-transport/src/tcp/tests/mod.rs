@@ -2,6 +2,7 @@
 
 mod answers;
 mod greeting;
+mod packed;
 mod requests;
 
 use std::io::{Read, Write};
