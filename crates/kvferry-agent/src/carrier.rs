@@ -6,7 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Transport};
+use kvferry_plan::cost::Way;
+use kvferry_transport::{
+    ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics, Transport,
+};
+use parking_lot::Mutex;
+
+use crate::learned::Learned;
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -22,18 +28,35 @@ pub trait Carrier: fmt::Debug + Send + Sync {
         let _ = (program, deadline);
         Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
     }
+    /// What the memory to pack into for peers is used for.
+    fn staging(&self) -> StagingStatistics {
+        StagingStatistics::default()
+    }
 }
 
 /// A rank that can be read. Dropping it ends the connection, unless that was done before.
 pub trait Source: fmt::Debug + Send + Sync {
     /// What its transport takes for reads from it.
     fn price(&self) -> Price;
+    /// What its transport takes by how it is read, as far as is known by now.
+    fn rates(&self) -> Rates {
+        Rates { direct: self.price(), packed: None }
+    }
+    /// A read of this kind, alone on its way, took so long where the rates made one expect something
+    /// else; both in nanoseconds.
+    fn learn(&self, way: Way, expected: f64, took: f64) {
+        let _ = (way, expected, took);
+    }
     /// Starts to read.
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
     /// Whether its transport walks loops itself, so that no list of copies need be made.
     fn executes_loops(&self) -> bool;
     /// Starts to read what loops describe.
     fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error>;
+    /// Starts to read what loops describe, packed by the source where it can.
+    fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.read_loops(loops, deadline)
+    }
     /// Ends the connection; reads under way fail. Only the first call does anything: the same rank
     /// may have been connected to again since.
     fn disconnect(&self);
@@ -73,6 +96,7 @@ impl<T: fmt::Debug, M> fmt::Debug for Carried<T, M> {
 struct Connected<T: Transport, M> {
     keeping: Arc<Keeping<T, M>>,
     peer: T::Peer,
+    learned: Mutex<Learned>,
     ended: AtomicBool,
 }
 
@@ -97,7 +121,12 @@ where
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
         let peer = self.0.transport.connect(description, deadline)?;
-        Ok(Box::new(Connected { keeping: self.0.clone(), peer, ended: AtomicBool::new(false) }))
+        let (learned, ended) = (Mutex::default(), AtomicBool::new(false));
+        Ok(Box::new(Connected { keeping: self.0.clone(), peer, learned, ended }))
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        self.0.transport.staging()
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -108,6 +137,14 @@ where
 impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
     fn price(&self) -> Price {
         self.keeping.transport.price(&self.peer)
+    }
+
+    fn rates(&self) -> Rates {
+        self.learned.lock().apply(self.keeping.transport.rates(&self.peer))
+    }
+
+    fn learn(&self, way: Way, expected: f64, took: f64) {
+        self.learned.lock().learn(way, expected, took);
     }
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
@@ -121,6 +158,11 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
 
     fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let operation = self.keeping.transport.read_loops(&self.peer, loops, deadline)?;
+        Ok(Box::new(operation))
+    }
+
+    fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        let operation = self.keeping.transport.read_packed(&self.peer, loops, deadline)?;
         Ok(Box::new(operation))
     }
 

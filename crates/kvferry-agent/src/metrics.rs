@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvferry_transport::StagingStatistics;
+
 use crate::rules::failure::Failure;
 use crate::rules::lease::Ended;
 
@@ -141,6 +143,7 @@ pub(crate) struct WorkerMetrics {
     pub(crate) failed: [Counter; Failure::KINDS.len()],
     pub(crate) bytes: Counter,
     pub(crate) copies: Counter,
+    pub(crate) packed_bytes: Counter,
     pub(crate) handshakes: Counter,
     pub(crate) quarantines: Counter,
     pub(crate) audits_matched: Counter,
@@ -155,8 +158,14 @@ impl WorkerMetrics {
         self.failed[failure.number()].add(1);
     }
 
-    /// `in_flight` and `quarantined` are what is so at this moment.
-    pub(crate) fn text(&self, labels: &str, in_flight: usize, quarantined: usize) -> String {
+    /// `in_flight`, `quarantined` and `staging` are what is so at this moment.
+    pub(crate) fn text(
+        &self,
+        labels: &str,
+        in_flight: usize,
+        quarantined: usize,
+        staging: &StagingStatistics,
+    ) -> String {
         let mut out = String::new();
         let mut text = Text { out: &mut out, labels };
         text.head("kvferry_loads_total", "counter", "Requests to load.");
@@ -182,6 +191,11 @@ impl WorkerMetrics {
         for (name, help, counter) in [
             ("kvferry_read_bytes_total", "Bytes read and confirmed.", &self.bytes),
             ("kvferry_read_copies_total", "Copies read and confirmed.", &self.copies),
+            (
+                "kvferry_read_packed_bytes_total",
+                "Of the bytes read and confirmed, those that the source packed.",
+                &self.packed_bytes,
+            ),
             ("kvferry_handshakes_total", "Handshakes with engines.", &self.handshakes),
             ("kvferry_quarantines_total", "Loads that went into quarantine.", &self.quarantines),
             ("kvferry_audited_bytes_total", "Bytes compared by audits.", &self.audited_bytes),
@@ -197,6 +211,26 @@ impl WorkerMetrics {
             ("unable", &self.audits_unable),
         ] {
             text.line(name, &format!("result=\"{result}\""), counter.get() as f64);
+        }
+        for (name, kind, help, value) in [
+            ("kvferry_staging_bytes", "gauge", "Memory to pack into for peers.", staging.bytes),
+            ("kvferry_staging_used_bytes", "gauge", "Of that, in use.", staging.in_use),
+            ("kvferry_packed_total", "counter", "Parts packed for peers.", staging.packed),
+            (
+                "kvferry_packed_waits_total",
+                "counter",
+                "Parts that waited for memory to be packed into.",
+                staging.waits,
+            ),
+            (
+                "kvferry_packed_refused_total",
+                "counter",
+                "Parts that were not packed, because no memory came free: they were read directly.",
+                staging.refused,
+            ),
+        ] {
+            text.head(name, kind, help);
+            text.line(name, "", value as f64);
         }
         let name = "kvferry_load_phase_seconds";
         text.head(name, "histogram", "Where the time of loads that were done went.");
@@ -379,7 +413,7 @@ mod tests {
             let count = metrics.counts().into_iter().find(|(_, n)| *n == 1).unwrap();
             assert_eq!(count.0, format!("leases_{why}"));
         }
-        let text = WorkerMetrics::default().text("", 0, 0);
+        let text = WorkerMetrics::default().text("", 0, 0, &StagingStatistics::default());
         for (outcome, _) in OUTCOMES {
             assert!(text.contains(&format!("outcome=\"{outcome}\"")), "{outcome}");
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::Error;
+use kvferry_transport::{Error, StagingStatistics};
 
 use crate::carrier::{Carrier, Source};
 
@@ -24,6 +24,19 @@ struct Several {
 impl Carrier for Several {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        let mut all = StagingStatistics::default();
+        for one in self.ways.iter().map(|way| way.staging()) {
+            all.bytes += one.bytes;
+            all.in_use += one.in_use;
+            all.most_in_use += one.most_in_use;
+            all.packed += one.packed;
+            all.waits += one.waits;
+            all.refused += one.refused;
+        }
+        all
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {

@@ -183,6 +183,11 @@ impl Loops {
         self.nests.iter().map(|nest| self.nest(nest))
     }
 
+    /// The nest number `index`.
+    pub fn nest_at(&self, index: usize) -> Option<LoopNest<'_>> {
+        self.nests.get(index).map(|nest| self.nest(nest))
+    }
+
     fn nest(&self, nest: &Nest) -> LoopNest<'_> {
         let Nest { source, destination, run, blocks, ref loops, table } = *nest;
         let Table { pairs, lowest, highest } = &self.tables[table];
@@ -197,6 +202,11 @@ impl Loops {
             lowest: *lowest,
             highest: *highest,
         }
+    }
+
+    /// How many tables there are.
+    pub fn tables(&self) -> usize {
+        self.tables.len()
     }
 
     /// The pairs of all tables, one after the other.

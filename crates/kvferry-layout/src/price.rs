@@ -18,3 +18,12 @@ impl Price {
         self.launch + copies as f64 * self.copy + bytes as f64 * self.byte
     }
 }
+
+/// What reads from one peer take, by how they are carried out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rates {
+    /// Reading every copy by itself.
+    pub direct: Price,
+    /// Packing: a copy is a run that both sides move by themselves. `None` where the pair cannot.
+    pub packed: Option<Price>,
+}

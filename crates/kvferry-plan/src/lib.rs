@@ -108,13 +108,17 @@
 //! | fit | a nest made ready for one shape: loops and run, as few and as long as they get (`fitted`) |
 //! | cursor | the walk over clusters, segments and fits that fills a buffer with copies |
 //!
+//! Beside these, [`cost`] says which way to read is the cheapest, by what a transport takes for each.
+//!
 //! Nothing here looks at what kind of layer a state belongs to, nor at the two sides' parallelism: a
 //! plan is made of boxes, strides and block tables alone.
 
 #![forbid(unsafe_code)]
 
+mod by_group;
 mod check;
 mod compile;
+pub mod cost;
 mod cursor;
 mod growth;
 mod incompatible;
@@ -128,7 +132,7 @@ mod walk;
 pub use compile::{Part, Plan};
 pub use growth::Growth;
 pub use incompatible::Incompatible;
-pub use kvferry_layout::{ByteCopy, Loops, Price};
+pub use kvferry_layout::{ByteCopy, Loops, Price, Rates};
 pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

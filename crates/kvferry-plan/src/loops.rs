@@ -3,6 +3,7 @@
 use kvferry_layout::strided::fuse;
 use kvferry_layout::{BlockPair, Loop as PlainLoop, Loops};
 
+use crate::compile::Cluster;
 use crate::nest::{Loop, MAX_LOOPS, Nest};
 use crate::transfer::Transfer;
 use crate::walk::{Segment, Shape};
@@ -12,8 +13,11 @@ impl Transfer<'_> {
     /// same bytes, in time and space proportional to the request's blocks, however many copies they
     /// make.
     pub fn loops(&self, source: usize) -> Loops {
+        self.loops_over(self.plan.sources.get(source).into_iter().flatten())
+    }
+
+    pub(crate) fn loops_over<'c>(&self, clusters: impl Iterator<Item = &'c Cluster>) -> Loops {
         let mut loops = Loops::default();
-        let clusters = self.plan.sources.get(source).map_or(&[][..], |clusters| clusters);
         // For every rhythm that was met: its first table. There is one for each shape.
         let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.rhythms.len()];
         for cluster in clusters {

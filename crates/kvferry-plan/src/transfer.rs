@@ -141,7 +141,7 @@ impl<'p> Transfer<'p> {
 /// The copies of a request from one source rank. See [`Transfer::copies`].
 #[derive(Clone, Debug)]
 pub struct Copies<'t> {
-    cursor: Cursor<'t>,
+    pub(crate) cursor: Cursor<'t>,
 }
 
 impl Copies<'_> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvferry_layout::Manifest;
+use kvferry_layout::{CutLimits, Cutting, Loops, Manifest};
 use kvferry_plan::{
     ByteCopy, Incompatible, Plan, Price, Request, RequestError, Summary, Table, Transfer,
 };
@@ -95,6 +95,8 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
         let runs: Vec<ByteCopy> = loops.copies().take(TOO_MANY).collect();
         assert_eq!(runs.len() as u64, loops.runs(), "the loops yield another number of runs");
         assert!(joined(runs) == joined(copies.clone()), "the loops move other bytes");
+        assert!(packed(&loops) == joined(copies.clone()), "packing moves other bytes");
+        by_group(&transfer, source, &copies);
         let moves = copies.iter().map(|&ByteCopy { source, destination, bytes }| Move {
             source,
             destination,
@@ -118,6 +120,51 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     });
     assert!(over == exact, "reading too much reads something else");
     Ok(said)
+}
+
+/// What packing moves: in small parts, gathered into a buffer and scattered from there.
+fn packed(loops: &Loops) -> Vec<ByteCopy> {
+    const BUFFER: u64 = 1 << 40;
+    let limits = CutLimits { bytes: 200, nests: 5, pairs: 7 };
+    let mut cutting = Cutting::default();
+    let mut moved = vec![];
+    while let Some(part) = cutting.next(loops, &limits) {
+        let sound = "a part of what a plan reads has two sound halves";
+        let (gather, scatter) =
+            (part.gather(BUFFER).expect(sound), part.scatter(BUFFER).expect(sound));
+        // Byte by byte: which byte of the source each one of the buffer is.
+        let bytes = part.packed_bytes().expect("a small part");
+        let mut buffer = vec![None; bytes as usize];
+        for copy in gather.copies() {
+            for at in 0..copy.bytes {
+                let place = &mut buffer[(copy.destination - BUFFER + at) as usize];
+                assert_eq!(place.replace(copy.source + at), None, "a byte is gathered twice");
+            }
+        }
+        for copy in scatter.copies() {
+            for at in 0..copy.bytes {
+                let source = buffer[(copy.source - BUFFER + at) as usize];
+                let source = source.expect("what is scattered was gathered");
+                moved.push(ByteCopy { source, destination: copy.destination + at, bytes: 1 });
+            }
+        }
+    }
+    joined(moved)
+}
+
+/// What is read group by group is what is read of all.
+fn by_group(transfer: &Transfer<'_>, source: usize, copies: &[ByteCopy]) {
+    let mut all = vec![];
+    for group in 0..transfer.groups() {
+        let own: Vec<ByteCopy> = transfer.copies_of(source, group).collect();
+        let summary = transfer.summary_of(source, group);
+        let bytes: u64 = own.iter().map(|copy| copy.bytes).sum();
+        assert_eq!((summary.copies, summary.bytes), (own.len() as u64, bytes), "group {group}");
+        let loops = transfer.loops_of(source, |other| other == group);
+        assert!(joined(loops.copies().collect()) == joined(own.clone()), "group {group}");
+        all.extend(own);
+    }
+    assert!(joined(all) == joined(copies.to_vec()), "the groups are not the whole");
 }
 
 /// The same bytes as as few copies as can be, in the order of the destination's addresses.

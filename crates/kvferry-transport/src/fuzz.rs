@@ -3,9 +3,12 @@
 //! Whatever the bytes, nothing may panic, nothing large may be allocated for a small frame, and what
 //! decodes must encode to the same bytes. The same body runs in a normal test.
 
+use kvferry_layout::{BlockPair, Loop, Loops};
+
 use crate::tcp::frame::{
     self, Answer, Challenge, Hello, Listing, MAX_REQUEST_BYTES, MAX_SPANS, Request, Verb, put_span,
 };
+use crate::tcp::gather;
 
 /// Decodes the bytes as each kind of frame. Returns how many kinds they were.
 ///
@@ -30,13 +33,19 @@ pub fn decode_frame(bytes: &[u8]) -> usize {
         && let Ok(request) = Request::decode(front)
     {
         assert_eq!(request.encode(), *front);
-        assert!(request.spans as usize <= MAX_SPANS && request.bytes <= MAX_REQUEST_BYTES);
+        assert!(request.body_bytes() <= gather::MAX_BYTES.max(MAX_SPANS * frame::SPAN_BYTES));
+        assert!(request.bytes <= MAX_REQUEST_BYTES);
         kinds += 1;
         // As the server does: so many bytes are received, whatever they are.
         if request.verb == Verb::Read
-            && let Some(body) = rest.get(..request.span_bytes())
+            && let Some(body) = rest.get(..request.body_bytes())
         {
             kinds += usize::from(decode_spans(&request, body));
+        }
+        if request.verb == Verb::Gather
+            && let Some(body) = rest.get(..request.body_bytes())
+        {
+            kinds += usize::from(decode_gather(body));
         }
     }
     if let Some((front, rest)) = bytes.split_first_chunk()
@@ -78,9 +87,25 @@ fn decode_spans(request: &Request, body: &[u8]) -> bool {
     true
 }
 
+/// What may be gathered fits a slot, and both halves of it are sound.
+fn decode_gather(body: &[u8]) -> bool {
+    let Ok(loops) = gather::decode(body, 0) else { return false };
+    let mut again = vec![];
+    gather::encode(&loops, &mut again);
+    assert_eq!(again, body);
+    let bytes = loops.packed_bytes().expect("it was checked");
+    assert!(bytes <= gather::SLOT_BYTES && loops.pairs().len() <= gather::LIMITS.pairs);
+    let gathered = loops.gather(0x1000).expect("the buffer lies in the address space");
+    for nest in gathered.nests() {
+        let (_, written) = nest.extents().expect("its length was checked");
+        assert!(written.start >= 0x1000 && written.end <= 0x1000 + bytes, "{written:?}");
+    }
+    true
+}
+
 /// Good frames to start mutating from.
 pub fn frames() -> Vec<Vec<u8>> {
-    let read = Request { verb: Verb::Read, spans: 3, id: 7, bytes: 4196 };
+    let read = Request { verb: Verb::Read, practice: false, spans: 3, id: 7, bytes: 4196 };
     let mut request = read.encode().to_vec();
     for (address, bytes) in [(0x7f00_0000_1000, 4096), (0x7f00_0000_8000, 99), (1, 1)] {
         put_span(&mut request, address, bytes);
@@ -97,10 +122,31 @@ pub fn frames() -> Vec<Vec<u8>> {
         Hello { nonce: [5; 32] }.encode().to_vec(),
         Challenge { nonce: [5; 32], proof: [6; 32] }.encode().to_vec(),
         request,
-        Request { verb: Verb::Regions, spans: 0, id: 8, bytes: 0 }.encode().to_vec(),
+        Request { verb: Verb::Regions, practice: false, spans: 0, id: 8, bytes: 0 }
+            .encode()
+            .to_vec(),
         answer,
         Answer { verdict: frame::Verdict::Outside, id: 9, bytes: 64 }.encode().to_vec(),
+        to_gather(),
     ]
+}
+
+fn to_gather() -> Vec<u8> {
+    let mut loops = Loops::default();
+    let pairs = [3, 9, 0].map(|source| BlockPair { source, destination: 0 });
+    let (table, other) = (loops.add_table(pairs), loops.add_table(pairs[1..].iter().copied()));
+    let heads = Loop { count: 4, source: 512, destination: 0 };
+    let tokens = Loop { count: 16, source: 4096, destination: 0 };
+    for (start, table) in [(0x7f00_0000_1000, table), (0x7f10_0000_0000, other)] {
+        let added = loops.add_nest((start, 0), 64, (1 << 16, 0), &[tokens, heads], table);
+        added.expect("these loops are sound");
+    }
+    let mut body = vec![];
+    gather::encode(&loops, &mut body);
+    let bytes = loops.packed_bytes().unwrap_or_default();
+    let spans = body.len() as u32;
+    let header = Request { verb: Verb::Gather, practice: false, spans, id: 10, bytes };
+    [&header.encode()[..], &body].concat()
 }
 
 #[cfg(test)]
@@ -154,7 +200,7 @@ mod tests {
 
         #[test]
         fn spoiled_frames_are_decoded_or_refused(
-            which in 0usize..6,
+            which in 0usize..7,
             spoils in prop::collection::vec(spoils(), 1..4),
         ) {
             let mut bytes = frames().swap_remove(which);

@@ -35,7 +35,8 @@ mod shared;
 pub mod tcp;
 
 pub use contract::{
-    Error, Instance, InvalidFrame, Operation, RegionId, Report, Side, Statistics, Status, Transport,
+    Error, Instance, InvalidFrame, Operation, RegionId, Report, Side, StagingStatistics,
+    Statistics, Status, Transport,
 };
-pub use kvferry_layout::{ByteCopy, Loops, Place, Price, Region};
-pub use shared::Transfer;
+pub use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
+pub use shared::{Transfer, carry_out};

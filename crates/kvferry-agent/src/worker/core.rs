@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_plan::cost::Choice;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 
@@ -45,6 +46,7 @@ impl Core {
         peers: Peers,
         concurrent: usize,
         audit: Audit,
+        lowering: Choice,
         metrics: Arc<WorkerMetrics>,
     ) -> Result<Self, Error> {
         Ok(Self {
@@ -53,7 +55,7 @@ impl Core {
             audit,
             notices: Mailbox::default(),
             metrics,
-            mover: Mutex::new(Some(Mover::start()?)),
+            mover: Mutex::new(Some(Mover::start(lowering)?)),
             loads: Mutex::default(),
             next: AtomicU64::new(getrandom::u64()?),
         })
@@ -117,6 +119,7 @@ impl Core {
         let labels = format!("engine=\"{}\",rank=\"{}\"", escape(&rank.engine), rank.number);
         let loads = self.loads();
         let quarantined = loads.iter().filter(|(_, doing)| *doing == QUARANTINED).count();
-        self.metrics.text(&labels, loads.len() - quarantined, quarantined)
+        let staging = rank.carrier.staging();
+        self.metrics.text(&labels, loads.len() - quarantined, quarantined, &staging)
     }
 }

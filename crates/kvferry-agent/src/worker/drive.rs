@@ -400,6 +400,7 @@ impl Drive {
                 metrics.done.add(1);
                 metrics.bytes.add(self.moved.bytes);
                 metrics.copies.add(self.moved.copies);
+                metrics.packed_bytes.add(self.moved.packed);
                 for (histogram, time) in metrics.timings.iter().zip(self.timings.times()) {
                     histogram.observe(time);
                 }

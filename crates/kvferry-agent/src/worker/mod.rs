@@ -79,7 +79,13 @@ impl Worker {
             }
         }
         let peers = Peers::new(rank, caller, metrics.clone());
-        let core = Arc::new(Core::new(peers, options.concurrent, options.audit, metrics)?);
+        let core = Arc::new(Core::new(
+            peers,
+            options.concurrent,
+            options.audit,
+            options.lowering,
+            metrics,
+        )?);
         Ok(Self { core, options, background })
     }
 

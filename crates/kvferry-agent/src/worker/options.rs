@@ -3,6 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use kvferry_plan::cost::Choice;
+
 use crate::rules::audit::Audit;
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
@@ -26,6 +28,8 @@ pub struct WorkerOptions {
     pub audit: Audit,
     /// A quiet connection to another engine is tried this often.
     pub keepalive: Duration,
+    /// How sources are read: by what is cheapest, or always in one way.
+    pub lowering: Choice,
     /// The protocol to speak.
     pub version: Version,
 }
@@ -42,6 +46,7 @@ impl WorkerOptions {
             concurrent: 64,
             audit: Audit::SAMPLED,
             keepalive: Duration::from_secs(5),
+            lowering: Choice::Auto,
             version: Version::CURRENT,
         }
     }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::io;
 
+use kvferry_layout::LoopsError;
+
 /// Why a call or an operation failed.
 ///
 /// Errors are plain values: they can be compared, cloned and kept.
@@ -204,6 +206,11 @@ pub enum InvalidFrame {
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.
     #[error("a length of {0} bytes is too long for its frame or does not add up")]
     Length(u64),
+    /// Loops to gather by make no sense.
+    ///
+    /// What to do: run the same version of kvferry on both sides; if they are the same, report it.
+    #[error("loops to gather by make no sense: {0}")]
+    Loops(LoopsError),
     /// An answer does not belong to the request it should answer.
     ///
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.

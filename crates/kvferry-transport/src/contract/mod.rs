@@ -5,5 +5,5 @@ mod status;
 mod transport;
 
 pub use error::{Error, InvalidFrame, Side};
-pub use status::{Instance, RegionId, Report, Statistics, Status};
+pub use status::{Instance, RegionId, Report, StagingStatistics, Statistics, Status};
 pub use transport::{Operation, Transport};

@@ -86,6 +86,23 @@ pub struct Statistics {
     pub time_on_wire: Duration,
 }
 
+/// What the memory to pack into was used for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StagingStatistics {
+    /// Bytes that there are.
+    pub bytes: u64,
+    /// Of these, in use now.
+    pub in_use: u64,
+    /// The most that were in use at once.
+    pub most_in_use: u64,
+    /// Parts of packed reads of peers that were gathered.
+    pub packed: u64,
+    /// How often one of them had to wait for others.
+    pub waits: u64,
+    /// How often one was refused, because nothing came back in time: its peer read it directly.
+    pub refused: u64,
+}
+
 /// Names a registered region of one transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);

@@ -4,10 +4,10 @@ use std::fmt;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Loops, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
 
 use super::error::Error;
-use super::status::{RegionId, Statistics, Status};
+use super::status::{RegionId, StagingStatistics, Statistics, Status};
 
 /// Moves lists of copies from registered memory of its peers into registered memory of this process.
 ///
@@ -113,6 +113,30 @@ pub trait Transport: Send + Sync + Sized + 'static {
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
         let _ = (program, deadline);
         Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
+    }
+
+    /// What reads from the peer take, by how they are carried out. Where the back end can, measured
+    /// when the peer was connected to.
+    fn rates(&self, peer: &Self::Peer) -> Rates {
+        Rates { direct: self.price(peer), packed: None }
+    }
+
+    /// Like [`read_loops`](Self::read_loops), but packed: the peer gathers its runs into a buffer, that
+    /// is moved in one piece, and this side scatters it. For loops of many short runs, which are slow
+    /// one by one. Where the peer cannot ([`rates`](Self::rates) says so) or has no buffer left, the
+    /// runs are read one by one after all.
+    fn read_packed(
+        &self,
+        peer: &Self::Peer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Self::Operation, Error> {
+        self.read_loops(peer, loops, deadline)
+    }
+
+    /// What the memory to pack into for peers is used for. Without any, all zeros.
+    fn staging(&self) -> StagingStatistics {
+        StagingStatistics::default()
     }
 
     /// What this transport has done so far.

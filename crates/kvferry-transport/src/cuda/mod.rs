@@ -167,7 +167,7 @@ impl Cuda {
             written.push((write.start, write.end - write.start));
         }
         let whole = Whole { asked, bytes: loops.bytes(), began };
-        let custody = self.desk.open_whole(&whole, &written, deadline, peer.rate())?;
+        let custody = self.desk.open_whole(&whole, &written, deadline, None, peer.rate())?;
         let sms = self.sms.load(Ordering::Relaxed);
         let program = Program::new(loops, u64::from(sms) * WARPS, |nest| shifts[nest]);
         let mut line = self.line.lock();

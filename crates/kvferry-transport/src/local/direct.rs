@@ -64,8 +64,8 @@ impl Direct {
             let known = self.regions().generation;
             ours.clear();
             theirs.clear();
-            ours.extend(chunk.copies.iter().map(|copy| tcp::entry(copy.destination, copy.bytes)));
-            theirs.extend(chunk.copies.iter().map(|copy| tcp::entry(copy.source, copy.bytes)));
+            ours.extend(chunk.copies().iter().map(|copy| tcp::entry(copy.destination, copy.bytes)));
+            theirs.extend(chunk.copies().iter().map(|copy| tcp::entry(copy.source, copy.bytes)));
             // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may be
             // written at any time and which the operation holds until its chunks are settled.
             let seen = unsafe { self.process.read(ours, theirs, chunk.bytes)? };
@@ -85,7 +85,7 @@ impl Direct {
 }
 
 fn check(chunk: &Chunk, spans: &Spans) -> Result<(), Error> {
-    for copy in &chunk.copies {
+    for copy in chunk.copies() {
         if spans.find(copy.source, copy.bytes, 0).is_none() {
             let (address, bytes) = (copy.source, copy.bytes);
             return Err(Error::OutsideRegion { side: Side::Peer, address, bytes });

@@ -14,10 +14,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
 use parking_lot::Mutex;
 
-use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
+use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
@@ -222,6 +222,29 @@ impl Transport for Local {
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
         look::digest(&self.tcp.desk().regions, program, deadline)
+    }
+
+    fn rates(&self, peer: &LocalPeer) -> Rates {
+        match &peer.0.direct {
+            Ok(_) => Rates { direct: DIRECT, packed: None },
+            Err(_) => self.tcp.rates(&peer.0.tcp),
+        }
+    }
+
+    fn read_packed(
+        &self,
+        peer: &LocalPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        match &peer.0.direct {
+            Ok(_) => self.read_loops(peer, loops, deadline),
+            Err(_) => self.tcp.read_packed(&peer.0.tcp, loops, deadline),
+        }
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        self.tcp.staging()
     }
 
     fn statistics(&self) -> Statistics {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvferry_layout::ByteCopy;
+use kvferry_layout::{ByteCopy, CutLimits, Cutting, Loops};
 use parking_lot::Mutex;
 
 use super::custody::{Custody, Part};
@@ -15,8 +15,23 @@ const MAX_RETRIES: u32 = 32;
 /// An operation and what is left of it to hand out.
 pub(crate) struct Chunked {
     custody: Arc<Custody>,
-    copies: Vec<ByteCopy>,
+    work: Work,
     state: Mutex<State>,
+}
+
+/// What there is to do.
+enum Work {
+    Copies(Vec<ByteCopy>),
+    /// To be packed, in parts of this size.
+    Packed(Loops, CutLimits),
+}
+
+/// What a thread gets to do at a time.
+#[derive(Debug)]
+pub(crate) enum Piece {
+    Copies(Vec<ByteCopy>),
+    /// To be packed.
+    Packed(Loops),
 }
 
 #[derive(Default)]
@@ -24,43 +39,59 @@ struct State {
     /// Next copy to hand out, and how much of it is handed out already.
     next: usize,
     offset: u64,
+    /// The same of what is packed.
+    cutting: Cutting,
     /// Chunks that were not carried out.
-    returned: Vec<Vec<ByteCopy>>,
+    returned: Vec<Piece>,
     retries: u32,
 }
 
 /// A part of an operation, in the hands of one thread.
 #[derive(Debug)]
 pub(crate) struct Chunk {
-    pub(crate) copies: Vec<ByteCopy>,
+    pub(crate) piece: Piece,
     pub(crate) bytes: u64,
     part: Part,
 }
 
 impl Chunked {
     pub(crate) fn new(custody: Arc<Custody>, copies: Vec<ByteCopy>) -> Arc<Self> {
-        Arc::new(Self { custody, copies, state: Mutex::default() })
+        Arc::new(Self { custody, work: Work::Copies(copies), state: Mutex::default() })
+    }
+
+    /// An operation that is packed, in parts of this size.
+    pub(crate) fn packed(custody: Arc<Custody>, loops: Loops, limits: CutLimits) -> Arc<Self> {
+        Arc::new(Self { custody, work: Work::Packed(loops, limits), state: Mutex::default() })
     }
 
     pub(crate) fn custody(&self) -> &Arc<Custody> {
         &self.custody
     }
 
-    /// Hands out the next chunk, of at most `max_copies` copies and `max_bytes` bytes, and whether
-    /// more is left. `None` when nothing is left to hand out, or the operation has ended.
+    /// Hands out the next chunk, of at most `max_copies` copies and `max_bytes` bytes or one to be
+    /// packed, and whether more is left. `None` when nothing is left to hand out, or the operation has ended.
     pub(crate) fn take(&self, max_copies: usize, max_bytes: u64) -> Option<(Chunk, bool)> {
         let part = self.custody.take()?;
         let mut state = self.state.lock();
-        let copies =
-            state.returned.pop().or_else(|| state.cut(&self.copies, max_copies, max_bytes));
-        let more = state.next < self.copies.len() || !state.returned.is_empty();
+        let piece = state.returned.pop().or_else(|| match &self.work {
+            Work::Copies(copies) => state.cut(copies, max_copies, max_bytes).map(Piece::Copies),
+            Work::Packed(loops, limits) => state.cutting.next(loops, limits).map(Piece::Packed),
+        });
+        let all_begun = match &self.work {
+            Work::Copies(copies) => state.next >= copies.len(),
+            Work::Packed(loops, _) => state.cutting.is_over(loops),
+        };
+        let more = !all_begun || !state.returned.is_empty();
         drop(state);
-        let Some(copies) = copies else {
+        let Some(piece) = piece else {
             part.give_back();
             return None;
         };
-        let bytes = copies.iter().map(|copy| copy.bytes).sum();
-        Some((Chunk { copies, bytes, part }, more))
+        let bytes = match &piece {
+            Piece::Copies(copies) => copies.iter().map(|copy| copy.bytes).sum(),
+            Piece::Packed(loops) => loops.bytes(),
+        };
+        Some((Chunk { piece, bytes, part }, more))
     }
 
     /// A chunk was not carried out, and nothing of it can land any more. Whether it will be tried
@@ -76,9 +107,32 @@ impl Chunked {
             chunk.part.fail(error.clone());
             return false;
         }
-        state.returned.push(chunk.copies);
+        state.returned.push(chunk.piece);
         drop(state);
         chunk.part.give_back();
+        !self.custody.is_stopped()
+    }
+
+    /// The peer cannot pack a chunk just now: it is handed out again, as copies, at most so many at a
+    /// time. Whether it will be, as in [`try_again`](Self::try_again).
+    pub(crate) fn unpack(&self, chunk: Chunk, max_copies: usize) -> bool {
+        let Chunk { piece, part, .. } = chunk;
+        let mut copies: Vec<ByteCopy> = vec![];
+        match piece {
+            Piece::Copies(list) => copies = list,
+            Piece::Packed(loops) => loops.copies().for_each(|copy| match copies.last_mut() {
+                Some(last)
+                    if last.source + last.bytes == copy.source
+                        && last.destination + last.bytes == copy.destination =>
+                {
+                    last.bytes += copy.bytes;
+                }
+                _ => copies.push(copy),
+            }),
+        }
+        let pieces = copies.chunks(max_copies).map(|some| Piece::Copies(some.to_vec()));
+        self.state.lock().returned.extend(pieces);
+        part.give_back();
         !self.custody.is_stopped()
     }
 }
@@ -116,6 +170,14 @@ impl State {
 }
 
 impl Chunk {
+    /// Its copies, where it is not to be packed.
+    pub(crate) fn copies(&self) -> &[ByteCopy] {
+        match &self.piece {
+            Piece::Copies(copies) => copies,
+            Piece::Packed(_) => &[],
+        }
+    }
+
     /// All of it is in place.
     pub(crate) fn in_place(self) {
         self.part.in_place(self.bytes);
@@ -205,13 +267,13 @@ mod tests {
             let mut retries = 0;
             for (max_copies, max_bytes, retry) in limits.into_iter().cycle() {
                 let Some((chunk, _)) = chunked.take(max_copies, max_bytes) else { break };
-                prop_assert_eq!(chunk.bytes, chunk.copies.iter().map(|c| c.bytes).sum::<u64>());
+                prop_assert_eq!(chunk.bytes, chunk.copies().iter().map(|c| c.bytes).sum::<u64>());
                 if retry && retries < MAX_RETRIES {
                     retries += 1;
                     chunked.try_again(chunk, None);
                     continue;
                 }
-                for c in &chunk.copies {
+                for c in chunk.copies() {
                     seen.extend((0..c.bytes).map(|i| (c.source + i, c.destination + i)));
                 }
                 chunk.in_place();

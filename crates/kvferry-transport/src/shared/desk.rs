@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use kvferry_layout::{ByteCopy, Place, Region};
+use kvferry_layout::{ByteCopy, Loops, Place, Region};
 
 use super::counters::Counters;
 use super::custody::{Custody, Interrupt, Order};
@@ -11,7 +11,7 @@ use super::deadlines::Deadlines;
 use super::rate::RateWatch;
 use super::region::Regions;
 use super::spans::Spans;
-use crate::contract::{Error, RegionId, Statistics};
+use crate::contract::{Error, RegionId, Side, Statistics};
 
 /// What every back end has: its regions, its counters, and the thread that keeps deadlines.
 #[derive(Debug)]
@@ -37,6 +37,21 @@ pub(crate) struct Whole {
     pub(crate) asked: u64,
     pub(crate) bytes: u64,
     pub(crate) began: Instant,
+}
+
+impl Whole {
+    /// What loops amount to from now on, and the spans (address, bytes) that they write.
+    pub(crate) fn of(loops: &Loops) -> Result<(Self, Vec<(u64, u64)>), Error> {
+        let began = Instant::now();
+        let written = loops.nests().map(|nest| {
+            let (address, bytes) = (nest.destination, nest.run);
+            let outside = Error::OutsideRegion { side: Side::Local, address, bytes };
+            let (_, written) = nest.extents().ok_or(outside)?;
+            Ok((written.start, written.end - written.start))
+        });
+        let written = written.collect::<Result<_, Error>>()?;
+        Ok((Self { asked: loops.runs(), bytes: loops.bytes(), began }, written))
+    }
 }
 
 impl Desk {
@@ -91,6 +106,7 @@ impl Desk {
         whole: &Whole,
         written: &[(u64, u64)],
         deadline: Instant,
+        interrupt: Option<Weak<dyn Interrupt>>,
         rate: &Arc<RateWatch>,
     ) -> Result<Arc<Custody>, Error> {
         let holds = self.regions.hold(written)?;
@@ -101,7 +117,7 @@ impl Desk {
             holds,
             deadline,
             began: whole.began,
-            interrupt: None,
+            interrupt,
             counters: self.counters.clone(),
             rate: rate.clone(),
         }))

@@ -12,5 +12,8 @@ pub(crate) mod random;
 pub(crate) mod rate;
 pub(crate) mod region;
 pub(crate) mod spans;
+pub(crate) mod staging;
+pub(crate) mod walk;
 
 pub use custody::Transfer;
+pub use walk::carry_out;

@@ -3,12 +3,16 @@
 //! A connection opens with a [`Hello`] of the client and a [`Challenge`] of the server, in which the
 //! server proves that it knows its token; the client then sends its own proof (see `proof`). From
 //! then on the client sends requests and the server answers them in order. A request is a [`Request`]
-//! header and the spans it asks for (address and length, both of the server's memory). An [`Answer`]
-//! is followed by the bytes. All numbers are little-endian. Every field is checked before anything is
-//! done with it.
+//! header and the spans it asks for (address and length, both of the server's memory), or the loops that
+//! the server is to gather (`gather`). An [`Answer`] is followed by the bytes. All numbers are
+//! little-endian. Every field is checked before anything is done with it.
+//!
+//! Gathering and practising came later than the rest. A server that does not know them ends the
+//! connection: a client tries once, before anything depends on it.
 
 use kvferry_layout::Region;
 
+use super::gather;
 use crate::contract::InvalidFrame;
 use crate::shared::bytes::Fields;
 
@@ -107,13 +111,17 @@ pub(crate) enum Verb {
     Read = 1,
     /// Which regions have you registered?
     Regions = 2,
+    /// Gather these runs of yours, and send them as one.
+    Gather = 3,
 }
 
 /// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) verb: Verb,
-    /// How many spans follow.
+    /// Addresses are those of the server's practice memory, from 0 on: to measure, and no more.
+    pub(crate) practice: bool,
+    /// How many spans follow; to gather, how many bytes.
     pub(crate) spans: u32,
     /// The client's number for it.
     pub(crate) id: u64,
@@ -126,7 +134,7 @@ impl Request {
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
-        out.extend([self.verb as u8, 0, 0, 0]);
+        out.extend([self.verb as u8, u8::from(self.practice), 0, 0]);
         out.extend(self.spans.to_le_bytes());
         out.extend(self.id.to_le_bytes());
         out.extend(self.bytes.to_le_bytes());
@@ -135,13 +143,14 @@ impl Request {
 
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, InvalidFrame> {
         let mut fields = Fields(bytes);
-        let [verb, reserved @ ..] = fields.array::<4>().ok_or(InvalidFrame::Cut)?;
+        let [verb, practice, reserved @ ..] = fields.array::<4>().ok_or(InvalidFrame::Cut)?;
         let verb = match verb {
             1 => Verb::Read,
             2 => Verb::Regions,
+            3 => Verb::Gather,
             other => return Err(InvalidFrame::Operation(other)),
         };
-        if reserved != [0; 3] {
+        if reserved != [0; 2] || practice > u8::from(verb != Verb::Regions) {
             return Err(InvalidFrame::Reserved);
         }
         let spans = fields.u32().ok_or(InvalidFrame::Cut)?;
@@ -150,6 +159,7 @@ impl Request {
         let (fewest, most, longest) = match verb {
             Verb::Read => (1, MAX_SPANS as u32, MAX_REQUEST_BYTES),
             Verb::Regions => (0, 0, 0),
+            Verb::Gather => (1, gather::MAX_BYTES as u32, gather::SLOT_BYTES),
         };
         if spans < fewest || spans > most {
             return Err(InvalidFrame::Count { spans, fewest, most });
@@ -157,12 +167,15 @@ impl Request {
         if bytes > longest {
             return Err(InvalidFrame::Length(bytes));
         }
-        Ok(Self { verb, spans, id, bytes })
+        Ok(Self { verb, practice: practice == 1, spans, id, bytes })
     }
 
-    /// How many bytes of spans follow the header.
-    pub(crate) fn span_bytes(&self) -> usize {
-        self.spans as usize * SPAN_BYTES
+    /// How many bytes of spans or loops follow the header.
+    pub(crate) fn body_bytes(&self) -> usize {
+        match self.verb {
+            Verb::Gather => self.spans as usize,
+            Verb::Read | Verb::Regions => self.spans as usize * SPAN_BYTES,
+        }
     }
 }
 
@@ -205,6 +218,8 @@ pub(crate) enum Verdict {
     Done = 0,
     /// A span lies outside the registered regions. Nothing was moved.
     Outside = 1,
+    /// There is no memory left to pack into. Nothing was moved.
+    Busy = 2,
 }
 
 /// The header of an answer.
@@ -234,6 +249,7 @@ impl Answer {
         let verdict = match verdict {
             0 => Verdict::Done,
             1 => Verdict::Outside,
+            2 => Verdict::Busy,
             other => return Err(InvalidFrame::Operation(other)),
         };
         if reserved != [0; 7] {
@@ -293,7 +309,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn verbs() -> impl Strategy<Value = Verb> {
-        prop_oneof![Just(Verb::Read), Just(Verb::Regions)]
+        prop_oneof![Just(Verb::Read), Just(Verb::Regions), Just(Verb::Gather)]
     }
 
     /// The two protocols must not be mistaken for each other.
@@ -308,7 +324,7 @@ mod tests {
         /// What is encoded decodes to itself, or was over a limit.
         #[test]
         fn requests_come_back(verb in verbs(), spans in 0u32..1100, id in any::<u64>(), bytes in 0u64..1 << 27) {
-            let request = Request { verb, spans, id, bytes };
+            let request = Request { verb, practice: false, spans, id, bytes };
             match Request::decode(&request.encode()) {
                 Ok(back) => prop_assert_eq!(back, request),
                 Err(InvalidFrame::Count { spans: n, fewest, most }) => {
@@ -331,6 +347,7 @@ mod tests {
             }
             let mut header = Request {
                 verb: Verb::Read,
+                practice: false,
                 spans: lengths.len() as u32,
                 id: 7,
                 bytes: lengths.iter().map(|l| l.1).sum(),

@@ -5,6 +5,11 @@
 //! without a buffer between; a request carries up to 1,024 copies. The server checks every address
 //! against its regions, and holds the regions it is serving.
 //!
+//! Packed reads carry loops instead of copies: the server gathers the runs into a slot of a bounded pool
+//! and sends it, the client scatters what it receives; while one part is scattered, the next is sent and
+//! the one after it gathered. A server with no slot left says so, and that part is read by its copies.
+//! When a client connects it measures both ways, which also tells whether the server packs at all.
+//!
 //! The description carries a token of 256 random bits. Both ends of a connection prove that they know
 //! it, without sending it and anew each time: who was not given the description is neither served nor
 //! believed, even if they listened in before. What is moved is not encrypted: use it on networks where
@@ -16,22 +21,25 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
 use parking_lot::Mutex;
 
-use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
+use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
-use crate::shared::desk::Desk;
+use crate::shared::desk::{Desk, Whole};
 use crate::shared::look;
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
+use crate::shared::staging::Staging;
 
 mod client;
 pub(crate) mod frame;
+pub(crate) mod gather;
+mod practice;
 mod proof;
 mod server;
 mod socket;
@@ -55,6 +63,8 @@ pub struct TcpOptions {
     pub advertise: Option<IpAddr>,
     /// Connections to each peer.
     pub connections: usize,
+    /// Bytes of memory to pack into for peers, at most. Without any, peers read every run by itself.
+    pub staging: u64,
 }
 
 impl Default for TcpOptions {
@@ -65,6 +75,7 @@ impl Default for TcpOptions {
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
             advertise: None,
             connections: (cores / 2).clamp(1, 4),
+            staging: 32 << 20,
         }
     }
 }
@@ -76,6 +87,7 @@ pub struct Tcp {
     options: TcpOptions,
     desk: Desk,
     peers: Mutex<Vec<Arc<Client>>>,
+    staging: Arc<Staging>,
     server: Server,
 }
 
@@ -109,8 +121,10 @@ impl Tcp {
     ) -> Result<Self, Error> {
         let secret = Secret { instance: Instance(random()?), token: random()? };
         let desk = Desk::new()?;
-        let server = Server::start(options.bind, secret, desk.regions.clone(), generation)?;
-        Ok(Self { secret, options, desk, peers: Mutex::default(), server })
+        let staging = Staging::new(options.staging, gather::SLOT_BYTES)?;
+        let regions = desk.regions.clone();
+        let server = Server::start(options.bind, secret, regions, generation, staging.clone())?;
+        Ok(Self { secret, options, desk, peers: Mutex::default(), staging, server })
     }
 
     /// Who this is.
@@ -184,6 +198,9 @@ impl Transport for Tcp {
     }
 
     fn price(&self, peer: &TcpPeer) -> Price {
+        if let Some(price) = peer.0.measured().and_then(|measured| measured.direct) {
+            return price;
+        }
         // A card may be slower than loopback, and is never faster.
         let byte = peer.0.rate.medium().byte().unwrap_or_default().max(LOOPBACK.byte);
         Price { byte, ..LOOPBACK }
@@ -208,6 +225,40 @@ impl Transport for Tcp {
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
         look::digest(&self.desk.regions, program, deadline)
+    }
+
+    fn rates(&self, peer: &TcpPeer) -> Rates {
+        let direct = self.price(peer);
+        let packed = peer.0.measured().filter(|measured| measured.packs).map(|measured| {
+            // Where there was no time to tell: a run costs next to nothing, a byte is moved twice more.
+            let guess = Price { copy: 20.0, byte: direct.byte + 0.2, ..direct };
+            measured.packed.unwrap_or(guess)
+        });
+        Rates { direct, packed }
+    }
+
+    fn read_packed(
+        &self,
+        peer: &TcpPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        let client = &peer.0;
+        if !client.measured().is_some_and(|measured| measured.packs) {
+            return self.read_loops(peer, loops, deadline);
+        }
+        let (whole, written) = Whole::of(loops)?;
+        let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
+        let custody =
+            self.desk.open_whole(&whole, &written, deadline, Some(interrupt), &client.rate)?;
+        if !custody.is_empty() {
+            client.post(Chunked::packed(custody.clone(), loops.clone(), gather::LIMITS));
+        }
+        Ok(Transfer::posted(custody))
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        self.staging.statistics()
     }
 
     fn statistics(&self) -> Statistics {

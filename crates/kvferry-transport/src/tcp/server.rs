@@ -12,14 +12,19 @@ use parking_lot::Mutex;
 use socket2::SockRef;
 
 use super::frame::{self, Answer, Challenge, Hello, Listing, Proof, Request, Verb, Verdict};
+use super::practice::Practice;
 use super::proof::{self, Secret};
-use super::socket;
+use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
 use crate::shared::random::random;
-use crate::shared::region::Regions;
+use crate::shared::region::{Hold, Regions};
+use crate::shared::staging::{Slot, Staging};
+use crate::shared::walk;
 
 /// How long a new connection may take to prove that it may be here.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a connection may wait for memory to pack into before its peer is told to read directly.
+const STAGING_PATIENCE: Duration = Duration::from_millis(50);
 /// Connections served at once; more are turned away.
 const MAX_CONNECTIONS: usize = 4096;
 
@@ -35,6 +40,8 @@ struct Shared {
     secret: Secret,
     regions: Arc<Regions>,
     generation: Arc<dyn Generation>,
+    staging: Arc<Staging>,
+    practice: Practice,
     state: Mutex<State>,
 }
 
@@ -90,11 +97,14 @@ impl Server {
         secret: Secret,
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
+        staging: Arc<Staging>,
     ) -> Result<Self, Error> {
+        let practice = Practice::new()?;
         let listener = TcpListener::bind(bind)
             .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
         let state = Mutex::default();
-        let shared = Arc::new(Shared { listener, secret, regions, generation, state });
+        let shared =
+            Arc::new(Shared { listener, secret, regions, generation, staging, practice, state });
         let acceptor = std::thread::Builder::new()
             .name("kvferry-accept".to_owned())
             .spawn({
@@ -211,31 +221,41 @@ impl Shared {
                 other => other?,
             }
             let request = Request::decode(&header)?;
-            body.resize(request.span_bytes(), 0);
+            body.resize(request.body_bytes(), 0);
             socket::receive_bytes(stream, &mut body)?;
-            let mut answer = Answer { verdict: Verdict::Done, id: request.id, bytes: 0 };
+            let mut answer =
+                Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
             match request.verb {
                 Verb::Read => {
                     frame::spans(&request, &body, &mut spans)?;
                     // Held until the bytes are sent.
-                    let _holds = match self.regions.serve(&spans) {
+                    let _holds = match self.readable(&request, &mut spans) {
                         Ok(holds) => holds,
-                        Err(error) => {
-                            if let Error::OutsideRegion { address, .. } = error {
-                                answer.bytes = address;
-                            }
-                            answer.verdict = Verdict::Outside;
-                            socket::send_bytes(stream, &answer.encode())?;
+                        Err(address) => {
+                            let refused =
+                                Answer { verdict: Verdict::Outside, bytes: address, ..answer };
+                            socket::send_bytes(stream, &refused.encode())?;
                             continue;
                         }
                     };
-                    answer.bytes = request.bytes;
                     let header = answer.encode();
                     entries.clear();
                     entries.push(socket::entry_of(&header));
                     entries.extend(spans.iter().map(|&(at, n)| socket::entry(at, n)));
                     // SAFETY: the spans lie in registered regions, which may be read at any time
-                    // (`Transport::register`) and are held while they are served.
+                    // (`Transport::register`) and are held while they are served, or in memory to
+                    // practise with, which is never written.
+                    unsafe { socket::send_all(stream, &mut entries)? };
+                }
+                Verb::Gather => {
+                    let slot = self.gather(&request, &body, &mut spans, &mut answer)?;
+                    let header = answer.encode();
+                    entries.clear();
+                    entries.push(socket::entry_of(&header));
+                    entries.extend(
+                        slot.as_ref().map(|slot| socket::entry(slot.address(), answer.bytes)),
+                    );
+                    // SAFETY: the slot is ours until it is dropped, and as long as what was gathered.
                     unsafe { socket::send_all(stream, &mut entries)? };
                 }
                 Verb::Regions => {
@@ -250,6 +270,59 @@ impl Shared {
                 }
             }
         }
+    }
+
+    /// Checks the spans of a request and holds the regions they lie in. Otherwise the address that
+    /// lies outside.
+    fn readable(&self, request: &Request, spans: &mut [(u64, u64)]) -> Result<Vec<Hold>, u64> {
+        if request.practice {
+            return self.practice.place(spans).map(|()| vec![]);
+        }
+        self.regions.serve(spans).map_err(|error| match error {
+            Error::OutsideRegion { address, .. } => address,
+            _ => 0,
+        })
+    }
+
+    /// Gathers what a request asks for into a slot, or says in the answer why not.
+    fn gather(
+        &self,
+        request: &Request,
+        body: &[u8],
+        spans: &mut Vec<(u64, u64)>,
+        answer: &mut Answer,
+    ) -> Result<Option<Slot>, End> {
+        let base = if request.practice { self.practice.base() } else { 0 };
+        let loops = gather::decode(body, base)?;
+        if loops.packed_bytes() != Some(request.bytes) {
+            return Err(InvalidFrame::Length(request.bytes).into());
+        }
+        // Before anything is touched: all that the loops can reach.
+        spans.clear();
+        for nest in loops.nests() {
+            let (read, _) = nest.extents().ok_or(InvalidFrame::Length(nest.run))?;
+            spans.push((read.start - base, read.end - read.start));
+        }
+        // Held until it is gathered.
+        let _holds = match self.readable(request, spans) {
+            Ok(holds) => holds,
+            Err(address) => {
+                (answer.verdict, answer.bytes) = (Verdict::Outside, address);
+                return Ok(None);
+            }
+        };
+        let Some(slot) = self.staging.take(STAGING_PATIENCE) else {
+            (answer.verdict, answer.bytes) = (Verdict::Busy, 0);
+            return Ok(None);
+        };
+        let gathered = loops.gather(slot.address()).map_err(InvalidFrame::Loops)?;
+        if request.bytes > slot.bytes() {
+            return Err(InvalidFrame::Length(request.bytes).into());
+        }
+        // SAFETY: what is read was checked above and lies in host memory that may be read at any time;
+        // what is written lies in the slot, which is long enough and has no other user.
+        unsafe { walk::carry_out(&gathered) };
+        Ok(Some(slot))
     }
 
     fn greet(&self, stream: &TcpStream) -> Result<(), End> {

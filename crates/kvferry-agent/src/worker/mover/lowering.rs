@@ -1,57 +1,30 @@
-//! How what is read from one source is carried out. The choice is made here, for each source by what
-//! its transport takes.
+//! How what is read from one source is carried out. The choice is made here, for each source and group
+//! by what its transport takes.
 
+use kvferry_plan::cost::{self, Choice, Way, Work};
 use kvferry_plan::{Plan, Request, RequestError, Table, Transfer};
-use kvferry_transport::{ByteCopy, Loops, Price};
+use kvferry_transport::{ByteCopy, Loops, Price, Rates};
 
 use crate::carrier::Source;
 use crate::worker::load::Portion;
 
-/// A way to carry out a plan's part for one source.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Lowering {
-    /// The bytes that are needed and no others, as a list of copies.
-    Direct,
-    /// The same bytes, as loops over the tables of blocks: the source's transport walks them itself, and
-    /// no list of copies is made. Copies cost it next to nothing, so it never reads too much.
-    Loops,
-    /// The bytes that are needed as a list, but the last blocks may be read whole where that takes fewer copies and is cheaper.
-    OverRead(Price),
-}
-
-impl Lowering {
-    fn choose(load: &Portion, source: &dyn Source) -> Self {
-        if source.executes_loops() {
-            return Self::Loops;
-        }
-        // What is read beyond the request's end lands in the rest, which must then be zeroed.
-        match load.rest {
-            true => Self::OverRead(source.price()),
-            false => Self::Direct,
-        }
-    }
-
-    /// The price by which it reads more than is needed.
-    fn over_read(self) -> Option<Price> {
-        match self {
-            Self::OverRead(price) => Some(price),
-            Self::Direct | Self::Loops => None,
-        }
-    }
-}
-
-/// What is read from one source, as its transport wants it.
+/// What is read from one source in one go, as its transport wants it.
 #[derive(Clone, Debug)]
 pub(super) enum Reads {
+    /// Every copy by itself; of those, some may bring more than is needed.
     List(Vec<ByteCopy>),
+    /// Loops that the transport walks itself. Copies cost it next to nothing, so it never reads too
+    /// much.
     Loops(Loops),
+    /// Loops that the source gathers and the transport scatters.
+    Packed(Loops),
 }
 
 impl Reads {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::List(copies) => copies.iter().map(|copy| copy.bytes).sum(),
-            Self::Loops(loops) => loops.bytes(),
+            Self::Loops(loops) | Self::Packed(loops) => loops.bytes(),
         }
     }
 
@@ -59,17 +32,35 @@ impl Reads {
     pub(super) fn copies(&self) -> u64 {
         match self {
             Self::List(copies) => copies.len() as u64,
-            Self::Loops(loops) => loops.runs(),
+            Self::Loops(loops) | Self::Packed(loops) => loops.runs(),
         }
     }
+
+    /// The way that it is read, and what that should take by these rates, where one can tell.
+    pub(super) fn expected(&self, rates: &Rates) -> Option<(Way, f64)> {
+        let (way, price) = match self {
+            Self::List(_) => (Way::Direct, rates.direct),
+            Self::Packed(_) => (Way::Packed, rates.packed?),
+            Self::Loops(_) => return None,
+        };
+        Some((way, price.of(self.copies(), self.bytes())))
+    }
+}
+
+/// How one source is read.
+#[derive(Clone, Debug)]
+enum Lowering {
+    Loops,
+    /// The way of every group, and the transfer that over-reads, where one does.
+    ByGroup(Vec<Way>, usize),
 }
 
 /// A request against a plan, with the lowering of each source.
 #[derive(Debug)]
 pub(super) struct Lowered<'p> {
-    /// For each source, how it is read and by which of the transfers.
-    chosen: Vec<(Lowering, usize)>,
-    /// At least one. With a price, the last blocks may be read whole; without, nothing is read too much.
+    /// For each source; `None` where nothing is read from it.
+    chosen: Vec<Option<Lowering>>,
+    /// The first reads nothing too much. In the others the last blocks may be read whole, by a price.
     transfers: Vec<(Option<Price>, Transfer<'p>)>,
     /// By which the rest is told, where that is none of those.
     own: Option<Transfer<'p>>,
@@ -82,6 +73,7 @@ impl<'p> Lowered<'p> {
         plan: &'p Plan,
         load: &Portion,
         sources: &[Option<Box<dyn Source>>],
+        choice: Choice,
     ) -> Result<Self, RequestError> {
         let source: Vec<Table<'_>> = load.grant.tables.iter().map(|table| table.borrow()).collect();
         let destination: Vec<Table<'_>> =
@@ -92,26 +84,36 @@ impl<'p> Lowered<'p> {
             source: &source,
             destination: &destination,
         };
-        let mut transfers: Vec<(Option<Price>, Transfer<'p>)> = vec![];
-        let mut prepare = |lowering: Lowering| {
-            let price = lowering.over_read();
-            if let Some(known) = transfers.iter().position(|(other, _)| *other == price) {
-                return Ok((lowering, known));
-            }
-            let transfer = match &price {
-                None => plan.transfer(&request)?,
-                Some(price) => plan.over_read(&request, price)?,
+        let mut transfers = vec![(None, plan.transfer(&request)?)];
+        let mut chosen = vec![];
+        for (index, source) in sources.iter().enumerate() {
+            let Some(source) = source else {
+                chosen.push(None);
+                continue;
             };
-            transfers.push((price, transfer));
-            Ok((lowering, transfers.len() - 1))
-        };
-        let lowering = |source: &Option<Box<dyn Source>>| {
-            source.as_deref().map_or(Lowering::Direct, |source| Lowering::choose(load, source))
-        };
-        let chosen = sources.iter().map(|source| prepare(lowering(source)));
-        let chosen: Vec<(Lowering, usize)> = chosen.collect::<Result<_, _>>()?;
-        if chosen.is_empty() {
-            prepare(Lowering::Direct)?;
+            if source.executes_loops() {
+                chosen.push(Some(Lowering::Loops));
+                continue;
+            }
+            let rates = source.rates();
+            let mut over = 0;
+            if let Some(price) = over_reads_by(load, &rates, choice) {
+                let known = transfers.iter().position(|(other, _)| *other == Some(price));
+                over = match known {
+                    Some(known) => known,
+                    None => {
+                        transfers.push((Some(price), plan.over_read(&request, &price)?));
+                        transfers.len() - 1
+                    }
+                };
+            }
+            let work = |group| Work {
+                exact: transfers[0].1.summary_of(index, group),
+                over: (over > 0).then(|| transfers[over].1.summary_of(index, group)),
+            };
+            let works: Vec<Work> = (0..transfers[0].1.groups()).map(work).collect();
+            let ways = cost::choose(&rates, &works, choice);
+            chosen.push(Some(Lowering::ByGroup(ways, over)));
         }
         let own = match load.rest && load.cached != load.before {
             // Blocks that were filled before are the request's own, too.
@@ -121,23 +123,55 @@ impl<'p> Lowered<'p> {
         Ok(Self { chosen, transfers, own })
     }
 
-    /// What is read from one source.
-    pub(super) fn reads(&self, source: usize) -> Reads {
-        let (lowering, transfer) = self.chosen[source];
-        let (_, transfer) = &self.transfers[transfer];
-        if lowering == Lowering::Loops {
-            return Reads::Loops(transfer.loops(source));
+    /// What is read from one source: nothing, or one thing or two.
+    pub(super) fn reads(&self, source: usize) -> Vec<Reads> {
+        let exact = &self.transfers[0].1;
+        let mut reads = vec![];
+        match self.chosen.get(source) {
+            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(exact.loops(source))),
+            Some(Some(Lowering::ByGroup(ways, over))) => {
+                let mut copies = vec![];
+                for (group, way) in ways.iter().enumerate() {
+                    let transfer = match way {
+                        Way::Packed => continue,
+                        Way::Direct => exact,
+                        Way::OverRead => &self.transfers[*over].1,
+                    };
+                    let (filled, more) =
+                        (copies.len(), transfer.summary_of(source, group).copies as usize);
+                    copies.resize(filled + more, ByteCopy::default());
+                    let written = transfer.copies_of(source, group).fill(&mut copies[filled..]);
+                    debug_assert_eq!(written, more, "a summary counts what is yielded");
+                }
+                reads.push(Reads::List(copies));
+                let packed = |group: usize| ways[group] == Way::Packed;
+                if (0..ways.len()).any(packed) {
+                    reads.push(Reads::Packed(exact.loops_of(source, packed)));
+                }
+            }
+            // Nothing should be read from it. If the plan says otherwise, that is an error to be told.
+            Some(None) | None => reads.push(Reads::List(exact.copies(source).collect())),
         }
-        let mut copies = vec![ByteCopy::default(); transfer.summary(source).copies as usize];
-        let filled = transfer.copies(source).fill(&mut copies);
-        debug_assert_eq!(filled, copies.len(), "a summary counts what is yielded");
-        Reads::List(copies)
+        reads.retain(|reads| reads.copies() > 0);
+        reads
     }
 
     /// What is left of the request's own blocks: the same, whatever was chosen.
     pub(super) fn rest(&self) -> Vec<kvferry_plan::Area> {
-        let read = self.transfers.first().map(|(_, transfer)| transfer);
-        let transfer = self.own.as_ref().or(read);
-        transfer.map_or_else(Vec::new, |transfer| transfer.rest().collect())
+        self.own.as_ref().unwrap_or(&self.transfers[0].1).rest().collect()
     }
+}
+
+/// The price by which the last blocks may be read whole, where that is allowed: what is read beyond the
+/// request's end lands in the rest, which must then be zeroed.
+fn over_reads_by(load: &Portion, rates: &Rates, choice: Choice) -> Option<Price> {
+    let ratio = match choice {
+        _ if !load.rest => return None,
+        Choice::Only(Way::OverRead) => return Some(Price { launch: 0.0, copy: 1.0, byte: 0.0 }),
+        Choice::Only(_) => return None,
+        Choice::Auto => rates.direct.copy / rates.direct.byte,
+    };
+    // To the next power of two, so that sources that are nearly alike share what is prepared.
+    let copy = if ratio > 0.0 { ratio.log2().round().exp2() } else { 0.0 };
+    Some(Price { launch: 0.0, copy, byte: 1.0 })
 }

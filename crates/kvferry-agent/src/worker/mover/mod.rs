@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
+use kvferry_plan::cost::{Choice, Way};
 use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
@@ -61,6 +62,8 @@ pub(super) struct Moved {
     pub(super) post: Duration,
     pub(super) wire: Duration,
     pub(super) rest: Vec<Area>,
+    /// Of the bytes, those that were packed.
+    pub(super) packed: u64,
 }
 
 #[derive(Debug)]
@@ -78,10 +81,11 @@ pub(super) struct Mover {
 }
 
 impl Mover {
-    pub(super) fn start() -> Result<Self, Error> {
+    /// `choice` says who chooses how sources are read.
+    pub(super) fn start(choice: Choice) -> Result<Self, Error> {
         let (commands, received) = unbounded();
         let thread = thread::Builder::new().name("kvferry-mover".to_owned());
-        let thread = thread.spawn(move || run(&received)).map_err(|error| Error::Io {
+        let thread = thread.spawn(move || run(&received, choice)).map_err(|error| Error::Io {
             what: "starting the agent's thread".to_owned(),
             kind: error.kind(),
         })?;
@@ -113,7 +117,7 @@ impl Drop for Mover {
     }
 }
 
-fn run(commands: &Receiver<Command>) {
+fn run(commands: &Receiver<Command>, choice: Choice) {
     let mut readings: Vec<Reading> = vec![];
     loop {
         let command = match readings.is_empty() {
@@ -122,7 +126,12 @@ fn run(commands: &Receiver<Command>) {
         };
         match command {
             // More may wait: post them before looking at what has arrived.
-            Ok(Command::Read(job)) => readings.extend(Reading::post(job)),
+            Ok(Command::Read(job)) => {
+                readings.extend(Reading::post(job, choice));
+                if readings.len() > 1 {
+                    readings.iter_mut().for_each(|reading| reading.lessons.clear());
+                }
+            }
             Ok(Command::Cancel(attempt)) => {
                 let cancelled = readings.iter_mut().filter(|reading| reading.attempt == attempt);
                 cancelled.for_each(Reading::cancel);
@@ -149,20 +158,29 @@ struct Reading {
     posted: Instant,
     failed: bool,
     tell: Box<dyn Fn(Progress) + Send>,
+    /// What an operation that has the machine to itself tells about its source.
+    lessons: Vec<Lesson>,
     /// Keeps the connections for as long as bytes move on them.
-    _sources: Arc<Vec<Option<Box<dyn Source>>>>,
+    sources: Arc<Vec<Option<Box<dyn Source>>>>,
+}
+
+/// What the only operation of a job was expected to take, in nanoseconds.
+struct Lesson {
+    source: usize,
+    way: Way,
+    expected: f64,
 }
 
 impl Reading {
     /// Hands what a job reads to the transport, source by source. `None`: there is nothing to wait for.
-    fn post(job: Job) -> Option<Self> {
+    fn post(job: Job, choice: Choice) -> Option<Self> {
         let mut began = Instant::now();
         let mut lap = || {
             let lap = began.elapsed();
             began += lap;
             lap
         };
-        let lowered = match lower(&job) {
+        let lowered = match lower(&job, choice) {
             Ok(lowered) => lowered,
             Err(reason) => {
                 (job.tell)(Progress::Settled);
@@ -175,35 +193,46 @@ impl Reading {
             moved.rest = lowered.rest();
         }
         moved.plan += lap();
-        let mut operations = vec![];
-        let mut failure = None;
-        for (index, source) in job.sources.iter().enumerate() {
-            let reads = lowered.reads(index);
+        let (mut operations, mut lessons, mut failure) = (vec![], vec![], None);
+        'sources: for (index, source) in job.sources.iter().enumerate() {
+            let all = lowered.reads(index);
             moved.plan += lap();
-            if reads.copies() == 0 {
-                continue;
+            for reads in all {
+                moved.bytes += reads.bytes();
+                moved.copies += reads.copies();
+                let posted = match source {
+                    Some(source) => {
+                        if let Some((way, expected)) = reads.expected(&source.rates()) {
+                            lessons.push(Lesson { source: index, way, expected });
+                        }
+                        match &reads {
+                            Reads::List(copies) => source.read(copies, job.deadline),
+                            Reads::Loops(loops) => source.read_loops(loops, job.deadline),
+                            Reads::Packed(loops) => {
+                                moved.packed += loops.bytes();
+                                source.read_packed(loops, job.deadline)
+                            }
+                        }
+                        .map_err(|error| transport_failure(&error))
+                    }
+                    None => {
+                        let message = "the plan reads a rank that it should not";
+                        Err(Failure::Transport(message.to_owned()))
+                    }
+                };
+                moved.post += lap();
+                match posted {
+                    Ok(operation) => operations.push(operation),
+                    Err(error) => {
+                        failure = Some(error);
+                        break 'sources;
+                    }
+                }
             }
-            moved.bytes += reads.bytes();
-            moved.copies += reads.copies();
-            let posted = match source {
-                Some(source) => match &reads {
-                    Reads::List(copies) => source.read(copies, job.deadline),
-                    Reads::Loops(loops) => source.read_loops(loops, job.deadline),
-                }
-                .map_err(|error| transport_failure(&error)),
-                None => {
-                    let message = "the plan reads a rank that it should not";
-                    Err(Failure::Transport(message.to_owned()))
-                }
-            };
-            moved.post += lap();
-            match posted {
-                Ok(operation) => operations.push(operation),
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
-            }
+        }
+        if operations.len() > 1 {
+            // They were in each other's way.
+            lessons.clear();
         }
         drop(lowered);
         let mut reading = Self {
@@ -213,7 +242,8 @@ impl Reading {
             posted: Instant::now(),
             failed: false,
             tell: job.tell,
-            _sources: job.sources,
+            lessons,
+            sources: job.sources,
         };
         let over = match failure {
             Some(failure) => reading.fail(failure),
@@ -235,6 +265,13 @@ impl Reading {
         for operation in &self.operations {
             let status = operation.poll();
             safe &= status.is_safe();
+            if let Status::Done(report) = &status
+                && let Some(Lesson { source, way, expected }) = self.lessons.pop()
+                && let Some(source) = self.sources.get(source).and_then(Option::as_ref)
+            {
+                let took = report.time_to_post + report.time_on_wire;
+                source.learn(way, expected, took.as_nanos() as f64);
+            }
             match status {
                 Status::Quarantined(error) | Status::Failed(error) => {
                     failure = failure.or(Some(transport_failure(&error)));
@@ -273,13 +310,13 @@ impl Reading {
 }
 
 /// What a job reads, or why it cannot be read by what it was given.
-fn lower(job: &Job) -> Result<Lowered<'_>, String> {
+fn lower(job: &Job, choice: Choice) -> Result<Lowered<'_>, String> {
     let Portion { tokens, grant, .. } = &job.load;
     if *tokens > grant.tokens {
         // Their blocks may be there; what is in them is not theirs.
         return Err(format!("{tokens} tokens are to be read, but {} were granted", grant.tokens));
     }
-    Lowered::new(&job.plan, &job.load, &job.sources).map_err(|error| error.to_string())
+    Lowered::new(&job.plan, &job.load, &job.sources, choice).map_err(|error| error.to_string())
 }
 
 fn transport_failure(error: &kvferry_transport::Error) -> Failure {

@@ -9,10 +9,11 @@ use std::time::Instant;
 
 use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
 use crate::contract::{Error, InvalidFrame, Side};
-use crate::shared::chunks::{Chunk, Chunked};
+use crate::shared::chunks::{Chunk, Chunked, Piece};
 use crate::shared::spans::Spans;
+use crate::shared::walk;
 use crate::tcp::frame::{self, Answer, Listing, Request, Verb, Verdict};
-use crate::tcp::socket;
+use crate::tcp::{gather, socket};
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
@@ -45,8 +46,16 @@ pub(super) struct LaneThread<'a> {
     stream: Option<Arc<TcpStream>>,
     on_the_way: VecDeque<OnTheWay>,
     next_request: u64,
-    entries: Vec<libc::iovec>,
     frame: Vec<u8>,
+    inbox: Inbox,
+}
+
+/// How chunks are taken in.
+#[derive(Default)]
+struct Inbox {
+    entries: Vec<libc::iovec>,
+    /// Where packed chunks arrive, made when the first does.
+    packed: Vec<u8>,
 }
 
 impl<'a> LaneThread<'a> {
@@ -57,8 +66,8 @@ impl<'a> LaneThread<'a> {
             stream,
             on_the_way: VecDeque::with_capacity(DEPTH),
             next_request: 1,
-            entries: Vec::with_capacity(frame::MAX_SPANS + 1),
             frame: Vec::new(),
+            inbox: Inbox::default(),
         }
     }
 
@@ -141,7 +150,8 @@ impl<'a> LaneThread<'a> {
             Work::Operation(operation) => self.send_chunk(stream, operation),
             Work::Question(question) => {
                 let id = self.number_request();
-                let header = Request { verb: Verb::Regions, spans: 0, id, bytes: 0 };
+                let header =
+                    Request { verb: Verb::Regions, practice: false, spans: 0, id, bytes: 0 };
                 self.on_the_way.push_back(OnTheWay::Question(question, id));
                 socket::send_bytes(stream, &header.encode()).map_err(lost)
             }
@@ -169,12 +179,24 @@ impl<'a> LaneThread<'a> {
             self.state.work.notify_one();
         }
         let id = self.number_request();
-        let spans = chunk.copies.len() as u32;
-        let header = Request { verb: Verb::Read, spans, id, bytes: chunk.bytes };
         self.frame.clear();
-        self.frame.extend(header.encode());
-        for copy in &chunk.copies {
-            frame::put_span(&mut self.frame, copy.source, copy.bytes);
+        let header = |verb, spans, bytes| Request { verb, practice: false, spans, id, bytes };
+        match &chunk.piece {
+            Piece::Copies(copies) => {
+                let spans = copies.len() as u32;
+                self.frame.extend(header(Verb::Read, spans, chunk.bytes).encode());
+                for copy in copies {
+                    frame::put_span(&mut self.frame, copy.source, copy.bytes);
+                }
+            }
+            Piece::Packed(loops) => {
+                self.frame.resize(Request::BYTES, 0);
+                gather::encode(loops, &mut self.frame);
+                let body = (self.frame.len() - Request::BYTES) as u32;
+                let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
+                let header = header(Verb::Gather, body, bytes).encode();
+                self.frame[..Request::BYTES].copy_from_slice(&header);
+            }
         }
         self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, id));
         socket::send_bytes(stream, &self.frame).map_err(lost)
@@ -196,22 +218,16 @@ impl<'a> LaneThread<'a> {
         // breaks now, the request is on it.
         let mut regions = None;
         match (request, answer.verdict) {
-            (OnTheWay::Chunk(_, chunk, _), Verdict::Done) => {
-                if answer.bytes != chunk.bytes {
-                    return Err(Error::PeerMisbehaved(InvalidFrame::Length(answer.bytes)));
-                }
-                self.entries.clear();
-                let ours = chunk.copies.iter();
-                self.entries.extend(ours.map(|copy| socket::entry(copy.destination, copy.bytes)));
-                // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
-                // be written at any time and which the operation holds until its chunks are settled.
-                unsafe { socket::receive_all(&stream, &mut self.entries) }.map_err(lost)?;
+            (OnTheWay::Chunk(operation, chunk, _), Verdict::Done) => {
+                self.inbox.take_in(&stream, operation, chunk, answer.bytes)?;
             }
             (OnTheWay::Question(..), Verdict::Done) => {
                 regions = Some(receive_regions(&stream, answer.bytes)?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
-            (OnTheWay::Question(..), Verdict::Outside) => {
+            (OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, _), Verdict::Busy) => {}
+            (OnTheWay::Chunk(..), Verdict::Busy)
+            | (OnTheWay::Question(..), Verdict::Outside | Verdict::Busy) => {
                 return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
             }
         }
@@ -223,6 +239,12 @@ impl<'a> LaneThread<'a> {
                     Verdict::Outside => {
                         let error = outside(&chunk, answer.bytes);
                         chunk.fail(error);
+                    }
+                    Verdict::Busy => {
+                        if operation.unpack(chunk, frame::MAX_SPANS) {
+                            self.state.queue.lock().operations.push_front(operation);
+                            self.state.work.notify_one();
+                        }
                     }
                 }
             }
@@ -267,6 +289,50 @@ impl<'a> LaneThread<'a> {
     }
 }
 
+impl Inbox {
+    /// Takes in the bytes of a chunk, and puts them where they belong.
+    fn take_in(
+        &mut self,
+        stream: &TcpStream,
+        operation: &Chunked,
+        chunk: &Chunk,
+        bytes: u64,
+    ) -> Result<(), Error> {
+        let expected = match &chunk.piece {
+            Piece::Copies(_) => Some(chunk.bytes),
+            Piece::Packed(loops) => loops.packed_bytes(),
+        };
+        if expected != Some(bytes) {
+            return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
+        }
+        match &chunk.piece {
+            Piece::Copies(copies) => {
+                self.entries.clear();
+                let ours = copies.iter().map(|copy| socket::entry(copy.destination, copy.bytes));
+                self.entries.extend(ours);
+                // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
+                // be written at any time and which the operation holds until its chunks are settled.
+                unsafe { socket::receive_all(stream, &mut self.entries) }.map_err(lost)
+            }
+            Piece::Packed(loops) => {
+                self.packed.resize(gather::SLOT_BYTES as usize, 0);
+                let packed = &mut self.packed[..bytes as usize];
+                socket::receive_bytes(stream, packed).map_err(lost)?;
+                if operation.custody().is_stopped() {
+                    return Ok(());
+                }
+                let scatter = loops.scatter(packed.as_ptr() as u64);
+                let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
+                // SAFETY: what is read lies in the buffer, which is as long as both halves say. What
+                // is written lies in registered regions (`Regions::hold`), which may be written at any
+                // time and which the operation holds until its chunks are settled.
+                unsafe { walk::carry_out(&scatter) };
+                Ok(())
+            }
+        }
+    }
+}
+
 fn decline(work: Work, error: &Error) {
     match work {
         Work::Operation(operation) => operation.custody().stop(error.clone()),
@@ -283,8 +349,16 @@ fn lost(error: io::Error) -> Error {
 }
 
 fn outside(chunk: &Chunk, address: u64) -> Error {
-    let copy = chunk.copies.iter().find(|copy| copy.source == address);
-    Error::OutsideRegion { side: Side::Peer, address, bytes: copy.map_or(0, |copy| copy.bytes) }
+    let bytes = match &chunk.piece {
+        Piece::Copies(copies) => {
+            copies.iter().find(|copy| copy.source == address).map_or(0, |copy| copy.bytes)
+        }
+        Piece::Packed(loops) => {
+            let mut read = loops.nests().filter_map(|nest| nest.extents()).map(|(read, _)| read);
+            read.find(|read| read.start == address).map_or(0, |read| read.end - read.start)
+        }
+    };
+    Error::OutsideRegion { side: Side::Peer, address, bytes }
 }
 
 fn receive_regions(stream: &TcpStream, bytes: u64) -> Result<PeerRegions, Error> {

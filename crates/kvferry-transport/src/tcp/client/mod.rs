@@ -6,17 +6,19 @@
 //! is lost.
 
 mod lane;
+mod measure;
 mod state;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
 use self::lane::LaneThread;
+pub(crate) use self::measure::Measured;
 pub(crate) use self::state::PeerRegions;
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
@@ -53,12 +55,27 @@ impl Client {
             queue: Mutex::default(),
             work: parking_lot::Condvar::new(),
             lanes: (0..lanes.max(1)).map(|_| Lane::default()).collect(),
+            measured: OnceLock::new(),
         });
-        let patience = deadline.saturating_duration_since(Instant::now());
-        let first = state.open(0, patience).map_err(|error| match error {
-            Error::PeerLost(_) if Instant::now() >= deadline => Error::DeadlinePassed,
-            error => error,
-        })?;
+        let open = || {
+            let patience = deadline.saturating_duration_since(Instant::now());
+            state.open(0, patience).map_err(|error| match error {
+                Error::PeerLost(_) if Instant::now() >= deadline => Error::DeadlinePassed,
+                error => error,
+            })
+        };
+        let mut first = open()?;
+        match measure::measure(&first, deadline) {
+            Ok(measured) => {
+                let _ = state.measured.set(measured);
+            }
+            Err(error) => {
+                // An older server ends the connection.
+                let peer = address.secret.instance;
+                tracing::info!("{peer} does not pack, and its reads were not measured: {error}");
+                first = open()?;
+            }
+        }
         let threads = Mutex::default();
         let client = Arc::new(Self { rate: Arc::new(rate), state, threads });
         let mut first = Some(first);
@@ -81,6 +98,11 @@ impl Client {
 
     pub(crate) fn instance(&self) -> Instance {
         self.state.secret.instance
+    }
+
+    /// What reads took at the start, where the peer lets one measure.
+    pub(crate) fn measured(&self) -> Option<&Measured> {
+        self.state.measured.get()
     }
 
     /// Hands over an operation.

@@ -3,13 +3,14 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use parking_lot::{Condvar, Mutex};
 
+use super::measure::Measured;
 use crate::contract::Error;
 use crate::shared::chunks::Chunked;
 use crate::shared::random::random;
@@ -52,6 +53,8 @@ pub(super) struct State {
     pub(super) queue: Mutex<Queue>,
     pub(super) work: Condvar,
     pub(super) lanes: Vec<Lane>,
+    /// What reads took when the first connection was opened.
+    pub(super) measured: OnceLock<Measured>,
 }
 
 #[derive(Debug, Default)]

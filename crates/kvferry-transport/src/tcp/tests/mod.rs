@@ -2,6 +2,7 @@
 
 mod answers;
 mod greeting;
+mod packed;
 mod requests;
 
 use std::io::{Read, Write};
@@ -95,7 +96,7 @@ impl Victim {
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {
     let bytes = spans.iter().map(|span| span.1).sum();
-    let header = Request { verb, spans: spans.len() as u32, id, bytes };
+    let header = Request { verb, practice: false, spans: spans.len() as u32, id, bytes };
     let mut out = header.encode().to_vec();
     for &(address, bytes) in spans {
         put_span(&mut out, address, bytes);

@@ -3,9 +3,11 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
+use kvferry_layout::{BlockPair, Loop, Loops};
 use proptest::prelude::*;
 
-use super::super::frame::{Answer, Verb};
+use super::super::frame::{Answer, Request, Verb};
+use super::super::gather;
 use super::{PAGE, SECRET, Victim, request, rest};
 
 /// Requests that are right, for a victim at `base`.
@@ -15,7 +17,21 @@ fn good_requests(base: u64) -> Vec<Vec<u8>> {
         request(Verb::Read, 1, &[(open, 100), (open + 500, 1)]),
         request(Verb::Regions, 4, &[]),
         request(Verb::Read, 5, &[(open, PAGE as u64)]),
+        to_gather(open, 6),
     ]
+}
+
+/// A request to gather, likewise.
+fn to_gather(open: u64, id: u64) -> Vec<u8> {
+    let mut loops = Loops::default();
+    let table = loops.add_table([2, 0].map(|source| BlockPair { source, destination: 0 }));
+    let runs = Loop { count: 3, source: 64, destination: 0 };
+    loops.add_nest((open, 0), 32, (512, 0), &[runs], table).unwrap();
+    let mut body = vec![];
+    gather::encode(&loops, &mut body);
+    let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
+    let header = Request { verb: Verb::Gather, practice: false, spans, id, bytes };
+    [&header.encode()[..], &body].concat()
 }
 
 /// How to spoil a byte of a request.
@@ -56,7 +72,7 @@ proptest! {
     /// that plays by the rules does not notice.
     #[test]
     fn spoiled_frames_harm_nobody(
-        order in prop::collection::vec(0usize..3, 1..6),
+        order in prop::collection::vec(0usize..4, 1..6),
         spoils in prop::collection::vec((any::<prop::sample::Index>(), spoils()), 1..4),
     ) {
         thread_local! {

@@ -6,6 +6,7 @@ mod exact;
 mod leaks;
 mod local;
 mod nixl;
+mod packed;
 mod peers;
 
 use crate::back_end::BackEnd;
@@ -42,6 +43,14 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("a_killed_peer_is_an_error", peers::a_killed_peer_is_an_error::<B>),
         ("a_restarted_peer_is_reachable", peers::a_restarted_peer_is_reachable::<B>),
         ("disconnecting_ends_operations", peers::disconnecting_ends_operations::<B>),
+        ("packed_reads_are_exact", packed::packed_reads_are_exact::<B>),
+        ("random_pairs_are_exact_in_every_way", packed::random_pairs_are_exact_in_every_way::<B>),
+        ("packed_outside_is_refused", packed::packed_outside_is_refused::<B>),
+        ("packed_reads_never_land_late", packed::packed_reads_never_land_late::<B>),
+        (
+            "a_peer_killed_while_it_packs_is_an_error",
+            packed::a_peer_killed_while_it_packs_is_an_error::<B>,
+        ),
         ("nothing_leaks", leaks::nothing_leaks::<B>),
     ]
 }

@@ -1,0 +1,341 @@
+//! What is measured of each case.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use kvferry_demo::own_output;
+use kvferry_layout::BlockPair;
+use kvferry_plan::cost::{self, Choice, Way, Work};
+use kvferry_plan::{ByteCopy, Loops, Price, Rates, Request, Table, Transfer};
+use kvferry_transport::memory::HostMemory;
+use kvferry_transport::{Error, Operation, Status, Transport, carry_out};
+use serde::{Deserialize, Serialize};
+
+use super::Failure;
+use super::case::{Ready, cases};
+use super::source::{Source, seed};
+use crate::bench::memory;
+
+pub(super) struct Settings {
+    pub(super) rounds: usize,
+    pub(super) only: String,
+}
+
+/// What was found for one case. Times are the best of the rounds, in milliseconds.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Row {
+    pub(super) transport: String,
+    pub(super) case: String,
+    pub(super) bytes: u64,
+    pub(super) copies: u64,
+    pub(super) direct_ms: f64,
+    pub(super) over_read_ms: f64,
+    /// `None` where the transport does not pack.
+    pub(super) packed_ms: Option<f64>,
+    /// Every block's span in one copy, and what matters taken from it.
+    pub(super) full_read_ms: f64,
+    /// What the model chose, and what it took.
+    pub(super) chosen: String,
+    pub(super) chosen_ms: f64,
+    /// What the model thought it would take.
+    pub(super) expected_ms: f64,
+    /// Nanoseconds of a launch, a copy and a byte, direct and packed, as measured when connecting.
+    pub(super) rates: (Measured, Option<Measured>),
+}
+
+/// A price, as numbers.
+pub(super) type Measured = (f64, f64, f64);
+
+impl Row {
+    /// The best of what can be chosen.
+    pub(super) fn best_ms(&self) -> f64 {
+        let ways =
+            [Some(self.direct_ms), Some(self.over_read_ms), self.packed_ms, Some(self.chosen_ms)];
+        ways.into_iter().flatten().fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Reads all cases by one transport, and prints a line of JSON for each.
+pub(super) fn run<T: Transport>(
+    settings: &Settings,
+    make: impl Fn() -> Result<T, Error>,
+) -> Result<(), Failure> {
+    // SAFETY: a plain request to the kernel: end this process with the one that started it.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    let mut output = own_output::take()?;
+    let mut source = Source::start(make()?.name())?;
+    for case in cases().iter().filter(|case| case.name().contains(&settings.only)) {
+        let ready = case.prepare(&mut source)?;
+        let row = measure(&case.name(), &ready, &make()?, settings.rounds)?;
+        writeln!(output, "{}", serde_json::to_string(&row)?)?;
+    }
+    Ok(())
+}
+
+/// A way to read, as it is measured.
+#[derive(Clone, Copy, PartialEq)]
+enum Tried {
+    Way(Way),
+    Full,
+    Chosen,
+}
+
+fn measure<T: Transport>(
+    name: &str,
+    ready: &Ready,
+    transport: &T,
+    rounds: usize,
+) -> Result<Row, Failure> {
+    for span in &ready.memory {
+        // SAFETY: the memory outlives the transport, and is only touched through its address.
+        unsafe { transport.register(span.region())? };
+    }
+    // For full reads: as much as the source has.
+    let scratch = memory::zeros(ready.spans.iter().map(|span| span.bytes as usize).sum())?;
+    // SAFETY: it is taken back below.
+    let region = unsafe { transport.register(scratch.region())? };
+    let peer = transport.connect(&ready.description, soon())?;
+    let rates = transport.rates(&peer);
+    let (from, to) = (borrowed(&ready.from), borrowed(&ready.to));
+    let cached = vec![0; to.len()];
+    let request =
+        Request { tokens: ready.tokens, cached: &cached, source: &from, destination: &to };
+    let reader =
+        Reader { ready, transport, peer: &peer, rates, request: &request, scratch: &scratch };
+
+    let mut tried = vec![Tried::Way(Way::Direct), Tried::Way(Way::OverRead)];
+    tried.extend(rates.packed.map(|_| Tried::Way(Way::Packed)));
+    tried.extend([Tried::Full, Tried::Chosen]);
+    for way in &tried {
+        reader.check(*way)?;
+    }
+    let mut best = vec![f64::INFINITY; tried.len()];
+    for _ in 0..rounds {
+        for (way, best) in tried.iter().zip(&mut best) {
+            let began = Instant::now();
+            reader.read(*way)?;
+            *best = best.min(began.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    let time =
+        |wanted: Tried| tried.iter().zip(&best).find(|(way, _)| **way == wanted).map(|(_, ms)| *ms);
+    let exact = ready.plan.transfer(&request)?;
+    let sums = (0..ready.plan.source_count()).map(|source| exact.summary(source));
+    let (bytes, copies) = sums.fold((0, 0), |all, sum| (all.0 + sum.bytes, all.1 + sum.copies));
+    let (chosen, expected) = reader.choice()?;
+    transport.disconnect(&peer);
+    transport.deregister(region, soon())?;
+    let numbers = |price: Price| (price.launch, price.copy, price.byte);
+    Ok(Row {
+        transport: transport.name().to_owned(),
+        case: name.to_owned(),
+        bytes,
+        copies,
+        direct_ms: time(Tried::Way(Way::Direct)).unwrap_or(f64::NAN),
+        over_read_ms: time(Tried::Way(Way::OverRead)).unwrap_or(f64::NAN),
+        packed_ms: time(Tried::Way(Way::Packed)),
+        full_read_ms: time(Tried::Full).unwrap_or(f64::NAN),
+        chosen,
+        chosen_ms: time(Tried::Chosen).unwrap_or(f64::NAN),
+        expected_ms: expected / 1e6,
+        rates: (numbers(rates.direct), rates.packed.map(numbers)),
+    })
+}
+
+struct Reader<'a, T: Transport> {
+    ready: &'a Ready,
+    transport: &'a T,
+    peer: &'a T::Peer,
+    rates: Rates,
+    request: &'a Request<'a>,
+    scratch: &'a HostMemory,
+}
+
+impl<T: Transport> Reader<'_, T> {
+    /// Everything from block ids to the last byte.
+    fn read(&self, way: Tried) -> Result<(), Failure> {
+        let choice = match way {
+            Tried::Way(way) => Choice::Only(way),
+            Tried::Chosen => Choice::Auto,
+            Tried::Full => return self.read_full(),
+        };
+        let exact = self.ready.plan.transfer(self.request)?;
+        let over = self.over_read(choice)?;
+        let mut operations = vec![];
+        for source in 0..self.ready.plan.source_count() {
+            let ways = cost::choose(&self.rates, &works(&exact, over.as_ref(), source), choice);
+            let mut copies: Vec<ByteCopy> = vec![];
+            for (group, way) in ways.iter().enumerate() {
+                let transfer = match (way, &over) {
+                    (Way::Packed, _) => continue,
+                    (Way::OverRead, Some(over)) => over,
+                    (Way::Direct | Way::OverRead, _) => &exact,
+                };
+                let (at, more) = (copies.len(), transfer.summary_of(source, group).copies);
+                copies.resize(at + more as usize, ByteCopy::default());
+                transfer.copies_of(source, group).fill(&mut copies[at..]);
+            }
+            if !copies.is_empty() {
+                operations.push(self.transport.read(self.peer, &copies, soon())?);
+            }
+            if ways.contains(&Way::Packed) {
+                let loops = exact.loops_of(source, |group| ways[group] == Way::Packed);
+                operations.push(self.transport.read_packed(self.peer, &loops, soon())?);
+            }
+        }
+        operations.iter().try_for_each(done)
+    }
+
+    fn over_read(&self, choice: Choice) -> Result<Option<Transfer<'_>>, Failure> {
+        let price = match choice {
+            Choice::Auto => self.rates.direct,
+            Choice::Only(Way::OverRead) => Price { launch: 0.0, copy: 1.0, byte: 0.0 },
+            Choice::Only(_) => return Ok(None),
+        };
+        Ok(Some(self.ready.plan.over_read(self.request, &price)?))
+    }
+
+    /// What the model chooses for all sources, and what it thinks that takes.
+    fn choice(&self) -> Result<(String, f64), Failure> {
+        let exact = self.ready.plan.transfer(self.request)?;
+        let over = self.over_read(Choice::Auto)?;
+        let mut names = vec![];
+        let mut expected = 0.0;
+        for source in 0..self.ready.plan.source_count() {
+            let works = works(&exact, over.as_ref(), source);
+            let ways = cost::choose(&self.rates, &works, Choice::Auto);
+            expected += cost::cost(&self.rates, &works, &ways).unwrap_or(f64::NAN);
+            for (way, work) in ways.iter().zip(&works) {
+                if work.exact.bytes > 0 && !names.contains(&way.name()) {
+                    names.push(way.name());
+                }
+            }
+        }
+        names.sort_unstable();
+        Ok((names.join(" and "), expected))
+    }
+
+    /// Reads every block's span as one copy, and takes what matters from it.
+    fn read_full(&self) -> Result<(), Failure> {
+        let exact = self.ready.plan.transfer(self.request)?;
+        let mut at = self.scratch.base();
+        for source in 0..self.ready.plan.source_count() {
+            let loops = exact.loops(source);
+            // What the nests of one block span, as few spans as can be.
+            let mut spans: Vec<(u64, u64)> = vec![];
+            for nest in loops.nests() {
+                let reach: u64 =
+                    nest.loops.iter().map(|repeat| (repeat.count - 1) * repeat.source).sum();
+                for pair in nest.pairs {
+                    let start = nest.source + u64::from(pair.source) * nest.blocks.0;
+                    spans.push((start, start + reach + nest.run));
+                }
+            }
+            spans.sort_unstable();
+            spans.dedup_by(|next, span| {
+                let touches = next.0 <= span.1;
+                span.1 = if touches { span.1.max(next.1) } else { span.1 };
+                touches
+            });
+            let mut copies = vec![];
+            for (start, end) in &spans {
+                copies.push(ByteCopy { source: *start, destination: at, bytes: end - start });
+                at += end - start;
+            }
+            done(&self.transport.read(self.peer, &copies, soon())?)?;
+            let mut scatter = Loops::default();
+            let table = scatter.add_table([BlockPair::default()]);
+            for nest in loops.nests() {
+                for pair in nest.pairs {
+                    let start = nest.source + u64::from(pair.source) * nest.blocks.0;
+                    let to = nest.destination + u64::from(pair.destination) * nest.blocks.1;
+                    let copy = &copies[copies.partition_point(|copy| copy.source <= start) - 1];
+                    let from = copy.destination + (start - copy.source);
+                    scatter.add_nest((from, to), nest.run, (0, 0), nest.loops, table)?;
+                }
+            }
+            // SAFETY: what is read lies in the scratch memory, what is written in the destination's
+            // regions, as the plan has proven; neither has references to it.
+            unsafe { carry_out(&scatter) };
+        }
+        Ok(())
+    }
+
+    /// Reads once into poisoned memory and looks at every byte.
+    fn check(&self, way: Tried) -> Result<(), Failure> {
+        const POISON: u8 = 0xee;
+        for span in &self.ready.memory {
+            span.write(0, &vec![POISON; span.bytes()]);
+        }
+        self.read(way)?;
+        let exact = self.ready.plan.transfer(self.request)?;
+        let mut expected: Vec<Vec<u8>> =
+            self.ready.memory.iter().map(|span| vec![POISON; span.bytes()]).collect();
+        for (number, region) in self.ready.spans.iter().enumerate() {
+            let theirs = HostMemory::new(region.bytes as usize)?;
+            memory::fill(&theirs, seed(number));
+            let theirs = theirs.snapshot();
+            for source in 0..self.ready.plan.source_count() {
+                for copy in exact.copies(source) {
+                    let Some(from) =
+                        copy.source.checked_sub(region.base).filter(|at| *at < region.bytes)
+                    else {
+                        continue;
+                    };
+                    let spans = self.ready.memory.iter().zip(&mut expected);
+                    let inside = |span: &HostMemory| {
+                        copy.destination
+                            .checked_sub(span.base())
+                            .filter(|at| *at < span.bytes() as u64)
+                    };
+                    for (span, expected) in spans {
+                        if let Some(to) = inside(span) {
+                            let (from, to, bytes) =
+                                (from as usize, to as usize, copy.bytes as usize);
+                            expected[to..to + bytes].copy_from_slice(&theirs[from..from + bytes]);
+                        }
+                    }
+                }
+            }
+        }
+        // What over-reading brings too much lies in the rest, which is zeroed afterwards.
+        let rest: Vec<_> = exact.rest().collect();
+        for (span, expected) in self.ready.memory.iter().zip(&mut expected) {
+            for area in &rest {
+                if let Some(at) = area.address.checked_sub(span.base())
+                    && at < span.bytes() as u64
+                {
+                    span.write(at as usize, &vec![0; area.bytes as usize]);
+                    expected[at as usize..(at + area.bytes) as usize].fill(0);
+                }
+            }
+            if span.snapshot() != *expected {
+                return Err("a read is not exact".into());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn works(exact: &Transfer<'_>, over: Option<&Transfer<'_>>, source: usize) -> Vec<Work> {
+    let work = |group| Work {
+        exact: exact.summary_of(source, group),
+        over: over.map(|over| over.summary_of(source, group)),
+    };
+    (0..exact.groups()).map(work).collect()
+}
+
+fn borrowed(tables: &[kvferry_plan::BlockTable]) -> Vec<Table<'_>> {
+    tables.iter().map(|table| table.borrow()).collect()
+}
+
+fn done(operation: &impl Operation) -> Result<(), Failure> {
+    match operation.wait(soon()) {
+        Status::Done(_) => Ok(()),
+        other => Err(format!("a read ended as {other:?}").into()),
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}

@@ -1,0 +1,256 @@
+//! What packing does when it cannot be done.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvferry_layout::{BlockPair, Loop, Loops};
+
+use super::super::frame::{Answer, Challenge, Hello, Request, Verb};
+use super::super::{DESCRIPTION, Tcp, TcpOptions, TcpPeer, gather, parse};
+use super::{OPEN, PAGE, Victim, soon};
+use crate::contract::{Operation, Status, Transport};
+use crate::memory::HostMemory;
+use crate::shared::bytes::put_block;
+
+const BYTES: usize = 8 << 20;
+
+struct End {
+    transport: Tcp,
+    memory: HostMemory,
+}
+
+impl End {
+    fn new(staging: u64, fill: u8) -> Self {
+        let memory = HostMemory::new(BYTES).unwrap();
+        memory.write(0, &vec![fill; BYTES]);
+        let transport = Tcp::new(TcpOptions { staging, ..TcpOptions::default() }).unwrap();
+        let end = Self { transport, memory };
+        // SAFETY: the transport is dropped before the memory, in the order of the fields; the
+        // memory is only touched through its address.
+        unsafe { end.transport.register(end.memory.region()) }.unwrap();
+        end
+    }
+
+    fn connect(&self, description: &[u8]) -> TcpPeer {
+        self.transport.connect(description, soon()).unwrap()
+    }
+}
+
+/// Half of all bytes, in runs of 512.
+fn every_other(from: u64, to: &End) -> Loops {
+    let mut loops = Loops::default();
+    let block = 16 << 10;
+    let table = loops
+        .add_table((0..(BYTES / block) as u32).map(|at| BlockPair { source: at, destination: at }));
+    let runs = Loop { count: 16, source: 1024, destination: 1024 };
+    let start = (from, to.memory.base());
+    loops.add_nest(start, 512, (block as u64, block as u64), &[runs], table).unwrap();
+    loops
+}
+
+fn check(operation: &impl Operation, destination: &End, fill: u8, before: u8) {
+    let status = operation.wait(soon());
+    assert!(matches!(status, Status::Done(_)), "{status:?}");
+    let byte = |at: usize| if at % 1024 < 512 { fill } else { before };
+    let wrong =
+        destination.memory.snapshot().into_iter().enumerate().find(|&(at, b)| b != byte(at));
+    assert_eq!(wrong, None);
+}
+
+/// A pool of one slot, and more readers than that: all of them get their bytes, whoever packs, and the
+/// slot comes back.
+#[test]
+fn a_tiny_pool_serves_everybody() {
+    let source = End::new(gather::SLOT_BYTES, 7);
+    let (description, base) = (source.transport.describe().unwrap(), source.memory.base());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let reader = End::new(0, 1);
+                let peer = reader.connect(&description);
+                let loops = every_other(base, &reader);
+                let read = || reader.transport.read_packed(&peer, &loops, soon()).unwrap();
+                let operations: Vec<_> = (0..3).map(|_| read()).collect();
+                operations.iter().for_each(|operation| check(operation, &reader, 7, 1));
+            });
+        }
+    });
+    let staging = source.transport.staging();
+    assert_eq!((staging.bytes, staging.in_use), (gather::SLOT_BYTES, 0), "{staging:?}");
+    assert_eq!(staging.most_in_use, gather::SLOT_BYTES);
+    assert!(staging.packed > 0 && staging.waits > 0, "{staging:?}");
+}
+
+/// A reader that has stopped reading keeps the only slot: others are read directly, and nothing hangs.
+#[test]
+fn who_keeps_a_slot_keeps_nobody_else_out() {
+    let source = End::new(gather::SLOT_BYTES, 7);
+    let reader = End::new(0, 1);
+    let peer = reader.connect(&source.transport.describe().unwrap());
+    let mut greedy = greeted(&source.transport);
+    let loops = every_other(source.memory.base(), &reader);
+    let mut cutting = kvferry_layout::Cutting::default();
+    let part = cutting.next(&loops, &gather::LIMITS).unwrap();
+    let mut body = vec![];
+    gather::encode(&part, &mut body);
+    let (spans, bytes) = (body.len() as u32, part.packed_bytes().unwrap());
+    // More than any socket takes.
+    for id in 0..200 {
+        let header = Request { verb: Verb::Gather, practice: false, spans, id, bytes };
+        greedy.write_all(&[&header.encode()[..], &body].concat()).unwrap();
+    }
+    let until = Instant::now() + Duration::from_secs(20);
+    while source.transport.staging().packed < 2 || source.transport.staging().in_use == 0 {
+        assert!(Instant::now() < until, "the slot was never taken");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
+    assert!(source.transport.staging().refused > 0, "{:?}", source.transport.staging());
+    // When it is gone, the slot is back.
+    drop(greedy);
+    while source.transport.staging().in_use > 0 {
+        assert!(Instant::now() < until, "the slot never came back");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn without_memory_to_pack_into_reads_are_direct() {
+    let (source, reader) = (End::new(0, 7), End::new(0, 1));
+    let peer = reader.connect(&source.transport.describe().unwrap());
+    let rates = reader.transport.rates(&peer);
+    assert!(rates.packed.is_none() && rates.direct.copy > 0.0, "{rates:?}");
+    let loops = every_other(source.memory.base(), &reader);
+    check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
+    assert_eq!(source.transport.staging().packed, 0);
+}
+
+#[test]
+fn rates_are_measured_when_a_peer_is_connected_to() {
+    let (source, reader) = (End::new(32 << 20, 7), End::new(0, 1));
+    let began = Instant::now();
+    let peer = reader.connect(&source.transport.describe().unwrap());
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(1), "it took {took:?}");
+    let rates = reader.transport.rates(&peer);
+    let packed = rates.packed.expect("the peer packs");
+    // A run is a memory access, a copy is a part of a system call.
+    assert!(packed.copy < rates.direct.copy, "{rates:?}");
+    assert_eq!(source.transport.staging().in_use, 0);
+}
+
+/// A connection that was let in.
+fn greeted(transport: &Tcp) -> TcpStream {
+    let address = parse(&transport.describe().unwrap()).unwrap();
+    let mut stream = TcpStream::connect(address.at).unwrap();
+    let hello = Hello { nonce: [3; 32] }.encode();
+    stream.write_all(&hello).unwrap();
+    let mut challenge = [0; Challenge::BYTES];
+    stream.read_exact(&mut challenge).unwrap();
+    let nonce = Challenge::decode(&challenge).unwrap().nonce;
+    let proof = address.secret.prove(super::End::Client, &hello, &nonce);
+    stream.write_all(&proof).unwrap();
+    stream
+}
+
+/// Stands in for a server of before packing: it passes everything on, but ends a connection on which
+/// somebody wants to practise or to gather.
+fn older(server: &Tcp) -> (Vec<u8>, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = parse(&server.describe().unwrap()).unwrap();
+    let mut description = DESCRIPTION.to_vec();
+    description.extend(address.secret.instance.0);
+    description.extend(address.secret.token);
+    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let ended = Arc::new(AtomicUsize::new(0));
+    let count = ended.clone();
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, count) = (client.unwrap(), count.clone());
+            let server = TcpStream::connect(address.at).unwrap();
+            std::thread::spawn(move || {
+                let _ = pass_on(client, server, &count);
+            });
+        }
+    });
+    (description, ended)
+}
+
+fn pass_on(
+    mut client: TcpStream,
+    mut server: TcpStream,
+    ended: &AtomicUsize,
+) -> std::io::Result<()> {
+    let (mut back, mut to) = (server.try_clone()?, client.try_clone()?);
+    std::thread::spawn(move || std::io::copy(&mut back, &mut to));
+    let mut greeting = [0; Hello::BYTES];
+    client.read_exact(&mut greeting)?;
+    server.write_all(&greeting)?;
+    let mut proof = [0; 32];
+    client.read_exact(&mut proof)?;
+    server.write_all(&proof)?;
+    loop {
+        let mut header = [0; Request::BYTES];
+        client.read_exact(&mut header)?;
+        if header[0] > 2 || header[1] != 0 {
+            ended.fetch_add(1, Ordering::SeqCst);
+            server.shutdown(std::net::Shutdown::Both)?;
+            return client.shutdown(std::net::Shutdown::Both);
+        }
+        let spans = u32::from_le_bytes([header[4], header[5], header[6], header[7]]) as usize;
+        let mut body = vec![0; spans * 16];
+        client.read_exact(&mut body)?;
+        server.write_all(&[&header[..], &body].concat())?;
+    }
+}
+
+#[test]
+fn an_older_server_is_read_directly() {
+    let (source, reader) = (End::new(32 << 20, 7), End::new(0, 1));
+    let (description, ended) = older(&source.transport);
+    let peer = reader.connect(&description);
+    assert!(reader.transport.rates(&peer).packed.is_none());
+    let loops = every_other(source.memory.base(), &reader);
+    check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
+    assert_eq!(ended.load(Ordering::SeqCst), 1, "it was tried once, and never again");
+    assert_eq!(source.transport.staging().packed, 0);
+}
+
+/// A client that asks for what it may not have gets nothing of it.
+#[test]
+fn gathering_reaches_only_what_is_registered() {
+    let victim = Victim::new();
+    let page = PAGE as u64;
+    let ask = |start: u64, block: u64, highest: u32| {
+        let mut loops = Loops::default();
+        let table =
+            loops.add_table([0, highest].map(|source| BlockPair { source, destination: 0 }));
+        loops.add_nest((start, 0), 64, (block, 0), &[], table).unwrap();
+        let mut body = vec![];
+        gather::encode(&loops, &mut body);
+        let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
+        let header = Request { verb: Verb::Gather, practice: false, spans, id: 1, bytes };
+        let mut stream = greeted(&victim.transport);
+        stream.write_all(&[&header.encode()[..], &body].concat()).unwrap();
+        super::rest(stream)
+    };
+    let open = victim.base() + page;
+    let said = ask(open, 128, 3);
+    assert_eq!(said.len(), Answer::BYTES + 128);
+    assert!(said[Answer::BYTES..].iter().all(|&byte| byte == OPEN));
+    for (start, block, highest) in [
+        (open - 1, 128, 3),
+        (open, page, 1),
+        (open, u64::from(u32::MAX), 1),
+        (open + page - 63, 0, 0),
+        (8, 1, 1),
+    ] {
+        let said = ask(start, block, highest);
+        assert_eq!((said.len(), said[0]), (Answer::BYTES, 1), "{start:#x}, {block}, {highest}");
+    }
+    assert!(victim.is_unharmed());
+}
