@@ -4,6 +4,7 @@ mod contender;
 mod gpu;
 mod lowering;
 mod memory;
+mod overlap;
 mod transfer;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ enum Command {
     Transfer(transfer::Transfer),
     Gpu(Gpu),
     Lowering(lowering::Lowering),
+    Overlap(overlap::Overlap),
     /// One side of a pair of processes that is being measured.
     #[command(hide = true)]
     Worker(contender::Worker),
@@ -63,6 +65,7 @@ impl Bench {
             Command::Transfer(transfer) => transfer.run(),
             Command::Gpu(gpu) => gpu.run(),
             Command::Lowering(lowering) => lowering.run(),
+            Command::Overlap(overlap) => overlap.run(),
             Command::Worker(worker) => worker.run(),
         };
         match done {
