@@ -6,13 +6,19 @@ pub(crate) const PRIME: u64 = (1 << 61) - 1;
 /// Two independent numbers.
 pub(crate) type Pair = [u64; 2];
 
-/// Brings a sum of products below the prime: any number of 122 bits.
+/// Brings any number below the prime.
 #[inline(always)]
 pub(crate) fn fold(wide: u128) -> u64 {
     // 2^61 is 1 here.
-    let sum = (wide as u64 & PRIME) + (wide >> 61) as u64;
+    let sum = (wide as u64 & PRIME) + ((wide >> 61) as u64 & PRIME) + (wide >> 122) as u64;
     let sum = (sum & PRIME) + (sum >> 61);
     if sum >= PRIME { sum - PRIME } else { sum }
+}
+
+/// Brings a number of 64 bits to 61 and a little: at most the prime and 7.
+#[inline(always)]
+pub(crate) fn almost(sum: u64) -> u64 {
+    (sum & PRIME) + (sum >> 61)
 }
 
 #[inline(always)]
@@ -47,8 +53,10 @@ mod tests {
         }
 
         #[test]
-        fn whatever_has_122_bits_is_folded(wide in 0u128..1 << 122) {
+        fn whatever_there_is_is_folded(wide: u128, sum: u64) {
             prop_assert_eq!(u128::from(fold(wide)), wide % u128::from(PRIME));
+            prop_assert_eq!(almost(sum) % PRIME, sum % PRIME);
+            prop_assert!(almost(sum) <= PRIME + 7);
         }
     }
 
@@ -58,6 +66,7 @@ mod tests {
         assert_eq!(multiply([top; 2], [top; 2]), [1, 1]);
         assert_eq!(add([top; 2], [1, 1]), [0, 0]);
         assert_eq!(fold((1 << 122) - 1), 0);
+        assert_eq!(u128::from(fold(u128::MAX)), u128::MAX % u128::from(PRIME));
         assert_eq!(reduced([PRIME, u64::MAX]), [0, 7]);
     }
 }

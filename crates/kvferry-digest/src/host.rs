@@ -4,7 +4,7 @@
 
 use crate::Digest;
 use crate::dot::{Dot, MOST_CHUNKS, WORDS, choose, whole};
-use crate::field::{Pair, add, fold, multiply};
+use crate::field::{Pair, add, fold, multiply, reduced};
 use crate::program::{Level, Nest, Program, Run, Weights};
 
 /// How many bytes may pass before `stop` is asked again.
@@ -31,7 +31,7 @@ pub unsafe fn digest(program: &Program, stop: &dyn Fn() -> bool) -> Option<Vec<D
         for stretch in &program.course(nest).stretches {
             (levels[at].count, levels[at].keys) = (stretch.count, stretch.keys);
             // SAFETY: a run of the program, as the caller promises.
-            sum = add(sum, unsafe { adder.add_up(&levels, nest.address(stretch)) });
+            sum = add(sum, reduced(unsafe { adder.add_up(&levels, nest.address(stretch)) }));
             since += stretch.count * bytes_of_an_entry(nest);
             if since >= GLANCE {
                 since = 0;
@@ -50,6 +50,9 @@ fn bytes_of_an_entry(nest: &Nest) -> u64 {
     runs * nest.run.count * nest.run.bytes
 }
 
+/// So many products of 122 bits and a little can be added up.
+const MOST_PRODUCTS: usize = 32;
+
 struct Adder<'a> {
     dot: Dot,
     keys: &'a [Pair],
@@ -58,6 +61,8 @@ struct Adder<'a> {
 }
 
 impl Adder<'_> {
+    /// At most the prime and 7, twice.
+    ///
     /// # Safety
     ///
     /// All runs of the levels must be readable.
@@ -67,16 +72,21 @@ impl Adder<'_> {
             return unsafe { self.run(address) };
         };
         let keys = &self.keys[level.keys..][..level.count as usize];
-        let mut sum = [0, 0];
+        let mut sum = [0; 2];
         let mut at = address;
-        for key in keys {
-            // SAFETY: the caller's promise.
-            let value = match inner {
-                [] => unsafe { self.run(at) },
-                _ => unsafe { self.add_up(inner, at) },
-            };
-            sum = add(sum, multiply(value, *key));
-            at = at.wrapping_add(level.stride);
+        for keys in keys.chunks(MOST_PRODUCTS) {
+            let mut wide = sum.map(u128::from);
+            for key in keys {
+                // SAFETY: the caller's promise.
+                let value = match inner {
+                    [] => unsafe { self.run(at) },
+                    _ => unsafe { self.add_up(inner, at) },
+                };
+                wide[0] += u128::from(value[0]) * u128::from(key[0]);
+                wide[1] += u128::from(value[1]) * u128::from(key[1]);
+                at = at.wrapping_add(level.stride);
+            }
+            sum = wide.map(fold);
         }
         sum
     }
@@ -109,13 +119,17 @@ impl Adder<'_> {
     unsafe fn words(&self, address: u64, bytes: usize) -> Pair {
         let start = address as *const u8;
         let (full, rest) = (bytes / (4 * WORDS), bytes % (4 * WORDS));
+        if rest == 0 && full <= MOST_CHUNKS {
+            // SAFETY: as below.
+            return whole(&unsafe { (self.dot)(start, &self.weights.chunks[..full]) });
+        }
         let mut sum = [0, 0];
         let mut done = 0;
         for chunks in self.weights.chunks[..full].chunks(MOST_CHUNKS) {
             // SAFETY: as many chunks as there are bytes for, of the readable run; chosen for this
             // processor.
             let sums = unsafe { (self.dot)(start.add(done), chunks) };
-            sum = add(sum, whole(&sums));
+            sum = add(sum, reduced(whole(&sums)));
             done += chunks.len() * 4 * WORDS;
         }
         if rest > 0 {

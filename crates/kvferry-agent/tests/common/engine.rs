@@ -4,17 +4,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{
-    Carrier, Ending, Grant, Load, Notice, Outcome, Released, Scheduler, SchedulerOptions, Ticket,
-    Worker, WorkerOptions, carry,
+    Audit, Carrier, Ending, Grant, Load, Notice, Outcome, Released, Scheduler, SchedulerOptions,
+    Ticket, Worker, WorkerOptions, carry,
 };
 use kvferry_layout::{
     Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
     Window,
 };
 use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Price, Transport};
 
+use super::faulty::{Faulty, Switch};
 use super::held::Held;
 use super::looping::Looping;
 use super::memory::{Memory, UNTOUCHED};
@@ -38,6 +40,7 @@ pub struct Engine {
 pub enum By {
     Tcp,
     Local,
+    Nixl,
     /// Loops, and never lists.
     Looping,
     /// Reads that do what the test says.
@@ -56,6 +59,9 @@ pub struct Recipe {
     pub lie: u64,
     /// Within a block all tokens of a head lie together, not all heads of a token.
     pub by_head: bool,
+    /// Whether its transport can be made to do wrong, by the switch.
+    pub faulty: bool,
+    pub switch: Switch,
     /// What reads from each rank cost, where they are [`By::Held`].
     pub prices: fn(u64) -> Price,
 }
@@ -68,11 +74,19 @@ impl Recipe {
             by: By::Tcp,
             model: "tiny",
             scheduler: SchedulerOptions::new(name),
-            worker: WorkerOptions::new(tp as u32),
+            // Audits are what some tests are about; the others are about what comes before and after.
+            worker: WorkerOptions { audit: Audit::OFF, ..WorkerOptions::new(tp as u32) },
             lie: 0,
             by_head: false,
+            faulty: false,
+            switch: Switch::default(),
             prices: |_| Price { launch: 0.0, copy: 512.0, byte: 0.125 },
         }
+    }
+
+    pub fn audit(mut self, audit: Audit) -> Self {
+        self.worker.audit = audit;
+        self
     }
 
     pub fn by(mut self, by: By) -> Self {
@@ -113,11 +127,24 @@ impl Recipe {
                     unsafe { transport.register(region) }.unwrap();
                     carry(Arc::new(transport))
                 }
+                By::Nixl => {
+                    let transport = Nixl::new(&NixlOptions::default()).unwrap();
+                    // SAFETY: as above.
+                    unsafe { transport.register(region) }.unwrap();
+                    carry(Arc::new(transport))
+                }
                 By::Looping => Arc::new(Looping),
                 By::Held => {
                     held = Some(Arc::new(Held::new((self.prices)(rank))));
                     held.clone().unwrap() as Arc<dyn Carrier>
                 }
+            };
+            let carrier: Arc<dyn Carrier> = match self.by {
+                By::Tcp | By::Local | By::Nixl if self.faulty => {
+                    let (switch, older) = (self.switch.clone(), 30 * block);
+                    Arc::new(Faulty { inner: carrier, switch, older })
+                }
+                _ => carrier,
             };
             if self.by_head {
                 let view = &mut draft.groups[0].pieces[0].view;

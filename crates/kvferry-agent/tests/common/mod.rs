@@ -8,6 +8,7 @@
 )]
 
 pub mod engine;
+pub mod faulty;
 pub mod held;
 pub mod looping;
 pub mod memory;
