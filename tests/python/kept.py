@@ -166,6 +166,7 @@ class Latent:
 @dataclass(frozen=True)
 class Indexer:
     size: int = 128
+    indexes = True
 
     def allows(self, tp):
         return True

@@ -13,14 +13,19 @@ from stand_in import Backend, first_spec  # first: it sets the environment up
 import kvferry
 import kvferry.vllm
 import torch
-from kept import Attention, Indexer, is_mamba2
+from kept import Attention, is_mamba2
 from vllm.config import CacheConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 
@@ -84,7 +89,7 @@ class Engine:
         for layer, kept in self.layers.items():
             if isinstance(kept, Attention):
                 arch[self.index[layer]].total_num_kv_heads = kept.heads
-        indexer = any(isinstance(kept, Indexer) for kept in self.layers.values())
+        indexer = any(getattr(kept, "indexes", False) for kept in self.layers.values())
         text = SimpleNamespace(index_head_dim=128 if indexer else None)
         return SimpleNamespace(
             model_config=SimpleNamespace(
@@ -98,6 +103,11 @@ class Engine:
                 get_total_num_hidden_layers=lambda: self.count,
             ),
             cache_config=cache,
+            compilation_config=SimpleNamespace(
+                static_forward_context={
+                    layer: kept.module for layer, kept in self.layers.items() if hasattr(kept, "module")
+                }
+            ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=side.tp,
                 pipeline_parallel_size=side.pp,
@@ -132,7 +142,9 @@ class Engine:
     def block_tokens(self, group):
         """Tokens between two entries of a group's table; None for states."""
         spec = first_spec(self.groups[group])
-        return None if isinstance(spec, MambaSpec) else spec.block_size * self.side.dcp
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
+            return None
+        return spec.block_size * (self.side.dcp if spec.dcp_sharded else 1)
 
     def kept(self, group):
         """The first layer of a group, on any stage."""
@@ -204,7 +216,9 @@ class Rank:
             pp_rank=stage,
             engine=engine.name,
             conv_order=side.conv,
-            backends=dict.fromkeys(self.kv_caches, backend),
+            backends={
+                layer: getattr(engine.layers[layer], "backend", backend) for layer in self.kv_caches
+            },
             layer_specs=engine.specs,
             mamba_groups=groups[0] if groups else None,
         )

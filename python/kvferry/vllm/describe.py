@@ -119,7 +119,8 @@ def _names(layers: Layers, groups: list[Any]) -> dict[str, str]:
         for layer in group.layer_names:
             draft, index = layers.model.place(layer)
             name = f"{'draft/' if draft else ''}layers.{index}"
-            pages = specs.pages_of(layer, specs.layer_spec(group, layer))
+            spec = specs.layer_spec(group, layer)
+            pages = specs.pages_of(layer, spec, layers.backends.get(layer))
             sharing.setdefault((name, pages), []).append(layer)
     return {
         layer: name if len(same) == 1 else layer
