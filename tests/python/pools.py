@@ -5,6 +5,7 @@ tensors from `allocate_kv_cache`.
 """
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 from stand_in import Backend, first_spec  # first: it sets the environment up
@@ -76,8 +77,9 @@ class Engine:
             raise Cannot(str(error)) from error
         self.groups = self.stages[0][0].kv_cache_groups
         self.ranks = [
-            Rank(self, *stage, number, tp)
+            Rank(self, *stage, number, tp, pcp)
             for number, stage in enumerate(self.stages)
+            for pcp in range(side.pcp)
             for tp in range(side.tp)
         ]
 
@@ -113,6 +115,7 @@ class Engine:
                 pipeline_parallel_size=side.pp,
                 decode_context_parallel_size=side.dcp,
                 cp_kv_cache_interleave_size=side.turn,
+                prefill_context_parallel_size=side.pcp,
             ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not side.hma),
             attention_config=SimpleNamespace(hisparse_config=None),
@@ -136,7 +139,7 @@ class Engine:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         return config, [
             allocate_kv_cache(config, torch.device("cpu"), layout, kernels)
-            for _ in range(self.side.tp)
+            for _ in range(self.side.tp * self.side.pcp)
         ]
 
     def block_tokens(self, group):
@@ -192,7 +195,9 @@ class Engine:
                 held = cached[group] if cached else 0
                 if held == tokens:
                     continue
-                args = (self.side, rank.tp, rank.kv_caches[layer])
+                # Turns go over the ranks of a prefill first, and then over those of tensors.
+                turn = rank.tp * self.side.pcp + rank.pcp
+                args = (replace(self.side, token_rank=turn), rank.tp, rank.kv_caches[layer])
                 first = max(held, self.window(group)(tokens), there.get(layer, 0) if there else 0)
                 own = table if size is None else [b for b in table[held // size :] if b]
                 if zero:
@@ -201,8 +206,9 @@ class Engine:
 
 
 class Rank:
-    def __init__(self, engine, config, tensors, stage, tp):
-        self.tp, self.kv_caches = tp, tensors[tp]
+    def __init__(self, engine, config, tensors, stage, tp, pcp=0):
+        self.tp, self.pcp = tp, pcp
+        self.kv_caches = tensors[pcp * engine.side.tp + tp]
         storage = next(iter(self.kv_caches.values())).untyped_storage()
         self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         side = engine.side
@@ -214,6 +220,7 @@ class Rank:
             self.kv_caches,
             tp_rank=tp,
             pp_rank=stage,
+            pcp_rank=pcp,
             engine=engine.name,
             conv_order=side.conv,
             backends={

@@ -238,10 +238,17 @@ def test_layers_without_tensors_or_numbers(gqa):
         describe(gqa)
 
 
-def test_context_parallel_prefill_is_refused(gqa):
+def test_ranks_of_a_context_parallel_prefill_are_numbered_and_named(gqa, monkeypatch):
+    from vllm.distributed import parallel_state
+
     gqa.config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(Unsupported, match="prefill context parallelism"):
-        describe(gqa)
+    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=1))
+    made = describe(gqa)
+    assert (made.rank, made.label) == (2, "pcp1 tp0")
+    # It keeps what the other rank keeps.
+    first = describe(gqa, pcp_rank=0)
+    assert (first.rank, first.label) == (0, "pcp0 tp0")
+    assert first.to_dict()["groups"] == made.to_dict()["groups"]
 
 
 def test_groups_that_are_not_transferred_have_no_table(hybrid):

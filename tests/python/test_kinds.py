@@ -6,7 +6,7 @@ import kvferry
 import kvferry.vllm
 import pools
 import pytest
-from kept import Attention, Latent, Topology, mamba2
+from kept import Attention, Indexer, Latent, Topology, kda, mamba2
 from kept_more import (
     Apart,
     Hidden,
@@ -183,3 +183,47 @@ def test_scales_of_the_layer_are_part_of_the_format():
 def test_scales_that_cannot_be_compared_are_refused():
     with pytest.raises(kvferry.vllm.Unsupported, match=r"a scale for each head \(\[0.5, 0.25"):
         Engine("prefill", [Scaled(2, scales=([0.5, 0.25], 1.0))], T())
+
+
+class TestContextParallelism:
+    """Ranks that take turns at tokens, in a prefill or a decode; vLLM's connector refuses most of it."""
+
+    HYBRID = [Latent(), kda(), Latent(), kda()]
+    #: A head is on several ranks, which share its tokens.
+    HEADS = [Attention(2)] * 2
+
+    @pytest.mark.parametrize(
+        "p, d",
+        [
+            (T(tp=4, dcp=4), T(tp=2)),
+            (T(tp=2), T(tp=4, dcp=2)),
+            (T(tp=4, dcp=2, turn=4), T(tp=4, dcp=4, turn=16)),
+            (T(pcp=2), T(tp=2)),
+            (T(tp=2, pcp=2), T()),
+            (T(pcp=4, dcp=4), T(tp=2)),
+            (T(pcp=2, dcp=2, turn=8), T(tp=4, dcp=4)),
+            (T(tp=2, pcp=2, dcp=4, turn=2), T(tp=2, dcp=2, block=32)),
+            (T(tp=2), T(tp=2, pcp=2, dcp=2)),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("layers", [[Latent(192), Indexer()], HYBRID], ids=["mla", "hybrid"])
+    def test_latents(self, layers, p, d):
+        for tokens in (1, 33, 150):
+            move(Engine("prefill", layers, p), Engine("decode", layers, d), tokens)
+
+    @pytest.mark.parametrize(
+        "p, d",
+        [
+            (T(tp=4, dcp=2), T(tp=2)),
+            (T(), T(tp=8, dcp=4, turn=4)),
+            (T(tp=8, dcp=2, turn=16), T(tp=4, dcp=2)),
+            (T(tp=2, pcp=2), T(tp=4, dcp=2)),
+            (T(tp=4, dcp=2, block=48), T(tp=1, block=32)),
+        ],
+        ids=str,
+    )
+    def test_heads(self, p, d):
+        for layers in (self.HEADS, [Attention(2), mamba2(groups=1, heads=8)]):
+            for tokens in (5, 70):
+                move(Engine("prefill", layers, p), Engine("decode", layers, d), tokens)

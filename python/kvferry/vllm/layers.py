@@ -26,6 +26,7 @@ class Layers:
         self,
         vllm_config: Any,
         tp_rank: int,
+        token_rank: int,
         conv_order: str,
         backends: Mapping[str, str],
         sights: Mapping[str, Fact],
@@ -35,6 +36,8 @@ class Layers:
         parallel = vllm_config.parallel_config
         self.tp_size: int = parallel.tensor_parallel_size
         self.tp_rank = tp_rank
+        #: Whose turn this rank has among those that share tokens.
+        self.token_rank = token_rank
         self.dcp_size: int = getattr(parallel, "decode_context_parallel_size", 1)
         self.turn: int = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         #: Whether convolution states are stored columns first.
@@ -457,7 +460,7 @@ class Layers:
         ranks = 1 if spec is None else self.turns(spec)
         if ranks == 1:
             return ALL_ENTRIES
-        first = self.tp_rank % ranks * self.turn
+        first = self.token_rank % ranks * self.turn
         return {"modulus": ranks * self.turn, "held": [first, first + self.turn]}
 
 
