@@ -43,6 +43,9 @@ class Topology:
     cpu: bool = False
     dcp: int = 1
     turn: int = 1
+    pcp: int = 1
+    #: Which of the ranks that take turns at tokens writes: its tensor-parallel rank unless told.
+    token_rank: int | None = None
     hma: bool = True
     caching: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -166,6 +169,7 @@ class Latent:
 @dataclass(frozen=True)
 class Indexer:
     size: int = 128
+    indexes = True
 
     def allows(self, tp):
         return True
@@ -308,6 +312,7 @@ def slots_of(side, rank, tensor, table, positions):
     """Kernel block and slot of each token, None where another rank holds it."""
     tokens = tensor.shape[2]
     block_size = tokens * (tensor.shape[0] // side.blocks)
+    rank = rank if side.token_rank is None else side.token_rank
     block, slot = [], []
     for t in positions:
         virtual = block_size * side.dcp

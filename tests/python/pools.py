@@ -5,6 +5,7 @@ tensors from `allocate_kv_cache`.
 """
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 from stand_in import Backend, first_spec  # first: it sets the environment up
@@ -13,14 +14,19 @@ from stand_in import Backend, first_spec  # first: it sets the environment up
 import kvferry
 import kvferry.vllm
 import torch
-from kept import Attention, Indexer, is_mamba2
+from kept import Attention, is_mamba2
 from vllm.config import CacheConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 
@@ -71,8 +77,9 @@ class Engine:
             raise Cannot(str(error)) from error
         self.groups = self.stages[0][0].kv_cache_groups
         self.ranks = [
-            Rank(self, *stage, number, tp)
+            Rank(self, *stage, number, tp, pcp)
             for number, stage in enumerate(self.stages)
+            for pcp in range(side.pcp)
             for tp in range(side.tp)
         ]
 
@@ -84,7 +91,7 @@ class Engine:
         for layer, kept in self.layers.items():
             if isinstance(kept, Attention):
                 arch[self.index[layer]].total_num_kv_heads = kept.heads
-        indexer = any(isinstance(kept, Indexer) for kept in self.layers.values())
+        indexer = any(getattr(kept, "indexes", False) for kept in self.layers.values())
         text = SimpleNamespace(index_head_dim=128 if indexer else None)
         return SimpleNamespace(
             model_config=SimpleNamespace(
@@ -98,11 +105,17 @@ class Engine:
                 get_total_num_hidden_layers=lambda: self.count,
             ),
             cache_config=cache,
+            compilation_config=SimpleNamespace(
+                static_forward_context={
+                    layer: kept.module for layer, kept in self.layers.items() if hasattr(kept, "module")
+                }
+            ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=side.tp,
                 pipeline_parallel_size=side.pp,
                 decode_context_parallel_size=side.dcp,
                 cp_kv_cache_interleave_size=side.turn,
+                prefill_context_parallel_size=side.pcp,
             ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not side.hma),
             attention_config=SimpleNamespace(hisparse_config=None),
@@ -126,13 +139,15 @@ class Engine:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         return config, [
             allocate_kv_cache(config, torch.device("cpu"), layout, kernels)
-            for _ in range(self.side.tp)
+            for _ in range(self.side.tp * self.side.pcp)
         ]
 
     def block_tokens(self, group):
         """Tokens between two entries of a group's table; None for states."""
         spec = first_spec(self.groups[group])
-        return None if isinstance(spec, MambaSpec) else spec.block_size * self.side.dcp
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
+            return None
+        return spec.block_size * (self.side.dcp if spec.dcp_sharded else 1)
 
     def kept(self, group):
         """The first layer of a group, on any stage."""
@@ -180,7 +195,9 @@ class Engine:
                 held = cached[group] if cached else 0
                 if held == tokens:
                     continue
-                args = (self.side, rank.tp, rank.kv_caches[layer])
+                # Turns go over the ranks of a prefill first, and then over those of tensors.
+                turn = rank.tp * self.side.pcp + rank.pcp
+                args = (replace(self.side, token_rank=turn), rank.tp, rank.kv_caches[layer])
                 first = max(held, self.window(group)(tokens), there.get(layer, 0) if there else 0)
                 own = table if size is None else [b for b in table[held // size :] if b]
                 if zero:
@@ -189,8 +206,9 @@ class Engine:
 
 
 class Rank:
-    def __init__(self, engine, config, tensors, stage, tp):
-        self.tp, self.kv_caches = tp, tensors[tp]
+    def __init__(self, engine, config, tensors, stage, tp, pcp=0):
+        self.tp, self.pcp = tp, pcp
+        self.kv_caches = tensors[pcp * engine.side.tp + tp]
         storage = next(iter(self.kv_caches.values())).untyped_storage()
         self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         side = engine.side
@@ -202,9 +220,12 @@ class Rank:
             self.kv_caches,
             tp_rank=tp,
             pp_rank=stage,
+            pcp_rank=pcp,
             engine=engine.name,
             conv_order=side.conv,
-            backends=dict.fromkeys(self.kv_caches, backend),
+            backends={
+                layer: getattr(engine.layers[layer], "backend", backend) for layer in self.kv_caches
+            },
             layer_specs=engine.specs,
             mamba_groups=groups[0] if groups else None,
         )

@@ -11,14 +11,7 @@ import torch
 from kvferry.vllm import Unsupported, refusal, specs
 from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
 from pools import Engine
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    HiddenStateCacheSpec,
-    KVQuantMode,
-    RSWASpec,
-    SinkFullAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVQuantMode
 
 
 def describe(engine, /, **facts):
@@ -45,39 +38,70 @@ def hybrid():
     return Engine("engine", [Attention(4), mamba2(), short_conv(), linear()], Topology(tp=2, spec=2))
 
 
-@pytest.mark.parametrize(
-    "cls, facts",
-    [
-        (CircularBufferSpec, {}),
-        (CrossAttentionSpec, {}),
-        (SinkFullAttentionSpec, {"sink_len": 16}),
-        (RSWASpec, {"rswa_window": 8}),
-        (HiddenStateCacheSpec, {}),
-    ],
-)
-def test_caches_that_mean_something_else_are_refused_by_name(gqa, cls, facts):
+def other(spec, cls, **facts):
+    """A spec of another class."""
+    given = {name: getattr(spec, name) for name in ("block_size", "num_kv_heads", "head_size", "dtype")}
+    return cls(**given, **facts)
+
+
+def test_caches_that_are_not_described_are_refused_by_name(gqa):
     group = gqa.groups[0]
-    spec = group.kv_cache_spec
-    group.kv_cache_spec = cls(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        **facts,
-    )
-    with pytest.raises(Unsupported, match=f"model.layers.0.mixer.*{cls.__name__}") as caught:
+    group.kv_cache_spec = other(group.kv_cache_spec, CrossAttentionSpec)
+    with pytest.raises(Unsupported, match="model.layers.0.mixer.*CrossAttentionSpec: what an") as caught:
         describe(gqa)
     assert caught.value.layer == "model.layers.0.mixer"
     assert isinstance(caught.value, kvferry.Error)
 
 
-def test_states_beside_the_usual_ones_are_refused(hybrid):
+def test_what_nobody_has_seen_is_refused_with_its_name_and_what_to_report(gqa, hybrid, monkeypatch):
+    group = gqa.groups[0]
+    spec = group.kv_cache_spec
+    group.kv_cache_spec = other(spec, type("NewSpec", (FullAttentionSpec,), {}))
+    report = "have not been seen before; please report it with the model, vLLM's version"
+    with pytest.raises(Unsupported, match=f"caches of the kind NewSpec {report}"):
+        describe(gqa)
+    group.kv_cache_spec = spec
+    monkeypatch.delitem(specs.QUANTISED, "NONE")
+    with pytest.raises(Unsupported, match=f"caches quantised as NONE {report}"):
+        describe(gqa)
+    monkeypatch.delitem(specs.RECURRENT, "LINEAR")
+    monkeypatch.setitem(specs.QUANTISED, "NONE", None)
+    with pytest.raises(Unsupported, match=f"states of the type LINEAR {report}"):
+        describe(hybrid)
+    latent = Engine("engine", [Latent()], Topology())
+    with pytest.raises(Unsupported, match=f"pages of the attention back end NEW_MLA {report}"):
+        describe(latent, backends=dict.fromkeys(latent.layers, "NEW_MLA"))
+    with pytest.raises(Unsupported, match="INDEXER is not described: its kernels shuffle"):
+        describe(latent, backends=dict.fromkeys(latent.layers, "DEEPSEEK_V41_ROCM_MXFP4_INDEXER"))
+    (layer,) = latent.groups
+    for facts in ({"state_content_bytes": 700}, {"state_content_bytes": 656, "cache_dtype_str": "new"}):
+        layer.kv_cache_spec = replace(latent.specs["model.layers.0.mixer"], **facts)
+        with pytest.raises(Unsupported, match="bytes a token and cache data type .* have not been seen"):
+            describe(latent)
+
+
+def test_states_that_are_dead_after_a_prefill_are_scratch(hybrid):
     group = next(g for g in hybrid.groups if "mixer" in g.layer_names[0] and "1" in g.layer_names[0])
     spec = group.kv_cache_spec
+    before = describe(hybrid).to_dict()["groups"]
+    # As ReplaySSM appends them: inputs, steps, B.
+    extra = ((12, 4, 4), (12, 4), (6, 4, 8))
+    group.kv_cache_spec = replace(
+        spec,
+        shapes=(*spec.shapes, *extra),
+        dtypes=(*spec.dtypes, torch.bfloat16, torch.float32, torch.bfloat16),
+        page_size_padded=None,
+    )
+    after = describe(hybrid).to_dict()["groups"]
+    number = hybrid.groups.index(group)
+    assert after[number]["pieces"] == before[number]["pieces"]
+    (dead,) = after[number]["scratch"][len(before[number]["scratch"]) :]
+    assert dead["run"] == 2 * 12 * 4 * 4 + 4 * 12 * 4 + 2 * 6 * 4 * 8
+    assert dead["offset"] == spec.state_content_size_bytes
     group.kv_cache_spec = replace(
         spec, shapes=(*spec.shapes, (2, 2)), dtypes=(*spec.dtypes, torch.float32)
     )
-    with pytest.raises(Unsupported, match="Run without ReplaySSM and RecoverSSM"):
+    with pytest.raises(Unsupported, match="MAMBA2 states of shapes .*where conv and ssm belong"):
         describe(hybrid)
 
 
@@ -129,10 +153,16 @@ def test_quantised_pages_are_records_of_their_own_format(gqa):
     with pytest.raises(Unsupported, match="CPU back end"):
         describe(gqa, backends=dict.fromkeys(gqa.layers, "CPU_ATTN"))
     group.kv_cache_spec = replace(spec, num_head_slots=4, kv_quant_mode=KVQuantMode.NVFP4)
-    with pytest.raises(Unsupported):
+    with pytest.raises(Unsupported, match="pages of 4 slots for 2 heads .* back end FLASH_ATTN"):
         describe(gqa)
-    gqa.config.cache_config = SimpleNamespace(calculate_kv_scales=True)
-    group.kv_cache_spec = replace(spec, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+
+
+def test_scales_that_nobody_says_are_refused(gqa):
+    group = gqa.groups[0]
+    group.kv_cache_spec = replace(group.kv_cache_spec, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    with pytest.raises(Unsupported, match="does not say the scales"):
+        describe(gqa)
+    gqa.config.cache_config = SimpleNamespace(calculate_kv_scales=True, cache_dtype="fp8")
     with pytest.raises(Unsupported, match="load them from the checkpoint"):
         describe(gqa)
 
@@ -209,10 +239,17 @@ def test_layers_without_tensors_or_numbers(gqa):
         describe(gqa)
 
 
-def test_context_parallel_prefill_is_refused(gqa):
+def test_ranks_of_a_context_parallel_prefill_are_numbered_and_named(gqa, monkeypatch):
+    from vllm.distributed import parallel_state
+
     gqa.config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(Unsupported, match="prefill context parallelism"):
-        describe(gqa)
+    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=1))
+    made = describe(gqa)
+    assert (made.rank, made.label) == (2, "pcp1 tp0")
+    # It keeps what the other rank keeps.
+    first = describe(gqa, pcp_rank=0)
+    assert (first.rank, first.label) == (0, "pcp0 tp0")
+    assert first.to_dict()["groups"] == made.to_dict()["groups"]
 
 
 def test_groups_that_are_not_transferred_have_no_table(hybrid):

@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod census;
 mod config;
 mod error;
 mod facts;

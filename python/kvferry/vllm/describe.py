@@ -22,6 +22,7 @@ def manifest(
     *,
     tp_rank: int | None = None,
     pp_rank: int | None = None,
+    pcp_rank: int | None = None,
     engine: str | None = None,
     conv_order: str | None = None,
     backends: Mapping[str, str] | None = None,
@@ -34,9 +35,9 @@ def manifest(
     """All the facts of one rank.
 
     `kv_caches` are the tensors by layer that vLLM hands to a connector. What is left out is taken from
-    the running process: the rank (`tp_rank`, `pp_rank`), the engine's name, the order of convolution
-    states (`conv_order`, "SD" or "DS"), the attention back ends by layer, the spec that each layer
-    asked for (`layer_specs`: its group may keep more of it), and whether later requests may use blocks
+    the running process: the rank (`tp_rank`, `pp_rank`, and `pcp_rank` of prefill context parallelism),
+    the engine's name, the order of convolution states (`conv_order`, "SD" or "DS"), the attention back
+    ends by layer, the spec that each layer asked for (`layer_specs`: its group may keep more of it), and whether later requests may use blocks
     again (`prefix_caching`). `kv_heads` (by layer) and `mamba_groups` say how many there are in the
     whole model where its configuration does not; `identity` adds to or replaces what must be equal on
     both sides.
@@ -63,8 +64,12 @@ def manifest(
     if prefix_caching is None:
         prefix_caching = bool(getattr(vllm_config.cache_config, "enable_prefix_caching", False))
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise refuse("", "prefill context parallelism is not described yet; run without it")
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    if pcp_rank is None and pcp_size > 1:
+        from vllm.distributed.parallel_state import get_pcp_group
+
+        pcp_rank = get_pcp_group().rank_in_group
+    pcp_rank = pcp_rank or 0
 
     transferred = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
     sights = {
@@ -72,7 +77,11 @@ def manifest(
         for group in transferred
         for layer in group.layer_names
     }
-    layers = Layers(vllm_config, tp_rank, conv_order, backends, sights, kv_heads or {}, mamba_groups)
+    # Ranks take turns at tokens over those of a prefill first, and then over those of tensors.
+    turn = tp_rank * pcp_size + pcp_rank
+    layers = Layers(
+        vllm_config, tp_rank, turn, conv_order, backends, sights, kv_heads or {}, mamba_groups
+    )
     names = _names(layers, transferred)
     # Where a later request may use blocks again, it may share a shorter prefix and look at tokens that
     # were never copied: then a layer needs all that its group keeps.
@@ -82,13 +91,17 @@ def manifest(
         for number, group in enumerate(transferred)
     ]
     layers.asking.report()
-    stages = parallel.pipeline_parallel_size
+    places = [
+        ("pp", pp_rank, parallel.pipeline_parallel_size > 1),
+        ("pcp", pcp_rank, pcp_size > 1),
+        ("tp", tp_rank, True),
+    ]
     return Manifest(
         {
             "identity": {**layers.model.identity(), **(identity or {})},
             "engine": engine,
-            "rank": pp_rank * parallel.tensor_parallel_size + tp_rank,
-            "label": f"pp{pp_rank} tp{tp_rank}" if stages > 1 else f"tp{tp_rank}",
+            "rank": (pp_rank * pcp_size + pcp_rank) * parallel.tensor_parallel_size + tp_rank,
+            "label": " ".join(f"{name}{rank}" for name, rank, several in places if several),
             "regions": layers.regions.list,
             "kinds": layers.kinds,
             "groups": groups,
@@ -120,7 +133,8 @@ def _names(layers: Layers, groups: list[Any]) -> dict[str, str]:
         for layer in group.layer_names:
             draft, index = layers.model.place(layer)
             name = f"{'draft/' if draft else ''}layers.{index}"
-            pages = specs.pages_of(layer, specs.layer_spec(group, layer))
+            spec = specs.layer_spec(group, layer)
+            pages = specs.pages_of(layer, spec, layers.backends.get(layer))
             sharing.setdefault((name, pages), []).append(layer)
     return {
         layer: name if len(same) == 1 else layer

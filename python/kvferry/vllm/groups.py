@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .specs import first_spec, is_replayed, is_state_group, keeps_window
+from .specs import current_slot, is_replayed, is_state_group, keeps_window
 
 
 class Groups:
@@ -46,7 +46,7 @@ class Groups:
         blocks = list(ids)
         if not self.recurrent[group]:
             return blocks
-        at = (tokens - 1) // first_spec(self.specs[group]).block_size
+        at = current_slot(self.specs[group], tokens)
         return blocks[at : at + 1]
 
     def cached(self, blocks: Sequence[Sequence[Any]], computed: int) -> list[int]:

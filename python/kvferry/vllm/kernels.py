@@ -20,14 +20,17 @@ Lengths = dict[str, tuple[int, ...]]
 
 
 def attention(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
+    _only(lengths, {"k", "v"}, {"kv"})
     return _Attention(module, backend, spec, dtype, lengths)
 
 
 def latent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
+    _only(lengths, {"latent"})
     return _Latent(module, spec, dtype, lengths)
 
 
 def indexer(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
+    _only(lengths, {"indexer", "indexer.scale"})
     return _Indexer(module, dtype, lengths)
 
 
@@ -36,6 +39,20 @@ def recurrent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths
     if not updates(kind):
         raise CannotAsk(f"there is no way yet to call the kernels that update {kind} states")
     return _States(module, kind, dtype, lengths)
+
+
+def nothing(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
+    raise _unknown(lengths)
+
+
+def _only(lengths: Lengths, *known: set[str]) -> None:
+    """There are ways to ask for these states alone."""
+    if set(lengths) not in known:
+        raise _unknown(lengths)
+
+
+def _unknown(lengths: Lengths) -> CannotAsk:
+    return CannotAsk(f"there is no way yet to call the kernels that write {', '.join(lengths)}")
 
 
 def cpu_layer(spec: Any, tokens: int) -> Any:

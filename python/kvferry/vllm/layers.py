@@ -4,6 +4,7 @@ holds; vLLM's spec says how large they are, and its tensor where they lie."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -29,6 +30,7 @@ class Layers:
         self,
         vllm_config: Any,
         tp_rank: int,
+        token_rank: int,
         conv_order: str,
         backends: Mapping[str, str],
         sights: Mapping[str, Fact],
@@ -38,6 +40,8 @@ class Layers:
         parallel = vllm_config.parallel_config
         self.tp_size: int = parallel.tensor_parallel_size
         self.tp_rank = tp_rank
+        #: Whose turn this rank has among those that share tokens.
+        self.token_rank = token_rank
         self.dcp_size: int = getattr(parallel, "decode_context_parallel_size", 1)
         self.turn: int = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         #: Whether convolution states are stored columns first.
@@ -58,16 +62,18 @@ class Layers:
     ) -> tuple[list[Fact], list[Fact]]:
         """The pieces of a layer and the scratch beside them. Its states are called after `name`;
         `need` is what it looks at where that is less than what its group keeps."""
-        pages = specs.pages_of(layer, spec)
+        pages = specs.pages_of(layer, spec, self.backends.get(layer))
         described = {
             Pages.ATTENTION: self._attention,
             Pages.LATENT: self._latent,
             Pages.INDEXER: self._indexer,
+            Pages.HIDDEN: self._hidden,
+            Pages.RING: self._ring,
             Pages.STATES: self._recurrent,
         }[pages]
         view = View(self.regions, tensor, blocks)
         pieces, scratch = described(layer, spec, tensor, view)
-        tokens = None if pages is Pages.STATES else tensor.shape[2]
+        tokens = None if pages in (Pages.STATES, Pages.RING) else tensor.shape[2]
 
         def where() -> dict[str, Places]:
             return _in_full(spec, pages, places(pieces, self.kinds, view, tokens))
@@ -90,32 +96,25 @@ class Layers:
         if heads is None:
             sliding = specs.slides(self.sights[layer])
             heads = self.model.kv_heads(layer, spec.num_kv_heads, sliding)
-        packed = spec.state_content_bytes is not None or spec.kv_quant_mode.name != "NONE"
-        if packed:
-            kind, sizes = "attention records", {"heads": heads}
-            formats = {"record": self._record(layer, spec)}
-        else:
-            kind = "attention"
-            sizes = {"heads": heads, "key": spec.head_size, "value": spec.head_size_v}
-            formats = {"model": _format(layer, spec.dtype, tensor)}
-        (made,) = self._states(layer, kind, sizes, formats, self.tp_size)
-        first, end = made["states"][0]["bounds"][0]
-        if end - first != spec.num_kv_heads or tensor.shape[1] != spec.num_heads:
-            raise refuse(
-                layer,
-                f"a rank of {self.tp_size} should hold {end - first} of {heads} KV heads, but this "
-                f"one holds {spec.num_kv_heads}, in {tensor.shape[1]} slots",
-            )
-        if packed:
-            (state,) = made["states"]
-            return [self._piece(layer, spec, state, view.at(0, [view.head]))], []
+        scales = specs.scales_of(layer, spec)
+        if scales is specs.IN_THE_PAGE:
+            return self._records(layer, spec, tensor, view, heads)
+        form = self._scaled(layer, spec) if scales else _format(layer, spec.dtype, tensor)
+        if not spec.head_size_v:
+            return self._vectors(layer, spec, view, heads, form)
+        sizes = {"heads": heads, "key": spec.head_size, "value": spec.head_size_v}
+        (made,) = self._states(layer, "attention", sizes, {"model": form}, self.tp_size)
+        self._check_heads(layer, spec, made, heads)
+        runs = self._runs(layer, spec, tensor, view)
+        apart = specs.BACKENDS.get(self.backends.get(layer) or "") is specs.Order.APART
         pieces = []
-        for state, runs in zip(made["states"], self._runs(layer, spec, tensor, view), strict=True):
-            for run in runs:
-                size = state["kind"]["format"]["bytes"]
+        for state, own in zip(made["states"], runs, strict=True):
+            size = state["kind"]["format"]["bytes"]
+            head = spec.head_size * size if apart else view.head
+            for run in own:
                 where = view.at(
                     run.offset * size,
-                    [view.head, run.number * size],
+                    [head, run.number * size],
                     token=run.token * size,
                     tile=(run.tile, run.tile_stride * size),
                 )
@@ -123,20 +122,98 @@ class Layers:
                 pieces.append(self._piece(layer, spec, part, where))
         return pieces, []
 
-    def _record(self, layer: str, spec: Any) -> tuple[str, int]:
-        """The format of quantised keys and values with their scales, for each token and head."""
+    def _vectors(
+        self, layer: str, spec: Any, view: View, heads: int, form: tuple[str, int]
+    ) -> tuple[list[Fact], list[Fact]]:
+        """One vector for each head and token."""
+        if self.backends.get(layer) not in specs.SIDE_BY_SIDE:
+            raise refuse(layer, f"the back end {self.backends.get(layer)} is not known to keep single "
+                                "vectors for heads")
+        sizes = {"heads": heads, "size": spec.head_size}
+        (made,) = self._states(layer, "head vectors", sizes, {"model": form}, self.tp_size)
+        self._check_heads(layer, spec, made, heads)
+        (state,) = made["states"]
+        return [self._piece(layer, spec, state, view.at(0, [view.head, form[1]]))], []
+
+    def _check_heads(self, layer: str, spec: Any, made: Fact, heads: int) -> None:
+        first, end = made["states"][0]["bounds"][0]
+        if end - first != spec.num_kv_heads:
+            raise refuse(
+                layer,
+                f"a rank of {self.tp_size} should hold {end - first} of {heads} KV heads, but this "
+                f"one holds {spec.num_kv_heads}, in {spec.num_heads} slots",
+            )
+
+    def _records(
+        self, layer: str, spec: Any, tensor: Any, view: View, heads: int
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Quantised keys and values with their scales, for each token and head."""
         mode = spec.kv_quant_mode.name.lower()
-        if spec.num_head_slots is not None and spec.num_head_slots != spec.num_kv_heads:
-            raise refuse(layer, f"{mode} pages keep keys and values in heads of their own, which is "
-                                "not described yet; use another cache data type")
+        cache = self.config.cache_config.cache_dtype
         if self.backends.get(layer) == specs.CPU:
-            raise refuse(layer, "quantised caches of the CPU back end are not described yet; use "
-                                "cache data type 'auto'")
+            raise refuse(layer, f"{mode} caches of the CPU back end are not described; use cache data "
+                                "type 'auto' or 'fp8'")
+        name = f"{mode} {spec.head_size}+{spec.head_size_v} {cache}"
+        if spec.num_heads == spec.num_kv_heads:
+            formats = {"record": (name, spec.state_content_size_bytes)}
+            (made,) = self._states(layer, "attention records", {"heads": heads}, formats, self.tp_size)
+            self._check_heads(layer, spec, made, heads)
+            (state,) = made["states"]
+            return [self._piece(layer, spec, state, view.at(0, [view.head]))], []
+        return self._slots(layer, spec, tensor, view, heads, name)
+
+    def _slots(
+        self, layer: str, spec: Any, tensor: Any, view: View, heads: int, name: str
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Keys and values in head slots of their own: in each, the numbers of all tokens come first and
+        then the scales of all."""
+        slots = specs.SLOTS.get(self.backends.get(layer) or "")
+        if slots is None or spec.num_heads != 2 * spec.num_kv_heads:
+            raise refuse(
+                layer,
+                f"{name} pages of {spec.num_heads} slots for {spec.num_kv_heads} heads are not described "
+                f"for the back end {self.backends.get(layer)}; use another cache data type",
+            )
+        content, tokens = spec.state_content_size_bytes, tensor.shape[2]
+        if view.token != content or (spec.num_heads > 1 and view.head != tokens * content):
+            raise refuse(layer, f"{name} pages must keep each head in one piece: choose the layout LBHNC")
+        # Of nine bytes, eight are numbers and one is a scale.
+        data = content * 8 // 9
+        formats = {"numbers": (name, data), "scales": (f"{name} scales", content - data)}
+        (made,) = self._states(layer, "attention slots", {"heads": heads}, formats, self.tp_size)
+        self._check_heads(layer, spec, made, heads)
+        pieces = []
+        for number, state in enumerate(made["states"]):
+            size = state["kind"]["format"]["bytes"]
+            value, scale = divmod(number, 2)
+            if slots is specs.Slots.BY_HEAD:
+                # Key, value, key, value: the slots of a head lie together.
+                start, head = value * view.head, 2 * view.head
+                offset = start + (tokens * data if scale else 0)
+            else:
+                # All keys, then all values; in each of the two, the numbers of all heads come first.
+                start, head = value * spec.num_kv_heads * view.head, tokens * size
+                offset = start + (spec.num_kv_heads * tokens * data if scale else 0)
+            pieces.append(self._piece(layer, spec, state, view.at(offset, [head], token=size)))
+        return pieces, []
+
+    def _scaled(self, layer: str, spec: Any) -> tuple[str, int]:
+        """The format of numbers whose scales are the layer's: equal bytes mean equal numbers only where
+        the scales are equal too, so that they are part of its name."""
         if getattr(self.config.cache_config, "calculate_kv_scales", False):
             raise refuse(layer, "scales that an engine computes for itself mean nothing to another; "
                                 "load them from the checkpoint instead")
-        name = f"{mode} {spec.head_size}+{spec.head_size_v} {self.config.cache_config.cache_dtype}"
-        return name, spec.state_content_size_bytes
+        cache, *scales = self.model.scales(layer)
+        words = []
+        for name, values in zip(("keys", "values"), scales, strict=True):
+            if len(set(values)) != 1:
+                raise refuse(
+                    layer,
+                    f"its {name} have a scale for each head ({values}), which is not described yet; use a "
+                    "checkpoint with one scale for each layer",
+                )
+            words.append(f"{name} times {values[0]:.9g}")
+        return f"{specs.eight_bits(layer, cache)}, {', '.join(words)}", 1
 
     def _runs(
         self, layer: str, spec: Any, tensor: Any, view: View
@@ -144,7 +221,12 @@ class Layers:
         """Where keys and values lie in a block."""
         backend = self.backends.get(layer)
         size = tensor.element_size()
-        if backend in specs.SIDE_BY_SIDE:
+        order = specs.BACKENDS.get(backend or "")
+        if order is specs.Order.APART:
+            keys, values = probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
+            apart = view.head // size - spec.head_size
+            return keys, [replace(run, offset=run.offset + apart) for run in values]
+        if order is specs.Order.SIDE_BY_SIDE and tensor.shape[1] == spec.num_kv_heads:
             return probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
         if backend == specs.CPU and (
             view.kernel is not None or view.token != tensor.shape[3] * size
@@ -180,19 +262,73 @@ class Layers:
         self, layer: str, spec: Any, tensor: Any, view: View
     ) -> tuple[list[Fact], list[Fact]]:
         """One vector for each token, the same on every rank."""
-        if spec.model_version is not None:
-            raise refuse(layer, f"the pages of {spec.model_version} are not described yet")
-        plain = spec.cache_dtype_str in (None, "auto", "bfloat16", "float16")
-        if spec.state_content_bytes is None and plain:
+        specs.order_of(layer, self.backends.get(layer))
+        cache, content = spec.cache_dtype_str, spec.state_content_size_bytes
+        scales = specs.scales_of(layer, spec)
+        if spec.state_content_bytes is None and scales is None:
             form = _format(layer, spec.dtype, tensor)
             kind, sizes, formats = "latent", {"size": spec.head_size}, {"model": form}
-            strides = [form[1]]
+        elif scales is specs.OF_THE_LAYER and spec.state_content_bytes is None:
+            kind, sizes = "latent", {"size": spec.head_size}
+            formats = {"model": self._scaled(layer, spec)}
+        elif content in specs.SCALES_LAST and spec.model_version is not None:
+            return self._planes(layer, spec, tensor, view)
+        elif scales is specs.IN_THE_PAGE or specs.SCALES_INSIDE.get(str(cache)) == content:
+            kind, sizes, formats = "latent records", {}, {"record": (str(cache), content)}
         else:
-            form = (str(spec.cache_dtype_str), spec.state_content_size_bytes)
-            kind, sizes, formats, strides = "latent records", {}, {"record": form}, []
+            raise refuse(
+                layer,
+                f"latents of {content} bytes a token and cache data type {cache} have not been seen "
+                "before; please report it with the model, vLLM's version and the attention back end",
+            )
         (made,) = self._states(layer, kind, sizes, formats, 1)
         (state,) = made["states"]
+        strides = [state["kind"]["format"]["bytes"]] * len(state["bounds"])
         return [self._piece(layer, spec, state, view.at(0, strides))], []
+
+    def _planes(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Latents whose scales lie behind all records of a kernel block."""
+        content, entries = spec.state_content_size_bytes, tensor.shape[2]
+        if view.token != content:
+            raise refuse(layer, "a block of latents with scales behind them must lie in one piece")
+        data, scales = specs.SCALES_LAST[content]
+        name = f"{spec.cache_dtype_str} {content}"
+        formats = {"record": (name, data), "scales": (f"{name} scales", scales)}
+        (made,) = self._states(layer, "latent planes", {}, formats, 1)
+        pieces, offset = [], 0
+        for state in made["states"]:
+            size = state["kind"]["format"]["bytes"]
+            pieces.append(self._piece(layer, spec, state, view.at(offset, [], token=size)))
+            offset += size * entries
+        return pieces, []
+
+    def _hidden(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """Hidden states of several layers for each token, the same on every rank."""
+        specs.order_of(layer, self.backends.get(layer))
+        form = _format(layer, spec.dtype, tensor)
+        sizes = {"layers": spec.num_kv_heads, "size": spec.head_size}
+        (made,) = self._states(layer, "hidden states", sizes, {"model": form}, 1)
+        (state,) = made["states"]
+        return [self._piece(layer, spec, state, view.at(0, [view.head, form[1]]))], []
+
+    def _ring(
+        self, layer: str, spec: Any, tensor: Any, view: View
+    ) -> tuple[list[Fact], list[Fact]]:
+        """The vectors of the last tokens, each in the slot that its position gives it: one ring for a
+        sequence. What of it is live depends on the position alone, so that it comes whole."""
+        specs.order_of(layer, self.backends.get(layer))
+        form = _format(layer, spec.dtype, tensor)
+        if view.kernel is not None:
+            raise refuse(layer, "a ring cannot be divided")
+        sizes = {"parts": spec.num_kv_heads, "slots": spec.block_size, "size": spec.head_size}
+        (made,) = self._states(layer, "ring", sizes, {"model": form}, 1)
+        (state,) = made["states"]
+        where = view.at(0, [view.head, view.token, form[1]], token=0)
+        return [self._piece(layer, None, state, where)], []
 
     def _indexer(
         self, layer: str, spec: Any, tensor: Any, view: View
@@ -204,8 +340,6 @@ class Layers:
 
         content = spec.state_content_size_bytes
         size = getattr(self.config.model_config.hf_text_config, "index_head_dim", None)
-        if spec.tokens_per_state != 1:
-            raise refuse(layer, "the pages of a compressed indexer are not described yet")
         if current_platform.is_rocm():
             raise refuse(layer, "the shuffled indexer pages of ROCm are not described yet")
         if view.token != content:
@@ -233,14 +367,15 @@ class Layers:
         told = specs.KINDS[kind]["tensors"]
         formats = {
             tensor["states"][0]["format"]: specs.format_of(layer, dtype)
-            for tensor, dtype in zip(told, spec.dtypes, strict=True)
+            for tensor, dtype in zip(told, spec.dtypes, strict=False)
         }
         # After a prefill, speculative tokens have not used their columns yet.
         spare = self.config.num_speculative_tokens if any(it["spare"] for it in told) else 0
-        sizes = self._sizes(layer, kind, spec.shapes, ranks, spare)
+        shapes = spec.shapes[: len(told)]
+        sizes = self._sizes(layer, kind, shapes, ranks, spare)
         pieces, scratch, offset = [], [], 0
         tensors = self._states(layer, kind, sizes, formats, ranks)
-        for made, shape in zip(tensors, spec.shapes, strict=True):
+        for made, shape in zip(tensors, shapes, strict=True):
             size = made["states"][0]["kind"]["format"]["bytes"]
             if made["packing"] == "convolution":
                 found, unused = self._convolution(layer, made, shape, spare, offset, view)
@@ -254,6 +389,9 @@ class Layers:
                 where = view.at(offset, strides, token=0)
                 pieces.append(self._piece(layer, None, state, where))
             offset += prod(shape) * size
+        if dead := spec.state_content_size_bytes - offset:
+            at = {"region": view.region, "offset": view.offset + offset, "block": view.block}
+            scratch.append({**at, "run": dead, "dims": []})
         return pieces, scratch
 
     def _sizes(
@@ -368,7 +506,7 @@ class Layers:
         ranks = 1 if spec is None else self.turns(spec)
         if ranks == 1:
             return ALL_ENTRIES
-        first = self.tp_rank % ranks * self.turn
+        first = self.token_rank % ranks * self.turn
         return {"modulus": ranks * self.turn, "held": [first, first + self.turn]}
 
 
@@ -377,6 +515,8 @@ _KERNELS: dict[Pages, Make] = {
     Pages.ATTENTION: kernels.attention,
     Pages.LATENT: kernels.latent,
     Pages.INDEXER: kernels.indexer,
+    Pages.HIDDEN: kernels.nothing,
+    Pages.RING: kernels.nothing,
     Pages.STATES: kernels.recurrent,
 }
 
@@ -387,7 +527,7 @@ def _in_full(spec: Any, pages: Pages, described: dict[str, Places]) -> dict[str,
     if pages is Pages.ATTENTION and "kv" in described:
         numbers = {"k": spec.head_size, "v": spec.head_size_v}
         record = described["kv"]
-    elif pages is Pages.LATENT:
+    elif pages is Pages.LATENT and "latent" in described:
         numbers = {"latent": spec.head_size}
         record = described["latent"]
     else:

@@ -81,6 +81,18 @@ class Model:
         shapes: Sequence[Sequence[int]] = architecture.get_mamba_state_shape_from_config(alone)
         return shapes
 
+    def scales(self, layer: str) -> tuple[str, list[float], list[float]]:
+        """The cache data type of a layer, and the scales of its keys and values: one for all heads, or
+        one for each."""
+        compilation = getattr(self._config, "compilation_config", None)
+        module = getattr(compilation, "static_forward_context", {}).get(layer)
+        found: list[Any] = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
+        if module is None or any(scale is None for scale in found):
+            raise refuse(layer, "it does not say the scales of its keys and values")
+        cache = getattr(module, "kv_cache_dtype", self._config.cache_config.cache_dtype)
+        keys, values = ([float(it) for it in scale.flatten().tolist()] for scale in found)
+        return str(cache), keys, values
+
     def identity(self) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""
         model = self._config.model_config

@@ -26,20 +26,43 @@ FORMATS: dict[str, tuple[str, int]] = {
 class Pages(Enum):
     """How a spec's pages are to be read."""
 
-    ATTENTION = "attention"
-    LATENT = "latent"
-    INDEXER = "indexer"
-    STATES = "states"
+    ATTENTION = "keys and values of heads"
+    LATENT = "one vector for each token, or for several"
+    INDEXER = "the keys of a sparse-attention indexer and their scales"
+    HIDDEN = "hidden states of several layers for each token"
+    RING = "a ring of the last tokens' vectors, one for a sequence"
+    STATES = "states of a fixed size, one slot for a sequence"
 
 
 #: By exact class: a spec that vLLM derives from one of these means something else by its pages.
-_PAGES = {
+PAGES = {
     "FullAttentionSpec": Pages.ATTENTION,
     "SlidingWindowSpec": Pages.ATTENTION,
     "ChunkedLocalAttentionSpec": Pages.ATTENTION,
+    # Its window is over generated tokens alone: after a prefill it keeps all.
+    "RSWASpec": Pages.ATTENTION,
+    # The sinks are parameters, which every engine writes into blocks of its own.
+    "SinkFullAttentionSpec": Pages.ATTENTION,
     "MLAAttentionSpec": Pages.LATENT,
     "SlidingWindowMLASpec": Pages.LATENT,
+    "HiddenStateCacheSpec": Pages.HIDDEN,
+    "CircularBufferSpec": Pages.RING,
     "MambaSpec": Pages.STATES,
+}
+#: Classes that no layer's cache has: those that others derive from, and the one that wraps the specs of
+#: layers that share a group.
+NOT_A_CACHE = {
+    "KVCacheSpec": "what all specs derive from",
+    "AttentionSpec": "what the specs of attention derive from",
+    "UniformTypeKVCacheSpecs": "wraps the specs of a group's layers, which are looked at one by one",
+    "EncoderOnlyAttentionSpec": "keeps nothing: it has no blocks",
+}
+#: Classes that are refused, and why.
+REFUSED = {
+    "CrossAttentionSpec": "what an encoder left has its own length, which a hand-over does not carry yet; "
+    "let the decode side run the encoder",
+    "HiSparseHotSpec": "it holds copies of pages that live in host memory; run without HiSparse",
+    "HiSparseResidentSpec": "it holds copies of pages that live in host memory; run without HiSparse",
 }
 #: Types of recurrent layers (`mamba_type`) and the kinds of states that they keep. Kimi's delta nets
 #: share a type with the others and are a case of them.
@@ -51,18 +74,61 @@ RECURRENT = {
     "LINEAR": "linear",
 }
 
-#: Back ends that keep a token's keys and values one after the other in its content.
-SIDE_BY_SIDE = frozenset(
+#: What some engines keep behind a recurrent layer's states: a type, and how many tensors. It belongs to
+#: tokens that are still being guessed or replayed, so it is dead after a prefill.
+DEAD_AFTER_PREFILL = {
+    # ReplaySSM: the inputs, steps and B of the tokens since its checkpoint.
+    "MAMBA2": 3,
+    # RecoverSSM: a record of the tokens that are being verified.
+    "GDN_ATTN": 2,
+}
+
+
+class Order(Enum):
+    """What a back end makes of the bytes of a block."""
+
+    SIDE_BY_SIDE = "a token's key, then its value, head by head"
+    APART = "keys of all heads in one slot, values in the other"
+    CPU = "asked of the kernel: it depends on the processor"
+    ROWS = "one vector after the other"
+    INDEXER = "all keys of a kernel block, then all its scales"
+    STATES = "states, one after the other"
+
+
+def _orders(orders: dict[Order, str]) -> dict[str, Order]:
+    return {name: order for order, names in orders.items() for name in names.split()}
+
+
+#: Back ends by the names that they give themselves.
+BACKENDS = _orders(
     {
-        "FLASH_ATTN",
-        "FLASH_ATTN_DIFFKV",
-        "FLASHINFER",
-        "FLEX_ATTENTION",
-        "HPC_ATTN",
-        "TRITON_ATTN",
-        "TRITON_ATTN_DIFFKV",
+        Order.SIDE_BY_SIDE: "FLASH_ATTN FLASH_ATTN_DIFFKV FLASHINFER FLEX_ATTENTION HPC_ATTN "
+        "TRITON_ATTN TRITON_ATTN_DIFFKV ROCM_AITER_UNIFIED_ATTN QWEN4_EXP_QSA_TRITON "
+        "MINIMAX_M3_SPARSE CUTLASS_MSA TRITON_MSA INKLING_SCONV_SWA TURBOQUANT ULTRAQUANT",
+        Order.APART: "B12X ROCM_SEGMENTED_ATTN",
+        Order.CPU: "CPU_ATTN",
+        Order.ROWS: "AITER_TRITON_MLA AMX_MLA CACHE_ONLY_ATTN CPU_MLA CPU_V4_MLA_SPARSE CUTLASS_MLA "
+        "CompressorBackend DEEPSEEK_SPARSE_SWA DOTS3_NOTE_PADDED_MLA_SPARSE FLASHINFER_MLA "
+        "FLASHINFER_MLA_SPARSE FLASHINFER_MLA_SPARSE_DSV4 FLASHINFER_MLA_SPARSE_DSV41 "
+        "FLASHINFER_MLA_SPARSE_SM120 FLASHINFER_MLA_SPARSE_SM90 FLASHMLA FLASHMLA_MEGA_ATTN_DSV41 "
+        "FLASHMLA_SPARSE FLASHMLA_SPARSE_DSV4 FLASHMLA_SPARSE_DSV41 FLASH_ATTN_MLA "
+        "FLASH_ATTN_MLA_SPARSE KPOOL_TAIL MINIMAX_M3_SPARSE_INDEXER QWEN4_EXP_EXP_QSA_STATE "
+        "ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE ROCM_FLASHMLA_SPARSE_DSV4 TOKENSPEED_MLA TRITON_MLA "
+        "XPU_MLA_SPARSE XPU_V4_MLA_SPARSE",
+        Order.INDEXER: "CPU_V4_INDEXER DEEPSEEK_V32_INDEXER DEEPSEEK_V4_INDEXER DEEPSEEK_V41_INDEXER "
+        "DEEPSEEK_V41_SPARSE_INDEXER",
+        Order.STATES: "BAILING_LINEAR_ATTN GDN_ATTN KIMI_K3_KDA KIMI_K3_KDA_ROCM LINEAR_ATTN "
+        "MAMBA1_ATTN MAMBA2_ATTN PLE_SHORT_CONV_ATTN SHORT_CONV_ATTN",
     }
 )
+#: Back ends that keep a token's keys and values one after the other in its content.
+SIDE_BY_SIDE = frozenset(name for name, it in BACKENDS.items() if it is Order.SIDE_BY_SIDE)
+#: Back ends that are refused, and why.
+REFUSED_BACKENDS = {
+    "DEEPSEEK_V41_ROCM_MXFP4_INDEXER": "its kernels shuffle the keys of a block",
+    "ROCM_ATTN": "its kernels keep keys in packs of 16 bytes or not, as the layout has it; choose "
+    "ROCM_AITER_UNIFIED_ATTN",
+}
 #: The back end whose order depends on the processor.
 CPU = "CPU_ATTN"
 #: The back end of delta nets, whose CPU kernels keep a state by key and then by value.
@@ -79,6 +145,45 @@ HAND_OVER = frozenset(
         "P2pNcclConnector",
     }
 )
+
+#: Quantised caches. The scales of keys and values are in the page, with each token and head (or
+#: latent), or they are numbers of the layer.
+IN_THE_PAGE, OF_THE_LAYER = "in the page", "of the layer"
+QUANTISED = {
+    "NONE": None,
+    "FP8_PER_TENSOR": OF_THE_LAYER,
+    "INT8_PER_TOKEN_HEAD": IN_THE_PAGE,
+    "FP8_PER_TOKEN_HEAD": IN_THE_PAGE,
+    "INT4_PER_TOKEN_HEAD": IN_THE_PAGE,
+    "NVFP4": IN_THE_PAGE,
+    "NVFP4_DS_MLA": IN_THE_PAGE,
+    "TURBOQUANT_K8V4": IN_THE_PAGE,
+    "TURBOQUANT_4BIT_NC": IN_THE_PAGE,
+    "TURBOQUANT_K3V4_NC": IN_THE_PAGE,
+    "TURBOQUANT_3BIT_NC": IN_THE_PAGE,
+    "ULTRAQUANT_4BIT": IN_THE_PAGE,
+}
+
+
+class Slots(Enum):
+    """In which order keys and values have head slots of their own."""
+
+    BY_SIDE = "the keys of all heads, then the values of all"
+    BY_HEAD = "key and value of a head, then those of the next"
+
+
+#: Back ends that keep quantised keys and values in head slots of their own.
+SLOTS = {
+    "FLASHINFER": Slots.BY_SIDE,
+    "MINIMAX_M3_SPARSE": Slots.BY_HEAD,
+    "CUTLASS_MSA": Slots.BY_HEAD,
+    "TRITON_MSA": Slots.BY_HEAD,
+}
+#: Latents whose pages hold the records of all tokens first, and then the scales of all: by the bytes of
+#: both together, the bytes of each. All other latents are one record after the other.
+SCALES_LAST = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
+#: Latents of so many bytes that are one record after the other, by the names of their formats.
+SCALES_INSIDE = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 #: Every token is kept, or looked at.
 FULL: Fact = {"tokens": None, "chunk": 1, "extra": 0}
@@ -99,14 +204,48 @@ def attention_backends() -> Iterator[tuple[str, Any]]:
             yield name, backend
 
 
-def pages_of(layer: str, spec: Any) -> Pages:
+def pages_of(layer: str, spec: Any, backend: str | None = None) -> Pages:
+    """How a layer's pages are to be read. The spec alone does not say which latents are the keys of an
+    indexer: some models do not mark them, and others keep theirs as plain vectors."""
     name = type(spec).__name__
-    pages = _PAGES.get(name)
+    pages = PAGES.get(name)
     if pages is None:
-        raise refuse(layer, f"caches of the kind {name} are not described yet")
-    if pages is Pages.LATENT and getattr(spec, "cache_role", None) is not None:
-        return Pages.INDEXER if spec.cache_role.value == "indexer" else pages
+        why = REFUSED.get(name) or NOT_A_CACHE.get(name)
+        raise refuse(layer, f"{name}: {why}" if why else _unseen(f"caches of the kind {name}"))
+    if pages is Pages.LATENT:
+        order = BACKENDS.get(backend or "")
+        role = getattr(spec, "cache_role", None)
+        marked = role is not None and role.value == "indexer"
+        if order is Order.INDEXER or (marked and order is not Order.ROWS):
+            return Pages.INDEXER
     return pages
+
+
+def order_of(layer: str, backend: str | None) -> Order:
+    """What a layer's back end makes of a block."""
+    order = BACKENDS.get(backend or "")
+    if order is None:
+        why = REFUSED_BACKENDS.get(backend or "")
+        if why is None:
+            why = _unseen(f"pages of the attention back end {backend}")
+        raise refuse(layer, f"the attention back end {backend} is not described: {why}")
+    return order
+
+
+def scales_of(layer: str, spec: Any) -> str | None:
+    """Where the scales of a quantised cache are."""
+    mode = spec.kv_quant_mode.name
+    if mode not in QUANTISED:
+        raise refuse(layer, _unseen(f"caches quantised as {mode}"))
+    return QUANTISED[mode]
+
+
+def _unseen(what: str) -> str:
+    """What is refused because nobody has looked at it: never guessed."""
+    return (
+        f"{what} have not been seen before; please report it with the model, vLLM's version and the "
+        "attention back end"
+    )
 
 
 def layer_spec(group: Any, layer: str) -> Any:
@@ -124,7 +263,14 @@ def first_spec(spec: Any) -> Any:
 
 def is_state_group(spec: Any) -> bool:
     """Whether a group keeps states of a fixed size, one slot for a sequence."""
-    return _PAGES.get(type(first_spec(spec)).__name__) is Pages.STATES
+    return PAGES.get(type(first_spec(spec)).__name__) in (Pages.STATES, Pages.RING)
+
+
+def current_slot(spec: Any, tokens: int) -> int:
+    """Which of its blocks a group of states uses after so many tokens: a ring has one."""
+    if PAGES.get(type(first_spec(spec)).__name__) is Pages.RING:
+        return 0
+    return (tokens - 1) // int(first_spec(spec).block_size)
 
 
 def keeps_window(spec: Any) -> bool:
@@ -186,20 +332,31 @@ def format_of(layer: str, dtype: Any) -> tuple[str, int]:
     return form
 
 
+def eight_bits(layer: str, cache: str) -> str:
+    """The format of 8-bit numbers that a cache data type means here."""
+    from vllm.platforms import current_platform
+
+    if cache == "fp8_e5m2":
+        return FORMATS["torch.float8_e5m2"][0]
+    named = FORMATS.get(str(current_platform.fp8_dtype()))
+    if cache not in ("fp8", "fp8_e4m3") or named is None:
+        raise refuse(layer, _unseen(f"8-bit caches of the data type {cache}"))
+    return named[0]
+
+
 def recurrent_kind(layer: str, spec: Any) -> str:
     """The kind of states that a recurrent layer keeps."""
     name = spec.mamba_type.name
     kind = RECURRENT.get(name)
     if kind is None:
-        raise refuse(layer, f"states of the type {name} are not described yet")
+        raise refuse(layer, _unseen(f"states of the type {name}"))
     tensors = KINDS[kind]["tensors"]
-    if len(spec.shapes) != len(tensors):
+    extra = len(spec.shapes) - len(tensors)
+    if extra not in (0, DEAD_AFTER_PREFILL.get(name)):
         names = [tensor["states"][0]["name"].partition(".")[0] for tensor in tensors]
         raise refuse(
             layer,
-            f"{name} states of shapes {list(spec.shapes)} are not described: it should be "
-            f"{' and '.join(names)}. Run without ReplaySSM and RecoverSSM: what they keep beside "
-            "these is dead after a prefill, but not described yet",
+            _unseen(f"{name} states of shapes {list(spec.shapes)}, where {' and '.join(names)} belong,"),
         )
     return kind
 

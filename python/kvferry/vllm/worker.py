@@ -52,7 +52,9 @@ class WorkerSide:
         transport = self.options.transport or ("tcp" if tensor.device.type == "cpu" else "nixl")
         self.agent = Worker(
             made,
-            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            ranks=parallel.tensor_parallel_size
+            * parallel.pipeline_parallel_size
+            * parallel.prefill_context_parallel_size,
             memory=self.storages,
             transport=transport,
             handshake=self.options.handshake,
