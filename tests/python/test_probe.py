@@ -28,6 +28,7 @@ class Layer:
     """A layer of attention whose kernel keeps each token of a block in an order of its own."""
 
     _k_scale_float = _v_scale_float = 0.5
+    _k_scale = _v_scale = torch.tensor(0.5)
     forward_includes_kv_cache_update = False
     name = "FLASH_ATTN"
 
