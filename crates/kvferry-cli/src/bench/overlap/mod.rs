@@ -20,8 +20,8 @@ type Failure = Box<dyn std::error::Error>;
 /// A prefill and a decode engine hand requests over by tcp: sequentially, where decode reads when prefill
 /// has ended, and following, where it reads what is complete while prefill computes the rest. Prefill is a
 /// timer, which says chunk by chunk that so many tokens are complete; agents, memory and bytes are real. Each
-/// read is held back for as long as a link of the given rate would take, by default the rate at which prefill
-/// fills memory. The two ways take turns, and all bytes are compared after each request.
+/// read is held back for as long as a link of the given rate would take, by default a little more than the rate
+/// at which prefill fills memory. The two ways take turns, and all bytes are compared after each request.
 #[derive(Debug, Args)]
 pub(super) struct Overlap {
     /// Lengths of the prompts, separated by commas.
@@ -34,7 +34,7 @@ pub(super) struct Overlap {
     #[arg(long, default_value_t = 512)]
     chunk: u64,
     /// What the link carries, as a multiple of what prefill computes.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.1)]
     link: f64,
     /// How often everything is measured.
     #[arg(long, default_value_t = 5)]
@@ -96,6 +96,8 @@ impl Overlap {
         }
         let rate = link * (speed * pair::BYTES_PER_TOKEN) as f64;
         let pair = Pair::start(longest)?;
+        // The handshake is not measured.
+        pair.hand_over(&Prefill { tokens: 1, speed, chunk }, true, None)?;
         let mut lengths = vec![];
         for &tokens in &self.tokens {
             let prefill = Prefill { tokens, speed, chunk };
