@@ -5,6 +5,7 @@ mod pair;
 mod plot;
 
 use std::fs;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -103,7 +104,7 @@ impl Overlap {
             let prefill = Prefill { tokens, speed, chunk };
             let mut times: Vec<[Times; 3]> = vec![];
             for round in 0..rounds {
-                eprint!("\r{tokens} tokens, round {} of {rounds} ", round + 1);
+                say(&format!("{tokens} tokens, round {} of {rounds}", round + 1));
                 let mut one = [Times::default(); 3];
                 // They take turns, and take turns in who begins.
                 for way in (0..3).map(|way| (way + round) % 3) {
@@ -113,7 +114,7 @@ impl Overlap {
             }
             lengths.push(row(tokens, &times));
         }
-        eprintln!("\r{:40}\r", "");
+        say("");
         let results = Results {
             tokens_per_second: speed,
             chunk,
@@ -130,6 +131,14 @@ impl Overlap {
             fs::write(path, plot::svg(&results.lengths))?;
         }
         Ok(())
+    }
+}
+
+/// How far it is, where somebody watches.
+fn say(what: &str) {
+    let mut stderr = std::io::stderr();
+    if stderr.is_terminal() {
+        _ = write!(stderr, "\r{what:40}\r");
     }
 }
 
