@@ -404,10 +404,12 @@ fn decode_comes_first_and_knows_only_a_name() {
     d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
     let again = d.scheduler.follow("d-1", named(&p, "n"), LONG);
     assert_eq!(again, Err(Error::Duplicate("d-1".to_owned())));
-    thread::sleep(Duration::from_millis(1500));
+    thread::sleep(Duration::from_millis(1100));
     assert_eq!(d.scheduler.frontier("d-1"), None, "P has not heard of it");
+    let opened = Instant::now();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     let progress = heard(&d, "d-1", |_| true);
+    assert!(opened.elapsed() < Duration::from_millis(500), "whoever waits is told at once");
     assert_eq!(
         progress,
         Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
