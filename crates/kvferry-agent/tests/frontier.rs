@@ -310,6 +310,18 @@ fn a_deadline_does_not_run_while_prefill_computes() {
     assert!(began.elapsed() >= SHORT);
 }
 
+/// More tokens than there are cannot be held already.
+#[test]
+fn what_cannot_be_held_is_refused() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&Load { cached: vec![9], ..follow("r", &ticket, &[9, 10], 8) });
+    advance(&p, 1, "r", &[3, 4], 4);
+    p.grant("r", &[3, 4], 8);
+    let outcome = d.wait_ends("r").remove(0);
+    assert!(matches!(outcome, Outcome::Failed(Failure::BadRequest(_))), "{outcome:?}");
+}
+
 /// Fewer tokens than decode wants: an error, before the last byte.
 #[test]
 fn prefill_ends_before_what_decode_wants() {
@@ -392,10 +404,12 @@ fn decode_comes_first_and_knows_only_a_name() {
     d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
     let again = d.scheduler.follow("d-1", named(&p, "n"), LONG);
     assert_eq!(again, Err(Error::Duplicate("d-1".to_owned())));
-    thread::sleep(Duration::from_millis(1500));
+    thread::sleep(Duration::from_millis(1100));
     assert_eq!(d.scheduler.frontier("d-1"), None, "P has not heard of it");
+    let opened = Instant::now();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     let progress = heard(&d, "d-1", |_| true);
+    assert!(opened.elapsed() < Duration::from_millis(500), "whoever waits is told at once");
     assert_eq!(
         progress,
         Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
@@ -503,6 +517,7 @@ fn what_is_followed_is_held() {
     d.scheduler.follow("r", named(&p, "n"), Duration::from_millis(1500)).unwrap();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     heard(&d, "r", |_| true);
+    d.scheduler.hold(&ticket, Duration::from_millis(1500));
     thread::sleep(term * 2);
     advance(&p, 1, "p-1", &[3], 4);
     thread::sleep(term * 2);

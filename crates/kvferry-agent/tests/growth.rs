@@ -89,7 +89,7 @@ impl<'a> Running<'a> {
     }
 
     /// What prefill leaves after `tokens` of a request: of what only grows alone, or of everything.
-    fn compute(&self, request: &OwnedRequest, tokens: u64, all: bool) {
+    fn compute(&self, request: &OwnedRequest, epoch: u64, tokens: u64, all: bool) {
         for (index, group) in self.truth.recipe.groups.iter().enumerate() {
             let table = &request.source[index];
             for (rank, truth) in self.ranks.iter().zip(&self.truth.ranks) {
@@ -100,7 +100,8 @@ impl<'a> Running<'a> {
                     let live = group.reach().live(holding.law, tokens);
                     for (entry, position, slot) in places(holding, &live) {
                         let Some(block) = table.at(position, group.null_block) else { continue };
-                        for_bytes(holding, entry, block, slot, |at, value| rank.write(at, value));
+                        let place = (entry, block, slot);
+                        for_bytes(holding, epoch, place, |at, value| rank.write(at, value));
                     }
                 }
             }
@@ -136,12 +137,12 @@ fn grows(engine: &truth::Engine, group: usize) -> bool {
     facts.window.tokens.is_none() && facts.tokens_per_block.is_some()
 }
 
-/// Every byte of an entry: its address and what it must be, wherever it lies.
+/// Every byte of an entry: its address and what it must be, wherever it lies. A request that was started
+/// over leaves other bytes than before, so that nobody can mistake one for the other.
 fn for_bytes(
     holding: &truth::Holding,
-    entry: u64,
-    block: u32,
-    slot: u64,
+    epoch: u64,
+    (entry, block, slot): (u64, u32, u64),
     mut each: impl FnMut(u64, u8),
 ) {
     for element in 0..holding.volume() {
@@ -150,7 +151,7 @@ fn for_bytes(
             let name =
                 holding.state.bytes().fold(7_u64, |hash, b| hash.wrapping_mul(31) + u64::from(b));
             let place = holding.whole(element) * 16 + byte;
-            each(address + byte, value(name, entry, place / 251, place));
+            each(address + byte, value(name + epoch, entry, place / 251, place));
         }
     }
 }
@@ -253,7 +254,7 @@ fn serve(
     while frontier < tokens {
         steps += 1;
         frontier = (frontier + dice.within(1, 20)).min(tokens);
-        p.compute(&request, frontier, false);
+        p.compute(&request, restarts, frontier, false);
         let tables = known_tables(p.truth, &request.source, (frontier, spare), dice);
         p.scheduler.advance(name, frontier, tables).unwrap();
         match dice.within(0, 2) {
@@ -277,7 +278,7 @@ fn serve(
     if late {
         start();
     }
-    p.compute(&request, tokens, true);
+    p.compute(&request, restarts, tokens, true);
     let tables = all_tables(&request.source);
     p.scheduler.grant(name, Grant { epoch: 0, tokens, tables }).unwrap();
     let end = |rank: &Rank| match rank.worker.wait(Instant::now() + LONG).as_slice() {
@@ -288,7 +289,8 @@ fn serve(
     let outcomes: Vec<&Outcome> = endings.iter().map(|ending| &ending.outcome).collect();
     assert!(outcomes.iter().all(|outcome| **outcome == Outcome::Done), "{name}: {outcomes:?}");
     for (index, ending) in endings.iter().enumerate() {
-        check_rank(p, d, index, &request, rest.then_some(&ending.rest), name);
+        let rest = rest.then_some(&ending.rest);
+        check_rank((p, d), index, (&request, restarts), rest, name);
     }
     let released = p.scheduler.wait_released(Instant::now() + LONG);
     assert_eq!(released.len(), 1);
@@ -304,10 +306,9 @@ fn wait_until_idle(d: &Running<'_>) {
 
 /// Compares all of a rank's memory with what must be there.
 fn check_rank(
-    p: &Running<'_>,
-    d: &Running<'_>,
+    (p, d): (&Running<'_>, &Running<'_>),
     index: usize,
-    request: &OwnedRequest,
+    (request, epoch): (&OwnedRequest, u64),
     rest: Option<&Vec<kvferry_plan::Area>>,
     name: &str,
 ) {
@@ -320,7 +321,7 @@ fn check_rank(
             assert!(needed.end <= entries(holding.law, request.tokens));
             for (entry, position, slot) in places(holding, &needed) {
                 let block = table.at(position, group.null_block).expect("there is room");
-                for_bytes(holding, entry, block, slot, |at, value| {
+                for_bytes(holding, epoch, (entry, block, slot), |at, value| {
                     expected.insert(at, value);
                 });
             }

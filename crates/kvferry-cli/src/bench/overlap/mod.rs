@@ -5,6 +5,7 @@ mod pair;
 mod plot;
 
 use std::fs;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,8 +21,8 @@ type Failure = Box<dyn std::error::Error>;
 /// A prefill and a decode engine hand requests over by tcp: sequentially, where decode reads when prefill
 /// has ended, and following, where it reads what is complete while prefill computes the rest. Prefill is a
 /// timer, which says chunk by chunk that so many tokens are complete; agents, memory and bytes are real. Each
-/// read is held back for as long as a link of the given rate would take, by default the rate at which prefill
-/// fills memory. The two ways take turns, and all bytes are compared after each request.
+/// read is held back for as long as a link of the given rate would take, by default a little more than the rate
+/// at which prefill fills memory. The two ways take turns, and all bytes are compared after each request.
 #[derive(Debug, Args)]
 pub(super) struct Overlap {
     /// Lengths of the prompts, separated by commas.
@@ -34,7 +35,7 @@ pub(super) struct Overlap {
     #[arg(long, default_value_t = 512)]
     chunk: u64,
     /// What the link carries, as a multiple of what prefill computes.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.1)]
     link: f64,
     /// How often everything is measured.
     #[arg(long, default_value_t = 5)]
@@ -96,12 +97,14 @@ impl Overlap {
         }
         let rate = link * (speed * pair::BYTES_PER_TOKEN) as f64;
         let pair = Pair::start(longest)?;
+        // The handshake is not measured.
+        pair.hand_over(&Prefill { tokens: 1, speed, chunk }, true, None)?;
         let mut lengths = vec![];
         for &tokens in &self.tokens {
             let prefill = Prefill { tokens, speed, chunk };
             let mut times: Vec<[Times; 3]> = vec![];
             for round in 0..rounds {
-                eprint!("\r{tokens} tokens, round {} of {rounds} ", round + 1);
+                say(&format!("{tokens} tokens, round {} of {rounds}", round + 1));
                 let mut one = [Times::default(); 3];
                 // They take turns, and take turns in who begins.
                 for way in (0..3).map(|way| (way + round) % 3) {
@@ -111,7 +114,7 @@ impl Overlap {
             }
             lengths.push(row(tokens, &times));
         }
-        eprintln!("\r{:40}\r", "");
+        say("");
         let results = Results {
             tokens_per_second: speed,
             chunk,
@@ -128,6 +131,14 @@ impl Overlap {
             fs::write(path, plot::svg(&results.lengths))?;
         }
         Ok(())
+    }
+}
+
+/// How far it is, where somebody watches.
+fn say(what: &str) {
+    let mut stderr = std::io::stderr();
+    if stderr.is_terminal() {
+        _ = write!(stderr, "\r{what:40}\r");
     }
 }
 
