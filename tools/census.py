@@ -471,8 +471,11 @@ Described: {counts["specs"]} classes of caches, {counts["states"]} types of recu
 {len(kept)} architectures that keep a cache. Whatever is not named here is refused when an engine starts,
 with its name: nothing is guessed.
 
-"Described" says that kvferry knows where every byte of it lies. Whether a pair of engines fits is decided
-for the pair: [Will my pair work?](planning.md)
+"Described" says that kvferry knows where every byte of it lies. For most back ends of GPUs that was read in
+vLLM's source and not run; the tests in `tests/python` lay out every kind of page by vLLM's own functions and
+compare each byte. FP8 caches with a scale for each head, and NVFP4 pages of other back ends than FlashInfer's and
+MiniMax-M3's, are refused by name. Whether a pair of engines fits is decided for the pair:
+[Will my pair work?](planning.md)
 
 ## Classes of caches
 """

@@ -6,6 +6,7 @@ import kvferry
 import kvferry.vllm
 import pools
 import pytest
+from kvferry.vllm.groups import Groups
 from kept import Attention, Indexer, Latent, Topology, kda, mamba2
 from kept_more import (
     Apart,
@@ -158,6 +159,16 @@ def test_rings(layers, p, d, monkeypatch):
     sides = [T(tp=tp, layout="BLHNC") for tp in (p, d)]
     for tokens in (1, 5, 40):
         move(Engine("prefill", layers, sides[0]), Engine("decode", layers, sides[1]), tokens)
+
+
+def test_a_ring_is_one_block_however_long_the_prompt():
+    layers = [Latent(), Ring(parts=2)]
+    engine = Engine("prefill", layers, T(layout="BLHNC", block=128))
+    groups = Groups(engine.config, engine.stages[0][0])
+    ring = engine.group_of("model.layers.1.mixer")
+    assert groups.recurrent[ring]
+    assert groups.table(ring, [7], 1) == groups.table(ring, [7], 1000) == [7]
+    assert groups.held_back == 1
 
 
 def test_back_ends_with_other_orders_fit():

@@ -31,6 +31,9 @@ TOPOLOGIES = [
     "tp=2,layout=BLNHC",
     "tp=4,conv=ds,spec=3",
     "tp=2,conv=sd,spec=1",
+    "tp=16,dcp=2,interleave=16",
+    "tp=2,pcp=2",
+    "pcp=4,dcp=4",
 ]
 
 
@@ -71,13 +74,15 @@ def describe(objects, topology):
     manifests = []
     for stage, (config, kernels) in enumerate(zip(objects["configs"], objects["kernels"])):
         tensors = allocate_kv_cache(config, torch.device("meta"), layout, kernels)
-        for rank in range(asked.get("tp", 1)):
+        ranks = [(pcp, tp) for pcp in range(asked.get("pcp", 1)) for tp in range(asked.get("tp", 1))]
+        for pcp, rank in ranks:
             manifest = kvferry.vllm.manifest(
                 objects["vllm"],
                 config,
                 tensors,
                 tp_rank=rank,
                 pp_rank=stage,
+                pcp_rank=pcp,
                 engine="engine",
                 backends=dict.fromkeys(tensors, "FLASH_ATTN"),
             )

@@ -76,7 +76,11 @@ def answer(name, draft, topology):
         model_config=model,
         cache_config=cache_config,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp, pipeline_parallel_size=pp, decode_context_parallel_size=1
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            prefill_context_parallel_size=asked.get("pcp", 1),
+            decode_context_parallel_size=asked.get("dcp", 1),
+            cp_kv_cache_interleave_size=asked.get("interleave", 1),
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=asked.get("hma") == "off"),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -128,6 +132,7 @@ def answer(name, draft, topology):
     resolve_kv_cache_layout(vllm_config, [names], specs.values())
 
     # The pools.
+    check_turns(asked, layers, specs)
     if tp_refused(layers, model, tp) or (
         draft not in (None, "mtp") and tp_refused([{"sort": "mla"}], model_config(draft), tp)
     ):
@@ -203,6 +208,23 @@ def answer(name, draft, topology):
             }
         )
     return {"layers": by_name, "stages": answers, "bounds": stages}
+
+
+def check_turns(asked, layers, specs):
+    """Which ranks can take turns at tokens, as vLLM's ParallelConfig and ModelConfig have it."""
+    tp, pcp, dcp = (asked.get(key, 1) for key in ("tp", "pcp", "dcp"))
+    if tp % dcp if pcp == 1 else dcp not in (1, pcp, tp * pcp):
+        raise Refused("ranks that take turns")
+    if dcp == 1:
+        return
+    heads = {layer["heads"] for layer in layers if "heads" in layer}
+    if any(tp <= count or dcp > tp // count for count in heads):
+        raise Refused("more ranks take turns than share a head")
+    for spec in specs.values():
+        if isinstance(spec, SlidingWindowSpec):
+            raise Refused("sliding windows have no turns")
+        if isinstance(spec, AttentionSpec) and spec.block_size % asked.get("interleave", 1):
+            raise Refused("turns that do not divide a block")
 
 
 def check_split(spec, tensor, number, kernel, view):

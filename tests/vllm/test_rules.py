@@ -33,6 +33,14 @@ TOPOLOGIES = [
     "tp=2,hma=off",
     "tp=2,hma=off,caching=off,layout=BLHNC",
     "tp=1,caching=off",
+    "tp=8,dcp=2",
+    "tp=16,dcp=2,interleave=16",
+    "tp=32,dcp=4,interleave=64,block=64",
+    "pcp=2",
+    "tp=2,pcp=2,pp=2",
+    "tp=4,pcp=2,dcp=8,interleave=4",
+    "pcp=4,dcp=4",
+    "tp=4,dcp=3",
 ]
 CONFIGS = ROOT / "tests/vllm/configs"
 DRAFTS = [
@@ -106,7 +114,8 @@ def compare(topology, ours, theirs):
     asked = reference.parse(topology)
     tp = asked.get("tp", 1)
     assert ours["stages"] == [0] + [end for _, end in theirs["bounds"]], topology
-    assert len(ours["manifests"]) == tp * len(theirs["stages"])
+    pcp = asked.get("pcp", 1)
+    assert len(ours["manifests"]) == tp * pcp * len(theirs["stages"])
     # The states of every layer, in the order of registration, which both sides list by group.
     for stage, answer in enumerate(theirs["stages"]):
         start, end = theirs["bounds"][stage]
@@ -127,9 +136,25 @@ def compare(topology, ours, theirs):
                 assert (mine["block"], mine["kernel"]) == (group["block"], group["kernel"]), topology
             for (layer, _), name in zip(here, group["names"]):
                 states[name] = layer["states"]
-        for rank in range(tp):
-            manifest = ours["manifests"][stage * tp + rank]["manifest"]
-            check_rank(topology, manifest, answer, theirs["layers"], states, rank, tp, asked)
+        for shared in range(pcp):
+            for rank in range(tp):
+                number = (stage * pcp + shared) * tp + rank
+                manifest = ours["manifests"][number]["manifest"]
+                assert manifest["rank"] == number, topology
+                check_rank(topology, manifest, answer, theirs["layers"], states, rank, tp, asked)
+                check_turns(topology, manifest, asked, rank * pcp + shared)
+
+
+def check_turns(topology, manifest, asked, place):
+    """Ranks take turns at tokens as vLLM's groups of ranks do: those of a prefill come first."""
+    dcp, turn = asked.get("dcp", 1), asked.get("interleave", 1)
+    own = place % dcp * turn
+    shared = {"modulus": dcp * turn, "held": [own, own + turn]}
+    everything = {"modulus": 1, "held": [0, 1]}
+    for group in manifest["groups"]:
+        grows = group["tokens_per_block"] is not None
+        for piece in group["pieces"]:
+            assert piece["phase"] == (shared if grows and dcp > 1 else everything), topology
 
 
 def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
@@ -147,12 +172,13 @@ def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
         where = (topology, rank, states[name])
         if layer["sort"] in modules.ATTENTION:
             blocks, keeps = answer["blocks"], name in answer["sliding"]
-            check_attention(where, layer, mine, views[0], rank, tp, blocks, keeps)
+            turns = asked.get("dcp", 1)
+            check_attention(where, layer, mine, views[0], rank, tp, blocks, keeps, turns)
         else:
             check_states(where, layer, mine, views, rank, tp, asked)
 
 
-def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window):
+def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window, turns):
     _, heads, tokens, _ = view["shape"]
     block, head, token, number = view["strides"]
     ratio = view["shape"][0] // blocks
@@ -167,7 +193,7 @@ def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window):
             assert placed["kernel"] == {"entries": tokens, "stride": block}, where
         else:
             assert placed["kernel"] is None, where
-        assert group["tokens_per_block"] == tokens * ratio, where
+        assert group["tokens_per_block"] == tokens * ratio * turns, where
         bounds = piece["bounds"]
         if layer["sort"] in ("attention", "sliding"):
             assert placed["axes"] == [head, number], where

@@ -93,6 +93,12 @@ pub struct Topology {
     pub tp: u32,
     /// Pipeline stages.
     pub pp: u32,
+    /// Ranks that share the work of a prefill (prefill context parallelism).
+    pub pcp: u32,
+    /// Ranks that take turns at a block's tokens (decode context parallelism).
+    pub dcp: u32,
+    /// Tokens in a rank's turn.
+    pub interleave: u32,
     /// Tokens in a block.
     pub block: Option<u32>,
     /// The one block size that the attention kernels take.
@@ -118,6 +124,9 @@ impl Default for Topology {
         Self {
             tp: 1,
             pp: 1,
+            pcp: 1,
+            dcp: 1,
+            interleave: 1,
             block: None,
             kernel: None,
             layout: None,
@@ -130,13 +139,26 @@ impl Default for Topology {
     }
 }
 
-const KEYS: [&str; 10] =
-    ["tp", "pp", "block", "kernel", "layout", "conv", "spec", "blocks", "hma", "caching"];
+const KEYS: [&str; 13] = [
+    "tp",
+    "pp",
+    "pcp",
+    "dcp",
+    "interleave",
+    "block",
+    "kernel",
+    "layout",
+    "conv",
+    "spec",
+    "blocks",
+    "hma",
+    "caching",
+];
 
 impl Topology {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
-        self.tp * self.pp
+        self.tp * self.pp * self.pcp
     }
 }
 
@@ -178,6 +200,9 @@ impl FromStr for Topology {
             match key {
                 "tp" => topology.tp = number(1..=1024)?,
                 "pp" => topology.pp = number(1..=1024)?,
+                "pcp" => topology.pcp = number(1..=1024)?,
+                "dcp" => topology.dcp = number(1..=1024)?,
+                "interleave" => topology.interleave = number(1..=1 << 20)?,
                 "block" => topology.block = Some(number(1..=1 << 20)?),
                 "kernel" => topology.kernel = Some(number(1..=1 << 20)?),
                 "layout" => {
@@ -214,12 +239,11 @@ impl FromStr for Topology {
                 "block={block} cannot be made of kernel blocks: kernel={kernel} does not divide it"
             )));
         }
-        if topology.ranks() > 4096 {
+        let ranks = [topology.tp, topology.pp, topology.pcp].map(u64::from).iter().product::<u64>();
+        if ranks > 4096 {
             return Err(TopologyError::Contradiction(format!(
-                "tp={} and pp={} make {} ranks; at most 4096 are allowed",
-                topology.tp,
-                topology.pp,
-                topology.ranks()
+                "tp={}, pp={} and pcp={} make {ranks} ranks; at most 4096 are allowed",
+                topology.tp, topology.pp, topology.pcp
             )));
         }
         Ok(topology)
@@ -229,8 +253,11 @@ impl FromStr for Topology {
 impl fmt::Display for Topology {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "tp={}", self.tp)?;
-        if self.pp != 1 {
-            write!(f, ",pp={}", self.pp)?;
+        let parallel = [("pp", self.pp), ("pcp", self.pcp), ("dcp", self.dcp)];
+        for (key, value) in parallel.into_iter().chain([("interleave", self.interleave)]) {
+            if value != 1 {
+                write!(f, ",{key}={value}")?;
+            }
         }
         for (key, value) in [("block", self.block), ("kernel", self.kernel)] {
             if let Some(value) = value {
@@ -267,6 +294,7 @@ mod tests {
         for text in [
             "tp=1",
             "tp=4,pp=2",
+            "tp=2,pp=3,pcp=2,dcp=4,interleave=16",
             "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9,hma=off,caching=off",
         ] {
             assert_eq!(text.parse::<Topology>().unwrap().to_string(), text);

@@ -23,7 +23,7 @@ pub use self::error::ENGINE;
 use self::error::cannot_run;
 pub use self::pools::{PoolGroup, Pools};
 use crate::error::RulesError;
-use crate::model::Model;
+use crate::model::{Model, Sort};
 use crate::rules::topology::{Conv, Layout, Topology};
 
 /// Blocks in a pool whose size the topology leaves open.
@@ -37,6 +37,7 @@ pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
             return Err(cannot_run(model, format!("tp={tp}"), reason));
         }
     }
+    check_turns(model, topology)?;
     let stages = stages(model, topology)?;
     let kernels = spec::Kernels::of(model, topology)?;
     let layout = topology.layout.unwrap_or(Layout::Lbhnc);
@@ -59,6 +60,12 @@ pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
             kernel: group.block(),
             pages: group.members.iter().map(spec::Spec::page).collect(),
         });
+    }
+    for block in groups.iter().filter_map(|group| group.block) {
+        if topology.dcp > 1 && !block.is_multiple_of(topology.interleave.into()) {
+            let reason = format!("a turn of so many tokens does not divide a block of {block}");
+            return Err(cannot_run(model, format!("interleave={}", topology.interleave), reason));
+        }
     }
     let mut pools = Pools { groups, layout, conv, blocks, stages, specs };
     place::check_layout(model, &pools)?;
@@ -93,12 +100,20 @@ impl Pools {
         let mut ranks = vec![];
         for stage in 0..topology.pp {
             let placed = place::stage(model, pools, stage)?;
-            for tp in 0..topology.tp {
-                let rank = stage * topology.tp + tp;
+            for (pcp, tp) in
+                (0..topology.pcp).flat_map(|pcp| (0..topology.tp).map(move |tp| (pcp, tp)))
+            {
+                let rank = (stage * topology.pcp + pcp) * topology.tp + tp;
                 let mut label = format!("tp{tp}");
+                if topology.pcp > 1 {
+                    label.insert_str(0, &format!("pcp{pcp} "));
+                }
                 if topology.pp > 1 {
                     label.insert_str(0, &format!("pp{stage} "));
                 }
+                // Turns go over the ranks of a prefill first, and then over those of tensors.
+                let turns = u64::from(topology.dcp);
+                let turn = u64::from(tp * topology.pcp + pcp) % turns;
                 let mut draft = Draft {
                     identity: model.identity(),
                     engine: engine.to_owned(),
@@ -118,13 +133,20 @@ impl Pools {
                         name: group.name.clone(),
                         blocks: pools.blocks,
                         null_block: Some(0),
-                        tokens_per_block: group.block,
+                        tokens_per_block: group.block.map(|block| block * turns),
                         window: pools.specs[number].window(),
                         pieces: vec![],
                         scratch: vec![],
                     };
                     for layer in layers {
-                        layer.describe(model, topology, pools, tp, &mut draft.kinds, &mut made);
+                        layer.describe(
+                            model,
+                            topology,
+                            pools,
+                            (tp, turn),
+                            &mut draft.kinds,
+                            &mut made,
+                        );
                     }
                     draft.groups.push(made);
                 }
@@ -136,6 +158,37 @@ impl Pools {
         }
         Ok(ranks)
     }
+}
+
+/// Which ranks can take turns at tokens.
+fn check_turns(model: &Model, topology: &Topology) -> Result<(), RulesError> {
+    let Topology { tp, pcp, dcp, .. } = *topology;
+    let refuse = |reason| Err(cannot_run(model, format!("dcp={dcp}"), reason));
+    if dcp == 1 {
+        return Ok(());
+    }
+    if pcp == 1 && tp % dcp != 0 {
+        return refuse(format!("it does not divide the {tp} tensor-parallel ranks"));
+    }
+    if pcp > 1 && dcp != pcp && dcp != tp * pcp {
+        return refuse(format!(
+            "ranks take turns over those of a prefill ({pcp}) or over all {}",
+            tp * pcp
+        ));
+    }
+    let attention = || model.caches.iter().filter(|cache| !cache.sort.is_recurrent());
+    if attention().any(|cache| matches!(cache.sort, Sort::Attention { window: Some(_) })) {
+        return refuse("ranks cannot take turns at the tokens of a sliding window".to_owned());
+    }
+    for cache in attention().filter(|cache| matches!(cache.sort, Sort::Attention { .. })) {
+        let heads = cache.states().next().and_then(|state| state.split).map_or(1, |it| it.units);
+        if u64::from(tp) <= heads || u64::from(dcp) > u64::from(tp) / heads {
+            return refuse(format!(
+                "its {heads} KV heads are on {tp} ranks: no {dcp} share a head"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The first layer of every pipeline stage, and the end: as even as can be, what is left over going to

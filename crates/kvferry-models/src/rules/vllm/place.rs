@@ -205,13 +205,14 @@ fn strides(
 }
 
 impl PlacedLayer {
-    /// Adds this layer's pieces on one tensor-parallel rank to a group.
+    /// Adds this layer's pieces on one rank to a group: its tensor-parallel rank, and whose turn it has
+    /// where ranks share tokens.
     pub(super) fn describe(
         &self,
         model: &Model,
         topology: &Topology,
         pools: &Pools,
-        rank: u32,
+        (rank, turn): (u32, u64),
         kinds: &mut Vec<Kind>,
         group: &mut Group,
     ) {
@@ -221,6 +222,11 @@ impl PlacedLayer {
         // it needs unless another request may use its blocks again.
         let sight = cache.window();
         let need = (!topology.caching && sight != group.window).then_some(sight);
+        let turns = u64::from(topology.dcp);
+        let phase = match cache.sort.is_recurrent() || turns == 1 {
+            true => Phase::ALL,
+            false => Phase::share(turn, turns, topology.interleave.into()),
+        };
         let mut offset = self.offset;
         for tensor in &cache.tensors {
             let start = offset;
@@ -253,14 +259,15 @@ impl PlacedLayer {
                         let (axes, bytes) = dense(&lengths, size);
                         let tokens = self.kernel.map(|kernel| kernel.entries);
                         entry = bytes;
-                        (axes, bytes * tokens.or(group.tokens_per_block).unwrap_or(1))
+                        let block = group.tokens_per_block.map(|tokens| tokens / turns);
+                        (axes, bytes * tokens.or(block).unwrap_or(1))
                     }
                 };
                 group.pieces.push(Piece {
                     state: state.name.clone(),
                     kind: kind_index(kinds, &state.kind),
                     bounds: held(state),
-                    phase: Phase::ALL,
+                    phase,
                     need,
                     view: View {
                         region: 0,

@@ -112,6 +112,69 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::Refuses,
+        applies: |pair| pair.decode.topology.pcp > 1,
+        reason: |_| {
+            "its connector does not let the decode side share the work of a prefill".to_owned()
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
+        applies: |pair| {
+            let alone = |it: &Topology| it.tp == 1 && it.dcp == it.pcp;
+            pair.sides().any(|side| {
+                let it = side.topology;
+                it.dcp > 1 && if it.pcp > 1 { !alone(it) } else { it.dcp != it.tp }
+            })
+        },
+        reason: |_| {
+            "its connector needs all ranks of a side to take turns at tokens, or none".to_owned()
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
+        applies: |pair| pair.sides().any(|side| side.topology.dcp > 1) && !pair.is_latent(),
+        reason: |_| "its connector lets ranks take turns at the tokens of latents alone".to_owned(),
+    },
+    Rule {
+        outcome: Outcome::Refuses,
+        applies: |pair| {
+            let shares = |it: &Topology| it.pcp > 1 && it.dcp == 1;
+            let (prefill, decode) = (pair.prefill.topology, pair.decode.topology);
+            (shares(prefill) && decode.dcp > 1) || (shares(decode) && prefill.dcp > 1)
+        },
+        reason: |_| {
+            "its connector does not pair replicas of a prefill with ranks that take turns at tokens"
+                .to_owned()
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
+        applies: |pair| {
+            let (prefill, decode) = (pair.prefill.topology.dcp, pair.decode.topology.dcp);
+            prefill % decode != 0 && decode % prefill != 0
+        },
+        reason: |pair| {
+            let (prefill, decode) = (pair.prefill.topology.dcp, pair.decode.topology.dcp);
+            format!(
+                "neither number of ranks that take turns ({prefill} and {decode}) divides the other"
+            )
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
+        applies: |pair| {
+            pair.is_recurrent() && pair.prefill.topology.dcp != pair.decode.topology.dcp
+        },
+        reason: |pair| {
+            format!(
+                "some layers are recurrent, and {} ranks take turns at tokens on the prefill side but \
+                 {} on the decode side",
+                pair.prefill.topology.dcp, pair.decode.topology.dcp
+            )
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
         applies: |pair| pair.decode.topology.pp > 1,
         reason: |_| "its connector does not let the decode side have pipeline stages".to_owned(),
     },
@@ -395,6 +458,14 @@ mod tests {
             ("llama-3.1-8b", "tp=1,block=32", "tp=1,block=16", Refuses),
             ("llama-3.1-8b", "tp=1,block=16", "tp=1,block=32", Works),
             ("llama-3.1-8b", "tp=1,pp=2", "tp=1", Works),
+            ("llama-3.1-8b", "tp=16,dcp=2", "tp=8", Refuses),
+            ("deepseek-v3", "tp=8,dcp=8", "tp=8", Works),
+            ("deepseek-v3", "tp=8,dcp=4", "tp=8", Refuses),
+            ("deepseek-v3", "pcp=4", "tp=8", Works),
+            ("deepseek-v3", "pcp=4,dcp=4", "tp=8", Works),
+            ("deepseek-v3", "pcp=4", "tp=8,dcp=8", Refuses),
+            ("deepseek-v3", "tp=8", "pcp=2", Refuses),
+            ("kimi-linear", "tp=4,dcp=4", "tp=4", Refuses),
             ("llama-3.1-8b", "tp=1", "tp=1,pp=2", Refuses),
             ("kimi-linear", "tp=4", "tp=2,pp=2", Refuses),
             ("kimi-linear", "tp=4", "tp=2", Works),
