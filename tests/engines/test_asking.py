@@ -4,6 +4,7 @@ import gpu_asking
 import patches
 import pytest
 import standins
+import torch
 from asked import answers, own_time, remember
 
 #: Without it, vLLM's own answers for these models are wrong on a CPU.
@@ -22,6 +23,11 @@ ENGINES = {
     "attention": ("qwen3", {}, {"CPU_ATTN"}),
     "attention in two bytes": ("qwen3", {"dtype": "bfloat16"}, {"CPU_ATTN"}),
     "latents": ("deepseek", LATENT, {"CPU_MLA"}),
+    "latents in two bytes": (
+        "deepseek",
+        {**NATIVE, "dtype": "bfloat16", "attention_backend": "AMX_MLA", "block_size": 32},
+        {"AMX_MLA"},
+    ),
     "mamba2": ("nemotron_h", {}, {"CPU_ATTN", "MAMBA2_ATTN"}),
     "mamba2, channels first": (
         "nemotron_h",
@@ -51,6 +57,8 @@ MOST = 1.0
 )
 def test_every_kernel_is_asked_and_agrees(serve, engine):
     kind, options, wanted = ENGINES[engine]
+    if "AMX_MLA" in wanted and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
     prepare = [*options.get("prepare", ()), remember, own_time]
     server = serve(kind, "kv_both", **options | {"prepare": prepare})
     asked, not_asked, seconds = server.call(answers)

@@ -111,7 +111,8 @@ class Asking:
         return module if hasattr(module, "bind_kv_cache") else None
 
     def report(self) -> None:
-        """Says once what was asked and what could not be."""
+        """Says once, at the end, what was asked and what could not be."""
+        kernels.forget()
         if self._asked:
             logger.info(
                 "kvferry: the engine's own kernels write where the cache is described to be: %s "

@@ -90,6 +90,11 @@ def offers_update(backend: Any) -> str | None:
     return None
 
 
+def forget() -> None:
+    """Gives the memory back that questions have used."""
+    _numbers.cache_clear()
+
+
 def updates(kind: str) -> bool:
     """Whether the kernels of a kind of recurrent layers can be asked."""
     return kind in _RECURRENT
