@@ -30,7 +30,8 @@ fn reading(choice: Choice, tp: u64, by: By) -> Engine {
 fn every_lowering_brings_the_same_bytes() {
     let ways = Way::ALL.map(Choice::Only);
     for choice in ways.into_iter().chain([Choice::Auto]) {
-        for (by, from, to) in [(By::Tcp, 2, 1), (By::Tcp, 1, 4), (By::Tcp, 4, 2), (By::Local, 2, 1)] {
+        for (by, from, to) in [(By::Tcp, 2, 1), (By::Tcp, 1, 4), (By::Tcp, 4, 2), (By::Local, 2, 1)]
+        {
             let (p, d) = (Recipe::new("p", from).by(by).start(), reading(choice, to, by));
             let outcomes = p.hand_over(&d, "r", 22, p.scheduler.address());
             assert_eq!(outcomes, vec![Outcome::Done; to as usize], "{choice:?}");
@@ -69,8 +70,10 @@ fn a_source_that_dies_while_it_packs_fails_the_request() {
     let (source, destination) = (blocks_for(tokens, 3), blocks_for(tokens, 9));
     let ticket = p.grant("r", &source, tokens);
     drop(p);
-    let load =
-        Load { patience: Duration::from_secs(3), ..load("r", &ticket, common::granted(&source, tokens), &destination) };
+    let load = Load {
+        patience: Duration::from_secs(3),
+        ..load("r", &ticket, common::granted(&source, tokens), &destination)
+    };
     d.load(&load);
     let outcome = d.wait_ends("r").remove(0);
     assert!(
