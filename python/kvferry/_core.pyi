@@ -399,12 +399,15 @@ class Worker:
         insecure: bool = False,
         handshake: float = 10.0,
         concurrent: int = 64,
+        lowering: str = "auto",
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.
+        `lowering` says how peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or
+        `over-read`.
         Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
         """
 

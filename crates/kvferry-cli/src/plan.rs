@@ -6,6 +6,7 @@ use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm::{self, verdict};
 use serde_json::{Value, json};
 
+use crate::costs::{self, RatesArgs};
 use crate::failure::Failure;
 use crate::output;
 use crate::report::Answer;
@@ -25,6 +26,8 @@ use crate::text;
 pub(crate) struct Args {
     #[command(flatten)]
     pair: PairArgs,
+    #[command(flatten)]
+    rates: RatesArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -33,9 +36,22 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair)?;
+    let costs = match (&answer, args.rates.read()?) {
+        (Answer::Works { plans, .. }, Some(rates)) => Some(costs::of(&pair, plans, &rates)?),
+        _ => None,
+    };
     output::print(&match args.json {
-        true => format!("{:#}\n", as_json(&pair, &answer)),
-        false => heading(&pair) + &conclusion(&pair, &answer),
+        true => {
+            let mut json = as_json(&pair, &answer);
+            if let Some(costs) = &costs {
+                json["costs"] = json!(costs);
+            }
+            format!("{json:#}\n")
+        }
+        false => {
+            let costs = costs.as_ref().map_or_else(String::new, |costs| costs::table(costs));
+            heading(&pair) + &conclusion(&pair, &answer) + &costs
+        }
     });
     answer.end()
 }

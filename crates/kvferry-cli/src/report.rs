@@ -82,9 +82,13 @@ fn cached(rank: &Manifest, asked: &Asked) -> Vec<u64> {
     rank.groups().iter().map(held).collect()
 }
 
-/// What the request moves between all ranks of two engines.
-fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
-    let (prefill, decode, asked) = (&pair.prefill.ranks, &pair.decode.ranks, &pair.asked);
+/// Calls `then` with every decode rank, its plan and the request as that rank sees it.
+pub(crate) fn each_request(
+    pair: &Pair,
+    plans: &[Plan],
+    mut then: impl FnMut(&Manifest, &Plan, &Request<'_>) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let asked = &pair.asked;
     let tables = |name: &str, engine: &Engine| {
         tables::for_request(&engine.ranks[0], asked.tokens, asked.spread).map_err(
             |TooFew { needed, blocks }| {
@@ -97,13 +101,22 @@ fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
     };
     let (from, to) = (tables("prefill", &pair.prefill)?, tables("decode", &pair.decode)?);
     let (from, to) = (tables::borrowed(&from), tables::borrowed(&to));
-    let mut pairs = vec![];
-    let mut total = Summary::default();
-    for (rank, plan) in decode.iter().zip(plans) {
+    for (rank, plan) in pair.decode.ranks.iter().zip(plans) {
         let cached = cached(rank, asked);
         let request =
             Request { tokens: asked.tokens, cached: &cached, source: &from, destination: &to };
-        let transfer = plan.transfer(&request).map_err(Failure::input)?;
+        then(rank, plan, &request)?;
+    }
+    Ok(())
+}
+
+/// What the request moves between all ranks of two engines.
+fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
+    let (prefill, decode, asked) = (&pair.prefill.ranks, &pair.decode.ranks, &pair.asked);
+    let mut pairs = vec![];
+    let mut total = Summary::default();
+    each_request(pair, plans, |rank, plan, request| {
+        let transfer = plan.transfer(request).map_err(Failure::input)?;
         for (source, other) in prefill.iter().enumerate() {
             let part = transfer.summary(source);
             if part.copies == 0 {
@@ -126,7 +139,8 @@ fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
                 mean: part.mean(),
             });
         }
-    }
+        Ok(())
+    })?;
     Ok(Report {
         pairs,
         bytes: total.bytes,

@@ -339,7 +339,7 @@ impl Scheduler {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, lowering="auto"))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -354,6 +354,7 @@ impl Worker {
         insecure: bool,
         handshake: f64,
         concurrent: usize,
+        lowering: &str,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
@@ -361,6 +362,7 @@ impl Worker {
             trust: trust(key, key_file, tls, insecure).map_err(failed)?,
             handshake: seconds("handshake", handshake)?,
             concurrent,
+            lowering: lowering.parse().map_err(PyValueError::new_err::<String>)?,
             ..WorkerOptions::new(ranks)
         };
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;

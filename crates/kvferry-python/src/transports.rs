@@ -27,8 +27,8 @@ pub(crate) fn by_name(
         "local" => registered(Local::new(LocalOptions::default())?, regions, memory),
         "tcp" => registered(Tcp::new(tcp)?, regions, memory),
         "cuda" => cuda(site_packages, regions, memory),
-        "nixl" => nixl(site_packages, regions, memory),
-        "gpu" => cuda_and_nixl(site_packages, regions, memory),
+        "nixl" => nixl(&tcp, site_packages, regions, memory),
+        "gpu" => cuda_and_nixl(&tcp, site_packages, regions, memory),
         other => Err(Error::Options(format!(
             "there is no transport '{other}': it is local, tcp, cuda, nixl or gpu"
         ))),
@@ -48,11 +48,14 @@ pub(crate) fn site_packages(py: Python<'_>) -> PyResult<Vec<PathBuf>> {
 }
 
 fn nixl(
+    tcp: &TcpOptions,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
 ) -> Result<Arc<dyn Carrier>, Error> {
-    let options = NixlOptions { site_packages, ..NixlOptions::default() };
+    // Who packs is asked at the address that data would go over by TCP.
+    let control = (tcp.bind, tcp.advertise);
+    let options = NixlOptions { site_packages, control, ..NixlOptions::default() };
     registered(Nixl::new(&options)?, regions, memory)
 }
 
@@ -74,12 +77,13 @@ fn cuda(
 
 /// Both, for a choice peer by peer; one alone where the other cannot be had here.
 fn cuda_and_nixl(
+    tcp: &TcpOptions,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
 ) -> Result<Arc<dyn Carrier>, Error> {
     let cuda = cuda(site_packages.clone(), regions, memory.clone());
-    let nixl = nixl(site_packages, regions, memory);
+    let nixl = nixl(tcp, site_packages, regions, memory);
     match (cuda, nixl) {
         (Err(cuda), Err(nixl)) => Err(Error::Options(format!(
             "GPU memory is moved by cuda inside a node and by nixl across, and neither works here: \

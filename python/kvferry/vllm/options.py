@@ -49,6 +49,8 @@ class Options:
     patience: float = _option(480.0, least=1e-3)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
+    #: How D reads: by what is cheapest, or always in one way.
+    lowering: str = _option("auto", one_of=("auto", "direct", "packed", "over-read"))
     #: What to log: `debug` also says where each request's time went.
     logging: str = _option("info", one_of=("off", "error", "warning", "info", "debug"))
 

@@ -59,6 +59,7 @@ class WorkerSide:
             transport=transport,
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
+            lowering=self.options.lowering,
             **self.options.address(0),
             **self.options.trust(),
         )

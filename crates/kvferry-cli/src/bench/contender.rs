@@ -366,8 +366,10 @@ impl Worker {
         // last request has ended.
         unsafe { agent.register(span) }?;
         // The metadata is the last block of the description, behind 8 + 16 bytes of names, 4 of a
-        // count, 20 for the one region and 4 of a length.
-        let metadata = process.description.get(52..).ok_or("a short description")?;
+        // count, 20 for each region and 4 of a length.
+        let count = process.description.get(24..28).ok_or("a short description")?;
+        let regions = count.iter().rev().fold(0, |count, byte| count << 8 | usize::from(*byte));
+        let metadata = process.description.get(32 + 20 * regions..).ok_or("a short description")?;
         let name = agent.load(metadata)?;
         let mut lists: Vec<(usize, capi::Prepared, capi::Prepared)> = Vec::new();
         let done = self.answer(talk, process.pid, &memory, |case| {

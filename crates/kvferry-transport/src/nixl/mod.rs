@@ -16,22 +16,26 @@
 //! NIXL stores in next to no memory.
 
 use std::ffi::CString;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Place, Price, Region};
+use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
 use parking_lot::{Condvar, Mutex};
 
-use crate::contract::{Error, Instance, RegionId, Statistics, Transport};
+use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 use crate::shared::Transfer;
-use crate::shared::desk::Desk;
+use crate::shared::chunks::Chunked;
+use crate::shared::custody::Interrupt;
+use crate::shared::desk::{Desk, Whole};
 use crate::shared::look;
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
+use crate::shared::staging::Staging;
+use crate::tcp::gather;
 
 pub mod capi;
 mod context;
@@ -41,6 +45,7 @@ mod grid;
 mod install;
 mod job;
 mod options;
+mod packing;
 mod peer;
 mod prepared;
 mod price;
@@ -51,16 +56,18 @@ use driver::Driver;
 pub(crate) use find::guessed_site_packages;
 pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use install::install;
-use job::Job;
 pub use options::NixlOptions;
+use packing::{Control, Packer};
 use peer::Description;
 pub use peer::NixlPeer;
 use prepared::PreparedLists;
-use state::{Abandoned, Posted, State};
+use state::{Abandoned, State};
 
 /// The `nixl` back end.
 #[derive(Debug)]
 pub struct Nixl {
+    /// First: it serves memory that the others keep.
+    control: Option<Control>,
     state: Arc<State>,
     driver: Option<JoinHandle<()>>,
 }
@@ -91,7 +98,15 @@ impl Nixl {
             queue: Mutex::default(),
             changed: Condvar::new(),
             abandoned: Abandoned::default(),
+            forsaken: Mutex::default(),
+            staging: Staging::new(options.staging, gather::SLOT_BYTES)?,
         });
+        if let Some(region) = state.staging.region() {
+            // SAFETY: the memory is kept by the state for longer than the agent, and only touched
+            // through its address.
+            unsafe { state.register(region)? };
+        }
+        let control = Control::start(&state, options.control.0, options.control.1)?;
         let driver = std::thread::Builder::new()
             .name("kvferry-nixl".to_owned())
             .spawn({
@@ -99,7 +114,7 @@ impl Nixl {
                 move || driver.run()
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
-        Ok(Self { state, driver: Some(driver) })
+        Ok(Self { control, state, driver: Some(driver) })
     }
 
     /// Who this is.
@@ -160,17 +175,8 @@ impl Transport for Nixl {
     }
 
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
-        let regions = &self.state.desk.regions;
-        let id = regions.insert(region)?;
-        let span = (region.base, region.bytes, region.place);
         // SAFETY: the caller's promise is the same.
-        if let Err(code) = unsafe { self.state.agent.register(span) } {
-            let _ = regions.remove(id, Instant::now(), || (), || ());
-            return Err(Error::Unsupported(format!(
-                "NIXL does not take {} bytes at {:#x} ({:?}): {code}",
-                region.bytes, region.base, region.place
-            )));
-        }
+        let id = unsafe { self.state.register(region)? };
         if let Place::Gpu(gpu) = region.place {
             self.state.queue.lock().gpu = Some(gpu);
         }
@@ -192,12 +198,16 @@ impl Transport for Nixl {
             .agent
             .metadata()
             .map_err(|code| Error::Unsupported(format!("NIXL gives no metadata: {code}")))?;
+        let mut metadata = metadata;
+        if let Some(control) = &self.control {
+            metadata.extend(control.describe()?);
+        }
         let (instance, spans) = (self.state.instance, self.state.desk.regions.spans());
-        Ok(Description { instance, spans, metadata: &metadata }.encode())
+        Ok(Description { instance, spans, metadata: &metadata, told: None }.encode())
     }
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<NixlPeer, Error> {
-        let Description { instance, spans, metadata } = Description::parse(description)?;
+        let Description { instance, spans, metadata, told } = Description::parse(description)?;
         // Held throughout, so that two calls do not load the same peer at once.
         let mut peers = self.state.peers.lock();
         let known = peers.iter().find(|peer| peer.instance() == instance);
@@ -224,6 +234,14 @@ impl Transport for Nixl {
         let rate = RateWatch::new(Medium::Nixl(Medium::fastest_rdma()));
         let peer = NixlPeer::new(instance, loaded, spans, rate);
         peers.push(peer.clone());
+        drop(peers);
+        // Only host memory is packed.
+        let on_gpu = peer.is_on_gpu() || self.state.queue.lock().gpu.is_some();
+        if let Some(told) = told.filter(|_| !on_gpu)
+            && let Some(packer) = Packer::meet(&self.state, &peer, &told, deadline)
+        {
+            let _ = peer.0.packer.set(packer);
+        }
         Ok(peer)
     }
 
@@ -236,11 +254,13 @@ impl Transport for Nixl {
         self.state.queue.lock().leaving.push(peer.clone());
         self.state.peers.lock().retain(|other| !other.is(peer));
         self.state.changed.notify_all();
+        if let Some(packer) = peer.0.packer.get() {
+            packer.client.close();
+        }
     }
 
     fn price(&self, peer: &NixlPeer) -> Price {
-        let gpu = peer.is_on_gpu() || self.state.queue.lock().gpu.is_some();
-        price::price(gpu, peer.0.rate.medium())
+        peer.price(self.state.queue.lock().gpu.is_some())
     }
 
     fn read(
@@ -253,22 +273,44 @@ impl Transport for Nixl {
             return Err(Error::Disconnected);
         }
         let theirs = peer.spans();
+        let opened = self.state.desk.open(copies, &theirs, deadline, None, &peer.0.rate)?;
+        self.state.post(peer, copies, opened, &theirs)
+    }
+
+    fn rates(&self, peer: &NixlPeer) -> Rates {
+        let gpu = self.state.queue.lock().gpu.is_some();
+        let packed = peer.0.packer.get().filter(|_| !gpu).and_then(|packer| packer.rates.packed);
+        Rates { direct: peer.price(gpu), packed }
+    }
+
+    fn read_packed(
+        &self,
+        peer: &NixlPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        let on_gpu = self.state.queue.lock().gpu.is_some();
+        let Some(packer) = peer.0.packer.get().filter(|_| !on_gpu) else {
+            return self.read_loops(peer, loops, deadline);
+        };
+        if peer.0.closed.load(Ordering::SeqCst) {
+            return Err(Error::Disconnected);
+        }
+        let (whole, written) = Whole::of(loops)?;
+        let client = &packer.client;
+        let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
+        let rate = &peer.0.rate;
         let desk = &self.state.desk;
-        let opened = desk.open(copies, &theirs, deadline, None, &peer.0.rate)?;
-        if opened.on_gpu {
-            peer.0.rate.gpu();
+        let custody = desk.open_whole(&whole, &written, deadline, Some(interrupt), rate)?;
+        if !custody.is_empty() {
+            client.post(Chunked::packed(custody.clone(), loops.clone(), gather::LIMITS));
         }
-        if !opened.custody.is_empty() {
-            let posted = Posted {
-                custody: opened.custody.clone(),
-                peer: peer.clone(),
-                bytes: opened.copies.iter().map(|copy| copy.bytes).sum(),
-                job: Job::new(copies, &opened.copies, &desk.regions.spans(), &theirs),
-            };
-            self.state.queue.lock().posted.push_back(posted);
-            self.state.changed.notify_all();
-        }
-        Ok(Transfer::posted(opened.custody))
+        Ok(Transfer::posted(custody))
+    }
+
+    fn staging(&self) -> StagingStatistics {
+        self.state.settle_forsaken();
+        self.state.staging.statistics()
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -282,6 +324,10 @@ impl Transport for Nixl {
 
 impl Drop for Nixl {
     fn drop(&mut self) {
+        let peers = self.state.peers.lock().clone();
+        for packer in peers.iter().filter_map(|peer| peer.0.packer.get()) {
+            packer.client.close();
+        }
         self.state.queue.lock().closing = true;
         self.state.changed.notify_all();
         // The driver ends everything; what it could not end is safe once the agent, of which this

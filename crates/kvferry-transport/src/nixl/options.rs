@@ -1,5 +1,6 @@
 //! How a transport is set up.
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use super::capi::AgentSettings;
@@ -17,6 +18,13 @@ pub struct NixlOptions {
     pub plugin: String,
     /// Its parameters.
     pub parameters: Vec<(String, String)>,
+    /// Where the server listens that peers ask to pack, and the address to give to them where that is
+    /// another one. Port 0 means any free one. An address of no host in particular without one to give
+    /// means that peers read every run by itself.
+    pub control: (SocketAddr, Option<IpAddr>),
+    /// Bytes of host memory to pack into for peers, and to fetch what peers packed, at most. Without any,
+    /// nothing is packed.
+    pub staging: u64,
     /// Pause between two rounds of NIXL's progress thread, in microseconds. 0 burns a core.
     pub progress_delay_us: u64,
 }
@@ -38,6 +46,8 @@ impl Default for NixlOptions {
             site_packages: Vec::new(),
             plugin: "UCX".to_owned(),
             parameters: parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec(),
+            control: ((Ipv4Addr::LOCALHOST, 0).into(), None),
+            staging: 32 << 20,
             progress_delay_us: 1000,
         }
     }

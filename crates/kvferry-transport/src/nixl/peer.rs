@@ -2,12 +2,14 @@
 
 use std::ffi::CString;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
-use kvferry_layout::{Place, Region};
+use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
 
+use super::packing::{Packer, Told};
+use super::price::price;
 use crate::contract::{Error, Instance};
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::rate::RateWatch;
@@ -28,6 +30,8 @@ pub(super) struct Inner {
     pub(super) paused: AtomicBool,
     /// Operations that the driver has taken and that have not ended.
     pub(super) under_way: Mutex<usize>,
+    /// How it is asked to pack, where it does.
+    pub(super) packer: OnceLock<Packer>,
 }
 
 impl NixlPeer {
@@ -40,6 +44,7 @@ impl NixlPeer {
             closed: AtomicBool::new(false),
             paused: AtomicBool::new(false),
             under_way: Mutex::new(0),
+            packer: OnceLock::new(),
         }));
         if peer.is_on_gpu() {
             peer.0.rate.gpu();
@@ -61,6 +66,14 @@ impl NixlPeer {
         self.spans().0.iter().any(|region| region.place != Place::Host)
     }
 
+    /// What reads from it took when that was measured, and what they take elsewhere.
+    pub(super) fn price(&self, gpu: bool) -> Price {
+        match self.0.packer.get() {
+            Some(packer) if !gpu => packer.rates.direct,
+            _ => price(gpu || self.is_on_gpu(), self.0.rate.medium()),
+        }
+    }
+
     pub(super) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -80,6 +93,8 @@ pub(super) struct Description<'a> {
     pub(super) spans: Spans,
     /// NIXL's own part.
     pub(super) metadata: &'a [u8],
+    /// How it is asked to pack: read by [`parse`](Self::parse), and written behind the metadata.
+    pub(super) told: Option<Told>,
 }
 
 impl Description<'_> {
@@ -125,6 +140,7 @@ impl Description<'_> {
         let (instance, regions, metadata) = parse().ok_or_else(|| {
             Error::BadDescription("it is not one of the nixl transport".to_owned())
         })?;
-        Ok(Description { instance, spans: Spans::from_peer(regions)?, metadata })
+        let (metadata, told) = Told::split(metadata, instance);
+        Ok(Description { instance, spans: Spans::from_peer(regions)?, metadata, told })
     }
 }

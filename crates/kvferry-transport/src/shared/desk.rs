@@ -83,6 +83,29 @@ impl Desk {
         interrupt: Option<Weak<dyn Interrupt>>,
         rate: &Arc<RateWatch>,
     ) -> Result<Opened, Error> {
+        self.open_counted(copies, theirs, deadline, interrupt, rate, &self.counters)
+    }
+
+    /// The same for an operation that is a part of another, which is counted by itself.
+    pub(crate) fn open_uncounted(
+        &self,
+        copies: &[ByteCopy],
+        theirs: &Spans,
+        deadline: Instant,
+        rate: &Arc<RateWatch>,
+    ) -> Result<Opened, Error> {
+        self.open_counted(copies, theirs, deadline, None, rate, &Arc::default())
+    }
+
+    fn open_counted(
+        &self,
+        copies: &[ByteCopy],
+        theirs: &Spans,
+        deadline: Instant,
+        interrupt: Option<Weak<dyn Interrupt>>,
+        rate: &Arc<RateWatch>,
+        counters: &Arc<Counters>,
+    ) -> Result<Opened, Error> {
         let began = Instant::now();
         let admitted = self.regions.admit(copies, theirs)?;
         let custody = self.begin(Order {
@@ -93,7 +116,7 @@ impl Desk {
             deadline,
             began,
             interrupt,
-            counters: self.counters.clone(),
+            counters: counters.clone(),
             rate: rate.clone(),
         });
         Ok(Opened { custody, copies: admitted.copies, on_gpu: admitted.on_gpu })

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry_layout::Region;
 use parking_lot::{Condvar, Mutex};
 
 use crate::contract::{Error, StagingStatistics};
@@ -84,6 +85,12 @@ impl Staging {
         statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
         drop(state);
         Some(Slot { pool: self.clone(), number })
+    }
+
+    /// All of it, to be registered where others are to read it.
+    pub(crate) fn region(&self) -> Option<Region> {
+        let bytes = self.state.lock().statistics.bytes;
+        (bytes > 0).then(|| Region::host(self.base, bytes))
     }
 
     pub(crate) fn statistics(&self) -> StagingStatistics {

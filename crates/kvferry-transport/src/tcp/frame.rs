@@ -111,8 +111,11 @@ pub(crate) enum Verb {
     Read = 1,
     /// Which regions have you registered?
     Regions = 2,
-    /// Gather these runs of yours, and send them as one.
+    /// Gather these runs of yours, and send them as one; or, where another transport moves the bytes,
+    /// say where they are.
     Gather = 3,
+    /// What was gathered at the address in `bytes` has been read.
+    Release = 4,
 }
 
 /// The header of a request.
@@ -148,9 +151,10 @@ impl Request {
             1 => Verb::Read,
             2 => Verb::Regions,
             3 => Verb::Gather,
+            4 => Verb::Release,
             other => return Err(InvalidFrame::Operation(other)),
         };
-        if reserved != [0; 2] || practice > u8::from(verb != Verb::Regions) {
+        if reserved != [0; 2] || practice > u8::from(matches!(verb, Verb::Read | Verb::Gather)) {
             return Err(InvalidFrame::Reserved);
         }
         let spans = fields.u32().ok_or(InvalidFrame::Cut)?;
@@ -160,6 +164,7 @@ impl Request {
             Verb::Read => (1, MAX_SPANS as u32, MAX_REQUEST_BYTES),
             Verb::Regions => (0, 0, 0),
             Verb::Gather => (1, gather::MAX_BYTES as u32, gather::SLOT_BYTES),
+            Verb::Release => (0, 0, u64::MAX),
         };
         if spans < fewest || spans > most {
             return Err(InvalidFrame::Count { spans, fewest, most });
@@ -174,7 +179,7 @@ impl Request {
     pub(crate) fn body_bytes(&self) -> usize {
         match self.verb {
             Verb::Gather => self.spans as usize,
-            Verb::Read | Verb::Regions => self.spans as usize * SPAN_BYTES,
+            Verb::Read | Verb::Regions | Verb::Release => self.spans as usize * SPAN_BYTES,
         }
     }
 }
@@ -228,7 +233,8 @@ pub(crate) struct Answer {
     pub(crate) verdict: Verdict,
     /// The request's number.
     pub(crate) id: u64,
-    /// How many bytes follow; for a span outside the regions, its address.
+    /// How many bytes follow; for a span outside the regions, its address; for what was gathered to be
+    /// read in another way, where it is.
     pub(crate) bytes: u64,
 }
 
@@ -309,7 +315,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn verbs() -> impl Strategy<Value = Verb> {
-        prop_oneof![Just(Verb::Read), Just(Verb::Regions), Just(Verb::Gather)]
+        prop_oneof![Just(Verb::Read), Just(Verb::Regions), Just(Verb::Gather), Just(Verb::Release)]
     }
 
     /// The two protocols must not be mistaken for each other.

@@ -41,9 +41,23 @@ struct Shared {
     regions: Arc<Regions>,
     generation: Arc<dyn Generation>,
     staging: Arc<Staging>,
+    delivery: Delivery,
     practice: Practice,
     state: Mutex<State>,
 }
+
+/// How what was gathered gets to the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Delivery {
+    /// On the connection.
+    Sent,
+    /// By another transport: the peer is told the slot, reads it, and says so. Until then the slot is
+    /// kept, for as long as the connection lives.
+    Fetched,
+}
+
+/// Slots that one connection may keep: its requests on the way, and those that it is about to release.
+const MAX_KEPT: usize = 8;
 
 /// Counts the changes of the registered regions.
 pub(crate) trait Generation: std::fmt::Debug + Send + Sync {
@@ -98,13 +112,22 @@ impl Server {
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
         staging: Arc<Staging>,
+        delivery: Delivery,
     ) -> Result<Self, Error> {
         let practice = Practice::new()?;
         let listener = TcpListener::bind(bind)
             .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
         let state = Mutex::default();
-        let shared =
-            Arc::new(Shared { listener, secret, regions, generation, staging, practice, state });
+        let shared = Arc::new(Shared {
+            listener,
+            secret,
+            regions,
+            generation,
+            staging,
+            delivery,
+            practice,
+            state,
+        });
         let acceptor = std::thread::Builder::new()
             .name("kvferry-accept".to_owned())
             .spawn({
@@ -214,6 +237,8 @@ impl Shared {
         let mut body = Vec::new();
         let mut spans = Vec::with_capacity(frame::MAX_SPANS);
         let mut entries = Vec::with_capacity(frame::MAX_SPANS + 1);
+        // What the peer has not read yet; it comes back when the connection ends.
+        let mut kept: Vec<Slot> = Vec::new();
         loop {
             let mut header = [0; Request::BYTES];
             match socket::receive_bytes(stream, &mut header) {
@@ -248,15 +273,40 @@ impl Shared {
                     unsafe { socket::send_all(stream, &mut entries)? };
                 }
                 Verb::Gather => {
-                    let slot = self.gather(&request, &body, &mut spans, &mut answer)?;
-                    let header = answer.encode();
+                    let slot = match kept.len() < MAX_KEPT {
+                        true => self.gather(&request, &body, &mut spans, &mut answer)?,
+                        false => {
+                            (answer.verdict, answer.bytes) = (Verdict::Busy, 0);
+                            None
+                        }
+                    };
+                    let fetched = self.delivery == Delivery::Fetched && !request.practice;
                     entries.clear();
-                    entries.push(socket::entry_of(&header));
-                    entries.extend(
-                        slot.as_ref().map(|slot| socket::entry(slot.address(), answer.bytes)),
-                    );
-                    // SAFETY: the slot is ours until it is dropped, and as long as what was gathered.
-                    unsafe { socket::send_all(stream, &mut entries)? };
+                    match slot {
+                        Some(slot) if fetched => {
+                            answer.bytes = slot.address();
+                            kept.push(slot);
+                            socket::send_bytes(stream, &answer.encode())?;
+                        }
+                        slot => {
+                            let header = answer.encode();
+                            entries.push(socket::entry_of(&header));
+                            let gathered = slot.as_ref();
+                            entries.extend(
+                                gathered.map(|slot| socket::entry(slot.address(), answer.bytes)),
+                            );
+                            // SAFETY: the slot is ours until it is dropped, and as long as what was
+                            // gathered.
+                            unsafe { socket::send_all(stream, &mut entries)? };
+                        }
+                    }
+                }
+                Verb::Release => {
+                    let slot = kept.iter().position(|slot| slot.address() == request.bytes);
+                    let slot = slot.ok_or(InvalidFrame::Answer)?;
+                    kept.swap_remove(slot);
+                    answer.bytes = 0;
+                    socket::send_bytes(stream, &answer.encode())?;
                 }
                 Verb::Regions => {
                     // The generation first: a list that changes meanwhile is newer than it says.

@@ -19,6 +19,8 @@ pub(crate) trait BackEnd: 'static {
     /// Whether a read that is cancelled while its peer is stopped settles before the peer runs
     /// again.
     const SETTLES_ALONE: bool;
+    /// Whether peers pack short runs.
+    const PACKS: bool;
 
     fn new() -> Result<Self::Transport, Error>;
 }
@@ -33,6 +35,7 @@ impl BackEnd for LocalEnd {
     const NEEDS_THE_PEER: bool = false;
     const SEES_DEREGISTRATION: bool = true;
     const SETTLES_ALONE: bool = true;
+    const PACKS: bool = false;
 
     fn new() -> Result<Local, Error> {
         Local::new(LocalOptions::default())
@@ -49,6 +52,7 @@ impl BackEnd for TcpEnd {
     const NEEDS_THE_PEER: bool = true;
     const SEES_DEREGISTRATION: bool = true;
     const SETTLES_ALONE: bool = true;
+    const PACKS: bool = true;
 
     fn new() -> Result<Tcp, Error> {
         Tcp::new(TcpOptions {
@@ -71,6 +75,7 @@ impl BackEnd for NixlEnd {
     const NEEDS_THE_PEER: bool = false;
     const SEES_DEREGISTRATION: bool = false;
     const SETTLES_ALONE: bool = false;
+    const PACKS: bool = true;
 
     fn new() -> Result<Nixl, Error> {
         Nixl::new(&NixlOptions::default())
@@ -89,6 +94,7 @@ impl BackEnd for NixlTcpEnd {
     const NEEDS_THE_PEER: bool = true;
     const SEES_DEREGISTRATION: bool = false;
     const SETTLES_ALONE: bool = false;
+    const PACKS: bool = true;
 
     fn new() -> Result<Nixl, Error> {
         NixlEnd::new()

@@ -146,6 +146,10 @@ fn obey<T: Transport>(
     let soon = Instant::now() + Duration::from_secs(20);
     match words[..] {
         ["hash"] => hash(&memory.snapshot()).to_string(),
+        ["staging"] => {
+            let staging = transport.staging();
+            format!("{} {}", staging.packed, staging.in_use)
+        }
         ["census"] => census::take().to_string(),
         ["deregister"] => {
             let result = transport.deregister(region.take().unwrap(), soon);

@@ -36,6 +36,7 @@ pub(super) fn cases() -> Vec<Case> {
     vec![
         case(llama, by_token.0, by_token.1, 250),
         case(llama, by_token.0, by_token.1, 1500),
+        case("gpt-oss-120b", by_token.0, by_token.1, 1500),
         case(llama, "tp=4", "tp=8", 250),
         case(llama, "tp=4", "tp=8", 1500),
         case(llama, "tp=4", "tp=4", 1500),

@@ -5,11 +5,14 @@ use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
-use crate::contract::{Error, InvalidFrame, Side};
+use kvferry_layout::Loops;
+
+use super::state::{Fetch, HELLO_PATIENCE, Lane, PeerRegions, Question, State};
+use crate::contract::{Error, InvalidFrame, Operation, Side, Status};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
+use crate::shared::custody::Custody;
 use crate::shared::spans::Spans;
 use crate::shared::walk;
 use crate::tcp::frame::{self, Answer, Listing, Request, Verb, Verdict};
@@ -20,10 +23,15 @@ use crate::tcp::{gather, socket};
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Requests on the way per lane.
 const DEPTH: usize = 4;
+/// How long a lane waits for what is being fetched before it looks whether it is still wanted.
+const GLANCE: Duration = Duration::from_millis(1);
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
     Chunk(Arc<Chunked>, Chunk, u64),
+    /// A chunk that was fetched and is in place, if the peer says that it kept the slot until then.
+    /// Without a chunk, a slot that was of no use.
+    Release(Option<(Arc<Chunked>, Chunk)>, u64),
     Question(Question, u64),
 }
 
@@ -210,29 +218,64 @@ impl<'a> LaneThread<'a> {
         let mut header = [0; Answer::BYTES];
         socket::receive_bytes(&stream, &mut header).map_err(lost)?;
         let answer = Answer::decode(&header).map_err(Error::PeerMisbehaved)?;
-        let (OnTheWay::Chunk(_, _, id) | OnTheWay::Question(_, id)) = request;
+        let (OnTheWay::Chunk(_, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
+            request;
         if answer.id != *id {
             return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
         }
         // What the answer means, as long as the request is still on the list: if the connection
         // breaks now, the request is on it.
         let mut regions = None;
+        let mut fetched = None;
         match (request, answer.verdict) {
             (OnTheWay::Chunk(operation, chunk, _), Verdict::Done) => {
-                self.inbox.take_in(&stream, operation, chunk, answer.bytes)?;
+                match (&chunk.piece, &self.state.fetch) {
+                    (Piece::Packed(loops), Some(fetch)) => {
+                        let in_place =
+                            self.fetch(&**fetch, operation.custody(), loops, answer.bytes)?;
+                        fetched = Some(in_place);
+                    }
+                    _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
+                }
             }
+            (OnTheWay::Release(..), Verdict::Done) if answer.bytes == 0 => {}
             (OnTheWay::Question(..), Verdict::Done) => {
                 regions = Some(receive_regions(&stream, answer.bytes)?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
             (OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, _), Verdict::Busy) => {}
             (OnTheWay::Chunk(..), Verdict::Busy)
+            | (OnTheWay::Release(..), _)
             | (OnTheWay::Question(..), Verdict::Outside | Verdict::Busy) => {
                 return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
             }
         }
         match self.on_the_way.pop_front() {
+            Some(OnTheWay::Chunk(operation, chunk, _)) if fetched.is_some() => {
+                let kept = match fetched {
+                    Some(true) => Some((operation, chunk)),
+                    _ => {
+                        self.read_directly(operation, chunk);
+                        None
+                    }
+                };
+                let id = self.number_request();
+                let verb = Verb::Release;
+                let header = Request { verb, practice: false, spans: 0, id, bytes: answer.bytes };
+                self.on_the_way.push_back(OnTheWay::Release(kept, id));
+                socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
+            }
+            Some(OnTheWay::Release(kept, _)) => {
+                if let Some((operation, chunk)) = kept {
+                    self.lane().forget(operation.custody().id());
+                    chunk.in_place();
+                }
+            }
             Some(OnTheWay::Chunk(operation, chunk, _)) => {
+                if answer.verdict == Verdict::Busy {
+                    self.read_directly(operation, chunk);
+                    return Ok(());
+                }
                 self.lane().forget(operation.custody().id());
                 match answer.verdict {
                     Verdict::Done => chunk.in_place(),
@@ -240,12 +283,7 @@ impl<'a> LaneThread<'a> {
                         let error = outside(&chunk, answer.bytes);
                         chunk.fail(error);
                     }
-                    Verdict::Busy => {
-                        if operation.unpack(chunk, frame::MAX_SPANS) {
-                            self.state.queue.lock().operations.push_front(operation);
-                            self.state.work.notify_one();
-                        }
-                    }
+                    Verdict::Busy => {}
                 }
             }
             Some(OnTheWay::Question(question, _)) => {
@@ -256,6 +294,51 @@ impl<'a> LaneThread<'a> {
             None => {}
         }
         Ok(())
+    }
+
+    /// A chunk that cannot be packed goes back to the queue, as copies.
+    fn read_directly(&self, operation: Arc<Chunked>, chunk: Chunk) {
+        self.lane().forget(operation.custody().id());
+        if operation.unpack(chunk, frame::MAX_SPANS) {
+            self.state.queue.lock().operations.push_front(operation);
+            self.state.work.notify_one();
+        }
+    }
+
+    /// Fetches what the peer has gathered at an address, and puts it where it belongs. Whether there
+    /// was memory to fetch it into.
+    fn fetch(
+        &self,
+        fetch: &dyn Fetch,
+        custody: &Custody,
+        loops: &Loops,
+        address: u64,
+    ) -> Result<bool, Error> {
+        let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
+        let Some(fetched) = fetch.begin(address, bytes, custody.deadline())? else {
+            return Ok(false);
+        };
+        loop {
+            match fetched.operation.wait(Instant::now() + GLANCE) {
+                Status::Done(_) => break,
+                Status::Failed(error) => return Err(error),
+                Status::InProgress if !custody.is_stopped() && !self.state.queue.lock().closing => {
+                }
+                Status::InProgress | Status::Quarantined(_) => {
+                    fetch.forsake(fetched);
+                    return Err(Error::Disconnected);
+                }
+            }
+        }
+        if !custody.is_stopped() {
+            let scatter = loops.scatter(fetched.slot.address());
+            let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
+            // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves
+            // say (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`), which
+            // may be written at any time and which the operation holds until its chunks are settled.
+            unsafe { walk::carry_out(&scatter) };
+        }
+        Ok(true)
     }
 
     /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
@@ -273,6 +356,15 @@ impl<'a> LaneThread<'a> {
         while let Some(request) = self.on_the_way.pop_front() {
             match request {
                 OnTheWay::Chunk(operation, chunk, _) => {
+                    self.lane().forget(operation.custody().id());
+                    if operation.try_again(chunk, error) {
+                        self.state.queue.lock().operations.push_front(operation);
+                        self.state.work.notify_one();
+                    }
+                }
+                OnTheWay::Release(None, _) => {}
+                // Whether the peer kept the slot will never be known.
+                OnTheWay::Release(Some((operation, chunk)), _) => {
                     self.lane().forget(operation.custody().id());
                     if operation.try_again(chunk, error) {
                         self.state.queue.lock().operations.push_front(operation);

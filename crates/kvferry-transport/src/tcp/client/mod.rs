@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use self::lane::LaneThread;
 pub(crate) use self::measure::Measured;
-pub(crate) use self::state::PeerRegions;
+pub(crate) use self::state::{Fetch, Fetched, PeerRegions};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
@@ -42,11 +42,13 @@ pub(crate) struct Address {
 }
 
 impl Client {
-    /// Opens the first connection, and starts the lanes.
+    /// Opens the first connection, and starts the lanes. With `fetch`, what the peer gathers does not
+    /// come on the connection, but is fetched.
     pub(crate) fn open(
         address: Address,
         lanes: usize,
         rate: RateWatch,
+        fetch: Option<Arc<dyn Fetch>>,
         deadline: Instant,
     ) -> Result<Arc<Self>, Error> {
         let state = Arc::new(State {
@@ -56,6 +58,7 @@ impl Client {
             work: parking_lot::Condvar::new(),
             lanes: (0..lanes.max(1)).map(|_| Lane::default()).collect(),
             measured: OnceLock::new(),
+            fetch,
         });
         let open = || {
             let patience = deadline.saturating_duration_since(Instant::now());

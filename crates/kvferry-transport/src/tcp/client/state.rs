@@ -12,9 +12,11 @@ use parking_lot::{Condvar, Mutex};
 
 use super::measure::Measured;
 use crate::contract::Error;
+use crate::shared::Transfer;
 use crate::shared::chunks::Chunked;
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
+use crate::shared::staging::Slot;
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Secret};
 use crate::tcp::socket;
@@ -55,6 +57,24 @@ pub(super) struct State {
     pub(super) lanes: Vec<Lane>,
     /// What reads took when the first connection was opened.
     pub(super) measured: OnceLock<Measured>,
+    /// How what was gathered is fetched, where it does not come on the connection.
+    pub(super) fetch: Option<Arc<dyn Fetch>>,
+}
+
+/// Another transport, which moves what the peer has gathered.
+pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
+    /// Starts to read so many bytes at an address of the peer into memory of our own. `None` where
+    /// there is none left.
+    fn begin(&self, address: u64, bytes: u64, deadline: Instant) -> Result<Option<Fetched>, Error>;
+    /// Keeps what is not wanted any more until nothing can land in it.
+    fn forsake(&self, fetched: Fetched);
+}
+
+/// What is being fetched, and the slot that it goes to.
+#[derive(Debug)]
+pub(crate) struct Fetched {
+    pub(crate) operation: Transfer,
+    pub(crate) slot: Slot,
 }
 
 #[derive(Debug, Default)]

@@ -38,8 +38,10 @@ pub(super) fn released_requests_of_nixl_land_late() {
     // SAFETY: the memory outlives the agent, and is only touched through its address.
     unsafe { agent.register(span) }.unwrap();
     // The metadata is the last block of the description, behind 8 + 16 bytes of names, 4 of a count
-    // and 20 for the one region.
-    let name = agent.load(&process.description[8 + 16 + 4 + 20 + 4..]).unwrap();
+    // and 20 for each region. What kvferry puts behind it does not disturb NIXL.
+    let count = process.description[24..28].try_into().unwrap();
+    let regions = 20 * u32::from_le_bytes(count) as usize;
+    let name = agent.load(&process.description[8 + 16 + 4 + regions + 4..]).unwrap();
     let theirs = (process.base, bytes as u64, Place::Host);
     // SAFETY: both spans are registered, here and by the peer, until the end.
     let request =

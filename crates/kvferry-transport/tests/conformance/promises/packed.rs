@@ -55,6 +55,23 @@ pub(super) fn packed_reads_are_exact<B: BackEnd>() {
     }
     let empty = pair.transport.read_packed(&pair.peer, &Loops::default(), soon()).unwrap();
     done(&empty);
+    assert_eq!(pair.transport.rates(&pair.peer).packed.is_some(), B::PACKS);
+    // Far more parts than are packed to measure by.
+    let (packed, kept) = staging(&mut pair);
+    assert_eq!(packed > 60, B::PACKS, "{packed} parts were packed");
+    assert_eq!(kept, 0, "memory to pack into is kept");
+}
+
+/// Parts that the peer has packed, and bytes that it packs into at this moment.
+fn staging<B: BackEnd>(pair: &mut Pair<B>) -> (u64, u64) {
+    let mut said = (0, 0);
+    wait_until("the peer has packed all", || {
+        let answer = pair.process.ask("staging");
+        let (packed, kept) = answer.split_once(' ').unwrap();
+        said = (packed.parse().unwrap(), kept.parse().unwrap());
+        said.1 == 0
+    });
+    said
 }
 
 /// Real plans of random pairs: in every way, the bytes that the judged copies say.
@@ -193,7 +210,7 @@ pub(super) fn packed_outside_is_refused<B: BackEnd>() {
 /// destination, lets the peer go on, and sees that the mark stays.
 pub(super) fn packed_reads_never_land_late<B: BackEnd>() {
     let bytes = 64 * MIB;
-    let pair = Pair::<B>::new(bytes);
+    let mut pair = Pair::<B>::new(bytes);
     let loops = loops(&pair, 510, 16, 4000);
     let mut caught = 0;
     for round in 0..rounds(6) {
@@ -241,6 +258,8 @@ pub(super) fn packed_reads_never_land_late<B: BackEnd>() {
     done(&pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap());
     carry_out(&pair, &loops, &theirs, &mut ours);
     assert!(pair.ours.snapshot() == ours);
+    assert_eq!(staging(&mut pair).1, 0, "memory to pack into is kept");
+    wait_until("our own memory to fetch into is back", || pair.transport.staging().in_use == 0);
 }
 
 pub(super) fn a_peer_killed_while_it_packs_is_an_error<B: BackEnd>() {
