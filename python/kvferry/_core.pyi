@@ -342,13 +342,16 @@ class Worker:
         insecure: bool = False,
         handshake: float = 10.0,
         concurrent: int = 64,
+        audit: float = 0.01,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
-        `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.
-        Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
+        `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`,
+        and for tasks that the engine's own scheduler hands to this rank. `audit` is the fraction of requests
+        that are compared with what the source holds before they are used: 0 is none, 1 is all; unless it is
+        0, the first ones of every pair of engines are. Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:

@@ -57,6 +57,7 @@ class WorkerSide:
             transport=transport,
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
+            audit=self.options.audited(),
             **self.options.address(0),
             **self.options.trust(),
         )
