@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use kvferry_digest::{Digest, Kernel, Nest, Program};
+use kvferry_digest::{Digest, Nest, Program};
+use kvferry_layout::Kernel;
 
 /// What is added up before it is folded; as sum.h says.
 const MOST_ENTRIES: u64 = 2048;
@@ -124,7 +125,10 @@ impl<'p> Writer<'p> {
         let first_level = (self.levels.len() / LEVEL) as u32;
         for level in &nest.levels {
             self.levels.extend(level.stride.to_le_bytes());
-            put(&mut self.levels, &[u32::try_from(level.count).ok()?, u32::try_from(level.keys).ok()?]);
+            put(
+                &mut self.levels,
+                &[u32::try_from(level.count).ok()?, u32::try_from(level.keys).ok()?],
+            );
         }
         let weights = *self.weights.entry(nest.run.weights).or_insert_with(|| {
             let first = (self.pairs.len() / 16) as u32;

@@ -93,7 +93,11 @@ impl Looker {
     /// # Safety
     ///
     /// Every extent of the program must be memory of this card that stays allocated meanwhile.
-    pub unsafe fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+    pub unsafe fn digest(
+        &self,
+        program: &Program,
+        deadline: Instant,
+    ) -> Result<Vec<Digest>, Error> {
         let warps = u64::from(self.sms * CTAS * THREADS / 32);
         let encoded = Encoded::new(program, 2 * warps)
             .ok_or_else(|| Error::Unsupported("too much for one digest on a GPU".to_owned()))?;
@@ -142,6 +146,43 @@ impl Looker {
     }
 }
 
+impl Looker {
+    /// How long the kernel takes for a program, in milliseconds, the shortest of several launches.
+    ///
+    /// # Safety
+    ///
+    /// As for [`digest`](Self::digest).
+    pub unsafe fn measure(&self, program: &Program, launches: u32) -> Result<f32, Error> {
+        let warps = u64::from(self.sms * CTAS * THREADS / 32);
+        let encoded = Encoded::new(program, 2 * warps)
+            .ok_or_else(|| Error::Unsupported("too much for one digest on a GPU".to_owned()))?;
+        let (bytes, units) = (encoded.bytes.len(), encoded.units as usize);
+        let mut room = self.room.lock();
+        let start = bytes.next_multiple_of(256);
+        let (pinned, on_card) = room.at_least(&self.card, start + 16 * units)?;
+        let (mut program_at, mut sums_at) = (on_card, pinned as u64 + start as u64);
+        let mut arguments: [*mut c_void; 2] =
+            [(&raw mut program_at).cast(), (&raw mut sums_at).cast()];
+        let mut best = f32::INFINITY;
+        let (began, ended) = (self.card.event(true)?, self.card.event(true)?);
+        // SAFETY: as for `digest`; everything has ended before this returns.
+        unsafe {
+            std::ptr::copy_nonoverlapping(encoded.bytes.as_ptr(), pinned, bytes);
+            self.stream.upload(on_card, pinned, bytes)?;
+            for _ in 0..launches {
+                self.stream.record(&began)?;
+                let grid = (self.sms * CTAS, THREADS);
+                let launched = self.stream.launch(&self.kernel, grid, 0, &mut arguments);
+                let launched = launched.and_then(|()| self.stream.record(&ended));
+                self.stream.synchronize()?;
+                launched?;
+                best = best.min(ended.since(&began)?);
+            }
+        }
+        Ok(best)
+    }
+}
+
 impl Room {
     /// So much pinned memory, and as much on the card.
     fn at_least(&mut self, card: &Card, bytes: usize) -> Result<(*mut u8, u64), Error> {
@@ -168,6 +209,3 @@ impl Room {
         Ok((pinned, on_card))
     }
 }
-
-// SAFETY: the pinned memory is only touched while the room is locked.
-unsafe impl Send for Room {}
