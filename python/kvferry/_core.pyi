@@ -400,15 +400,18 @@ class Worker:
         handshake: float = 10.0,
         concurrent: int = 64,
         lowering: str = "auto",
+        audit: float = 0.01,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
-        `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`.
-        `lowering` says how peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or
-        `over-read`.
-        Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
+        `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`, for what
+        packs for peers, and for tasks that the engine's own scheduler hands to this rank. `lowering` says how
+        peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or `over-read`. `audit` is
+        the fraction of requests that are compared with what the source holds before they are used: 0 is none,
+        1 is all; unless it is 0, the first ones of every pair of engines are. Trust (`key`, `key_file`, `tls`,
+        `insecure`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:

@@ -41,7 +41,15 @@ def test_a_request_is_handed_over(engines, transport, key):
         assert (ending.bytes, ending.copies) == (6 * 2 * WIDTH, 6)
         assert not ending.quarantined
         assert ending.rest.tolist() == [[pool.ctypes.data + (3 * 8 + 6) * 16, 2 * 16]]
-        assert set(ending.seconds) == {"queue", "handshake", "plan", "post", "wire", "confirm"}
+        assert set(ending.seconds) == {
+            "queue",
+            "handshake",
+            "plan",
+            "post",
+            "wire",
+            "audit",
+            "confirm",
+        }
     assert prefill.scheduler.released(LONG) == [("request-1", "confirmed")]
     assert prefill.scheduler.status()["leases"] == []
     assert "kvferry_" in prefill.scheduler.metrics() and "kvferry_" in decode.workers[0].metrics()
@@ -461,7 +469,15 @@ def test_what_is_counted_is_described_once(engines):
     facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
     (ending,) = load(decode, "r", grant(prefill, "r", **facts), **facts)
     assert set(told["timings"]) == set(ending.seconds)
-    assert list(told["timings"]) == ["queue", "handshake", "plan", "post", "wire", "confirm"]
+    assert list(told["timings"]) == [
+        "queue",
+        "handshake",
+        "plan",
+        "post",
+        "wire",
+        "audit",
+        "confirm",
+    ]
     assert ending.outcome in told["outcomes"]
     facts = dict(tokens=4, source_blocks=[[99]], destination_blocks=[[1]])
     (ending,) = load(decode, "s", grant(prefill, "s", **facts), **facts)

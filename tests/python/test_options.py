@@ -21,6 +21,13 @@ def test_options_have_defaults_and_are_taken():
     assert made.trust() == {"key_file": None, "insecure": True}
 
 
+def test_an_audit_is_a_word_or_a_fraction():
+    given = {"off": 0.0, "all": 1.0, 0.25: 0.25, 0: 0, 1: 1}
+    for audit, fraction in given.items():
+        assert Options.read({"audit": audit}).audited() == fraction
+    assert Options.read({}).audited() == 0.01
+
+
 def test_tls_is_passed_on_when_it_is_asked_for(tls):
     assert Options.read(tls).trust() == {"tls": tuple(tls.values())}
     assert "tls" not in Options.read(dict.fromkeys(tls)).trust()
@@ -76,7 +83,7 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
     "given, message",
     [
         ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
-        ({"colour": 1}, "The options are advertise, concurrent, deadline"),
+        ({"colour": 1}, "The options are advertise, audit, concurrent, deadline"),
         ({"lease": "long"}, "'lease' .* is 'long', but must be a number"),
         ({"port": "5600"}, "'port' .* must be a whole number"),
         ({"port": True}, "'port' .* must be a whole number"),
@@ -87,6 +94,9 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         ({"lease": 0}, "'lease' .* must be 0.02 or more"),
         ({"deadline": float("nan")}, "'deadline' .* must be 0.001 or more"),
         ({"concurrent": 0}, "'concurrent' .* must be 1 or more"),
+        ({"audit": 1.5}, "'audit' .* is 1.5, but must be from 0 to 1, or 'off', or 'all'"),
+        ({"audit": "some"}, "'audit' .* is 'some', but must be a number, or 'off', or 'all'"),
+        ({"audit": True}, "'audit' .* must be a number, or 'off', or 'all'"),
         ({"logging": "loud"}, "'loud', but must be one of off, error"),
     ],
 )

@@ -34,6 +34,9 @@ pub(crate) struct Demo {
     /// Kill and stop ranks at random, abort requests, let leases expire.
     #[arg(long)]
     chaos: bool,
+    /// How many loads are compared with what prefill holds: off, a fraction, or all.
+    #[arg(long, default_value = "0.01", value_parser = audit)]
+    audit: f64,
     /// Use at least this many of the model's layers.
     #[arg(long, default_value_t = 8)]
     layers: u32,
@@ -56,6 +59,19 @@ enum By {
     Nixl,
 }
 
+/// A fraction, or a word for one.
+fn audit(text: &str) -> Result<f64, String> {
+    let fraction = match text {
+        "off" => 0.0,
+        "all" => 1.0,
+        other => other.parse().unwrap_or(f64::NAN),
+    };
+    match (0.0..=1.0).contains(&fraction) {
+        true => Ok(fraction),
+        false => Err("it must be off, a fraction from 0 to 1, or all".to_owned()),
+    }
+}
+
 impl Demo {
     pub(crate) fn run(self) -> ExitCode {
         let options = Options {
@@ -69,6 +85,7 @@ impl Demo {
                 By::Nixl => TransportKind::Nixl,
             },
             chaos: self.chaos,
+            audit: self.audit,
             layers: self.layers,
             seed: self.seed,
             progress: !self.json && std::io::stderr().is_terminal(),

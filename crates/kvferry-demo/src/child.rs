@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{
-    Card, Carrier, Key, Load, Notice, Outcome, Scheduler, SchedulerOptions, Trust, Worker,
+    Audit, Card, Carrier, Key, Load, Notice, Outcome, Scheduler, SchedulerOptions, Trust, Worker,
     WorkerOptions, carry,
 };
 use kvferry_layout::Manifest;
@@ -100,6 +100,7 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
     let mut options = WorkerOptions::new(ranks);
     options.trust = trust(setup)?;
     options.handshake = Duration::from_secs(5);
+    options.audit = Audit::fraction(setup.audit).map_err(|error| error.to_string())?;
     let manifest: Manifest = pool.manifest().clone();
     let worker = Worker::start(options, manifest, carrier).map_err(|error| error.to_string())?;
     let worker = Arc::new(worker);

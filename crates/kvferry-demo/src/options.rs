@@ -19,6 +19,8 @@ pub struct Options {
     pub transport: TransportKind,
     /// Kill and stop ranks at random, abort requests, let leases expire.
     pub chaos: bool,
+    /// The fraction of loads that are audited; 0 is none, 1 is all.
+    pub audit: f64,
     /// At least so many of the model's layers.
     pub layers: u32,
     /// The same seed draws the same requests.

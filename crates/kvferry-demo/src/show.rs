@@ -193,6 +193,7 @@ impl Show<'_> {
             transport: self.demo.transport,
             key: self.key.clone(),
             term_ms: self.term.as_millis() as u64,
+            audit: self.demo.audit,
         };
         let scheduler = self.crew.start(&setup(None))?;
         let mut ranks = vec![];

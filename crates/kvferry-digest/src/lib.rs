@@ -74,6 +74,13 @@ impl Add for Digest {
     }
 }
 
+impl Digest {
+    /// So many times as much, for sums that lack a factor.
+    pub fn times(self, factor: [u64; 2]) -> Self {
+        Self(field::multiply(field::reduced(self.0), field::reduced(factor)))
+    }
+}
+
 impl AddAssign for Digest {
     fn add_assign(&mut self, other: Self) {
         *self = *self + other;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Card, Error, Following, Grant, Key, Load, Notice, Outcome, Progress,
+    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Notice, Outcome, Progress,
     SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
@@ -339,7 +339,7 @@ impl Scheduler {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, lowering="auto"))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, lowering="auto", audit=0.01))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -355,10 +355,17 @@ impl Worker {
         handshake: f64,
         concurrent: usize,
         lowering: &str,
+        audit: f64,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
+        let bound = address("listen on", bind)?;
+        let audit = Audit::fraction(audit).map_err(|e| PyValueError::new_err(e.to_string()))?;
         let options = WorkerOptions {
+            // A port that was named is the transport's.
+            bind: SocketAddr::new(bound.ip(), 0),
+            advertise: advertise.map(str::to_owned),
+            audit,
             trust: trust(key, key_file, tls, insecure).map_err(failed)?,
             handshake: seconds("handshake", handshake)?,
             concurrent,
@@ -367,8 +374,7 @@ impl Worker {
         };
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
         let advertise = advertise.map(|address| address.ip());
-        let tcp =
-            TcpOptions { bind: address("listen on", bind)?, advertise, ..TcpOptions::default() };
+        let tcp = TcpOptions { bind: bound, advertise, ..TcpOptions::default() };
         let site_packages = site_packages(py)?;
         let manifest = Arc::clone(&manifest.get().0);
         let memory = Arc::new(memory);

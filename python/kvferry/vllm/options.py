@@ -14,7 +14,8 @@ TLS = ("tls_certificate", "tls_key", "tls_authorities")
 
 
 def _option(default: Any, **valid: Any) -> Any:
-    """`least` and `most` for numbers, `one_of` for words, `file` for what must be readable."""
+    """`least` and `most` for numbers, `words` that will do instead of one, `one_of` for words, `file` for
+    what must be readable."""
     return field(default=default, metadata=valid)
 
 
@@ -51,6 +52,9 @@ class Options:
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.
     lowering: str = _option("auto", one_of=("auto", "direct", "packed", "over-read"))
+    #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
+    #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
+    audit: float | str = _option(0.01, least=0, most=1, words=("off", "all"))
     #: What to log: `debug` also says where each request's time went.
     logging: str = _option("info", one_of=("off", "error", "warning", "info", "debug"))
 
@@ -96,6 +100,10 @@ class Options:
                     f"out either '{name}' or {', '.join(TLS)}",
                 )
 
+    def audited(self) -> float:
+        """The fraction of requests that are audited."""
+        return {"off": 0.0, "all": 1.0}[self.audit] if isinstance(self.audit, str) else self.audit
+
     def trust(self) -> dict[str, Any]:
         """The arguments of either half of an agent that say whom it trusts."""
         if self.tls_certificate is not None:
@@ -129,21 +137,27 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     if value is None and default is None:
         return None
     wanted = str if default is None else type(default)
+    if value in valid.get("words", ()):
+        return None
     # In JSON 5 is as good as 5.0; and True is not a number, although Python takes it for one.
     fits = isinstance(value, (int, float) if wanted is float else wanted)
     if not fits or (isinstance(value, bool) and wanted is not bool):
-        return _KINDS[wanted] + (", or left out" if default is None else "")
+        return _KINDS[wanted] + _or(valid) + (", or left out" if default is None else "")
     if "one_of" in valid and value not in valid["one_of"]:
         return f"one of {', '.join(valid['one_of'])}"
     least, most = valid.get("least", -math.inf), valid.get("most", math.inf)
     if "least" in valid and not (least <= value <= most and value < math.inf):
-        return f"{least} or more" if most == math.inf else f"from {least} to {most}"
+        return (f"{least} or more" if most == math.inf else f"from {least} to {most}") + _or(valid)
     if valid.get("file"):
         try:
             open(value, "rb").close()
         except (OSError, ValueError) as error:
             return f"a file that can be read on this machine ({getattr(error, 'strerror', error)})"
     return None
+
+
+def _or(valid: Mapping[str, Any]) -> str:
+    return "".join(f", or '{word}'" for word in valid.get("words", ()))
 
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -60,6 +60,7 @@ class WorkerSide:
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
             lowering=self.options.lowering,
+            audit=self.options.audited(),
             **self.options.address(0),
             **self.options.trust(),
         )

@@ -14,3 +14,6 @@
 
 pub(crate) mod relay;
 pub(crate) mod service;
+
+#[cfg(test)]
+mod tests;

@@ -392,3 +392,81 @@ impl Asking<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_testkit::drive::{Drawn, compile};
+    use kvferry_testkit::random::Dice;
+    use kvferry_testkit::request::{Shape, draw};
+
+    use super::*;
+    use crate::rules::grant::Grant;
+    use crate::wire::message::Incarnation;
+
+    fn load(tokens: u64, cached: Vec<u64>) -> Load {
+        Load {
+            request: "r".to_owned(),
+            ticket: Ticket {
+                engine: "p".to_owned(),
+                address: String::new(),
+                incarnation: Incarnation(1),
+                request: "r".to_owned(),
+                nonce: 1,
+                term_ms: 1000,
+            },
+            grant: Grant::default(),
+            tokens,
+            cached,
+            destination: vec![],
+            patience: Duration::from_secs(1),
+            rest: false,
+        }
+    }
+
+    /// What is compared is what the judge says that must arrive, and the parts make up all of it.
+    #[test]
+    fn everything_that_is_needed_is_compared_once() {
+        let (mut pieces, mut windowed) = (0, 0);
+        for seed in 0..300 {
+            let drawn = Drawn::new(seed);
+            let dice = &mut Dice::new(!seed);
+            let request = draw(&drawn.source, &drawn.destination, 60, Shape::Scattered, dice);
+            for (number, rank) in drawn.destination.ranks.iter().enumerate() {
+                let Ok(plan) = compile(&drawn.source, &drawn.sources, &drawn.destination, number)
+                else {
+                    continue;
+                };
+                windowed += plan.windowed().len();
+                let load = load(request.tokens, request.cached.clone());
+                let comparison = Comparison::new(&plan, &rank.manifest, &load);
+                let mut needed = vec![];
+                for (group, facts) in drawn.destination.recipe.groups.iter().enumerate() {
+                    for (piece, holding) in rank.holdings[group].iter().enumerate() {
+                        let copied = facts.copied(holding, &drawn.source);
+                        let cached = request.cached[group];
+                        let entries = copied.needed(holding.law, cached, request.tokens);
+                        if !entries.is_empty() {
+                            needed.push(((group, piece), Span::from(entries)));
+                        }
+                    }
+                }
+                assert_eq!(comparison.pieces, needed, "seed {seed}, rank {number}");
+                pieces += needed.len();
+                // Elements of one cycle of turns, piece by piece.
+                for (index, ((group, piece), _)) in comparison.pieces.iter().enumerate() {
+                    let whole = &rank.manifest.groups()[*group].pieces[*piece];
+                    let per = |volume: u64, phase: kvferry_layout::Phase| {
+                        volume as f64 * phase.held.len() as f64 / phase.modulus as f64
+                    };
+                    let parts =
+                        comparison.parts.iter().flat_map(|(of, parts)| of.iter().zip(parts));
+                    let parts = parts.filter(|(of, _)| **of == index);
+                    let sum: f64 =
+                        parts.map(|(_, part)| per(part.bounds.volume(), part.phase)).sum();
+                    assert!((sum - per(whole.bounds.volume(), whole.phase)).abs() < 1e-6);
+                }
+            }
+        }
+        assert!(pieces > 500 && windowed > 0, "{pieces} {windowed}");
+    }
+}

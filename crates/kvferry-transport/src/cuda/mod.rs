@@ -29,8 +29,10 @@ use parking_lot::Mutex;
 
 use crate::contract::{Error, Instance, RegionId, Side, Statistics, Transport};
 use crate::shared::desk::{Desk, Whole};
+use crate::shared::look;
 use crate::shared::random::random;
 
+pub mod digest;
 pub mod driver;
 mod flight;
 mod line;
@@ -99,6 +101,7 @@ impl fmt::Debug for Cuda {
 impl Cuda {
     /// Opens the card and loads the kernel.
     pub fn new(options: &CudaOptions) -> Result<Self, Error> {
+        digest::remember(&options.site_packages);
         let card = Card::open(options.gpu)?;
         let all_sms = card.multiprocessors()?;
         let line = Line::new(&card, options)?;
@@ -274,6 +277,14 @@ impl Transport for Cuda {
         deadline: Instant,
     ) -> Result<CudaTransfer, Error> {
         self.post(peer, loops, loops.runs(), Instant::now(), deadline)
+    }
+
+    fn digest(
+        &self,
+        program: &kvferry_digest::Program,
+        deadline: Instant,
+    ) -> Result<Vec<kvferry_digest::Digest>, Error> {
+        look::digest(&self.desk.regions, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {

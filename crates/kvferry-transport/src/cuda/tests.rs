@@ -253,7 +253,7 @@ fn without_a_driver_the_error_says_so() {
 }
 
 /// NVRTC as the environment of tools/vllm-env.sh has it, or as any user would find it.
-fn nvrtc_for_tests() -> Result<nvrtc::Nvrtc, Error> {
+pub(super) fn nvrtc_for_tests() -> Result<nvrtc::Nvrtc, Error> {
     let entries = |directory: PathBuf| std::fs::read_dir(directory).into_iter().flatten().flatten();
     let cache = crate::nixl::cache_directory();
     let environments =

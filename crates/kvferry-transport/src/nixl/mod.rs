@@ -75,6 +75,7 @@ pub struct Nixl {
 impl Nixl {
     /// Loads NIXL and makes an agent.
     pub fn new(options: &NixlOptions) -> Result<Self, Error> {
+        crate::cuda::digest::remember(&options.site_packages);
         let library = find::find_in(options.library.as_deref(), &options.site_packages)?;
         let nixl =
             capi::Nixl::load(&library).map_err(|error| find::does_not_load(&library, &error))?;

@@ -1,4 +1,4 @@
-//! Looking at one's own registered memory.
+//! Looking at one's own registered memory, on the host or on a card.
 
 use std::time::Instant;
 
@@ -7,18 +7,29 @@ use kvferry_layout::Place;
 
 use super::region::Regions;
 use crate::contract::Error;
+use crate::cuda::digest::Looker;
 
-/// The digests of a program's parts, in registered host memory.
+/// The digests of a program's parts, in registered memory.
 pub(crate) fn digest(
     regions: &Regions,
     program: &Program,
     deadline: Instant,
 ) -> Result<Vec<Digest>, Error> {
-    if program.nests().iter().any(|nest| nest.place != Place::Host) {
-        return Err(Error::Unsupported("this back end cannot look at a GPU's memory".to_owned()));
+    let Some(place) = program.nests().first().map(|nest| nest.place) else {
+        return Ok(program.digests(&vec![[0, 0]; program.parts()]));
+    };
+    if program.nests().iter().any(|nest| nest.place != place) {
+        let several = "a rank whose memory is in several places cannot be looked at";
+        return Err(Error::Unsupported(several.to_owned()));
     }
     let extents: Vec<(u64, u64)> = program.extents().collect();
     let _holds = regions.hold(&extents)?;
+    if let Place::Gpu(card) = place {
+        let unable = |error| Error::Unsupported(format!("looking at GPU {card}: {error}"));
+        let looker = Looker::of(card).map_err(unable)?;
+        // SAFETY: as below, of a card's memory.
+        return unsafe { looker.digest(program, deadline) };
+    }
     // SAFETY: every extent lies in a registered region of host memory, which is held: whoever
     // registered it promised that it stays mapped, and nobody can take it back meanwhile.
     let digests = unsafe { host::digest(program, &|| Instant::now() >= deadline) };
