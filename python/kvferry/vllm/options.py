@@ -22,7 +22,7 @@ def _option(default: Any, **valid: Any) -> Any:
 class Options:
     #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink, GPU memory), `cuda` (GPU memory
     #: inside a node, by a kernel) or `gpu` (`cuda` or `nixl`, whichever works best with each peer). The
-    #: same on both sides. Left out: `nixl` for caches on a GPU, `tcp` for others.
+    #: same on both sides. Left out: `gpu` for caches on a GPU, `tcp` for others.
     transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
     #: The address to listen on.
     host: str = _option("127.0.0.1")
@@ -93,6 +93,10 @@ class Options:
                     f"left out when TLS is used (tls_certificate is {self.tls_certificate!r}): leave "
                     f"out either '{name}' or {', '.join(TLS)}",
                 )
+
+    def transport_for(self, device: str) -> str:
+        """The transport for caches on this kind of device."""
+        return self.transport or ("tcp" if device == "cpu" else "gpu")
 
     def trust(self) -> dict[str, Any]:
         """The arguments of either half of an agent that say whom it trusts."""
