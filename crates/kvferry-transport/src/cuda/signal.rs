@@ -12,11 +12,14 @@ const PAGE: usize = 4096;
 /// One word to a line of the cache: a kernel writes it while the host looks at others.
 const APART: usize = 64;
 
-/// Words that wait for a launch, as page and offset.
+/// A word: the page that it lies in, and where.
+type Word = (Arc<Pinned>, usize);
+
+/// Words that wait for a launch.
 #[derive(Clone)]
 pub(super) struct Signals {
     card: Card,
-    free: Arc<Mutex<Vec<(Arc<Pinned>, usize)>>>,
+    free: Arc<Mutex<Vec<Word>>>,
 }
 
 impl Signals {
