@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Two vLLM engines on one GPU with FerryConnector between them, over nixl: one prefills, the other decodes,
-# and every token must be what one engine alone would say. Run it on a machine with a GPU:
+# Two vLLM engines on one GPU with FerryConnector between them: one prefills, the other decodes, and every
+# token must be what one engine alone would say; also with kernels that write late. Run it on a machine with
+# a GPU:
 #
 #   pip install 'vllm==0.32.*' nixl .
-#   tools/check-gpu-vllm.sh              tiny random models: attention, windows, Mamba, delta nets
+#   tools/check-gpu-vllm.sh              tiny random models: attention (Triton, FlashAttention), CUDA graphs,
+#                                        asynchronous scheduling, drafts, windows, Mamba in both orders of its
+#                                        convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention), Kimi-Linear
 #   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
+#   tools/check-gpu-vllm.sh --transport nixl   not what the connector chooses by itself, which here is cuda
 #
 # PYTHON        the python of the environment with vLLM in it; without it, `python3`
 # KVFERRY_NIXL  the NIXL library, where it is not in that environment

@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
 # All that can be checked only on a machine with a GPU, in one go:
 #
-#   cuda       real plans of real models through the cuda back end, between two processes on one card: every
-#              byte is checked, and the time stands beside that of the card's own copy (`kvferry bench gpu`)
-#   transfer   GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
-#   vllm       two vLLM engines on the card, every token checked (tools/check-gpu-vllm.sh)
+#   conformance  what every transport promises, for cuda and, where KVFERRY_NIXL names NIXL, for nixl, with the
+#                memory of a card
+#   bench        real plans of real models through the cuda back end, between two processes on one card: every
+#                byte is checked, and the time stands beside that of the card's own copy; hand-offs; what a
+#                decode engine's steps lose while loads come in (`kvferry bench gpu`)
+#   transfer     GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
+#   vllm         two vLLM engines on the card, every token checked (tools/check-gpu-vllm.sh)
 #
-#   tools/check-gpu.sh                all three
-#   tools/check-gpu.sh cuda [...]     one of them; what follows are its own options
+#   tools/check-gpu.sh                all four
+#   tools/check-gpu.sh bench [...]    one of them; what follows are its own options
 #
-# KVFERRY        a kvferry program that was built elsewhere; without it, it is built here
-# KVFERRY_NVRTC  NVRTC's library or its directory, where it is not found by itself
+# KVFERRY              a kvferry program that was built elsewhere; without it, it is built here
+# KVFERRY_CONFORMANCE  likewise, the program of the conformance suite
+# KVFERRY_NVRTC        NVRTC's library or its directory, where it is not found by itself
 # Those of the other two parts are in their scripts.
 #
 # Ends with 0 only if all that was asked for was checked and is right.
@@ -22,7 +26,21 @@ if ! [ -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null; then
   exit 1
 fi
 
-cuda() {
+conformance() {
+  local what=(cuda:: nixl-gpu::) part
+  for part in "${what[@]}"; do
+    if [ "$part" = nixl-gpu:: ] && [ -z "${KVFERRY_NIXL:-}" ]; then
+      echo "NOT CHECKED: nixl with a card's memory: KVFERRY_NIXL does not name NIXL" >&2
+      continue
+    fi
+    if [ -n "${KVFERRY_CONFORMANCE:-}" ]; then
+      timeout 580 "$KVFERRY_CONFORMANCE" "$part" "$@" || return
+    else
+      cargo test -p kvferry-transport --test conformance -- "$part" "$@" || return
+    fi
+  done
+}
+bench() {
   local program=${KVFERRY:-}
   if [ -z "$program" ]; then
     cargo build --release -p kvferry-cli || return
@@ -34,12 +52,12 @@ transfer() { tools/check-gpu-transfer.sh "$@"; }
 vllm() { tools/check-gpu-vllm.sh "$@"; }
 
 case ${1:-all} in
-cuda | transfer | vllm) "$@" ;;
+conformance | bench | transfer | vllm) "$@" ;;
 all)
   date -u +%Y-%m-%d
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || true
   wrong=()
-  for part in cuda transfer vllm; do
+  for part in conformance bench transfer vllm; do
     printf '\n== %s\n' "$part"
     "$part" || wrong+=("$part")
   done
@@ -49,7 +67,7 @@ all)
   fi
   ;;
 *)
-  echo "there is no part '$1': it is cuda, transfer or vllm" >&2
+  echo "there is no part '$1': it is conformance, bench, transfer or vllm" >&2
   exit 2
   ;;
 esac

@@ -2,7 +2,8 @@
 
 Tiny random models, in float32 and without the roundings of TF32 where there are kernels for it, so that
 equal means equal. Before every handover all of D's cache is overwritten with NaN: the right tokens can then
-only come from what was moved, and from zeroes where D's blocks have room for more.
+only come from what was moved, and from zeroes where D's blocks have room for more. Once more with kernels that
+write late: P's whole step waits on the GPU, and D's NaN come long after it was told to load.
 """
 
 import argparse
@@ -18,7 +19,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 import torch  # noqa: E402
 from environment import REMOTE_DECODE  # noqa: E402
 from exact import prompts  # noqa: E402
-from patches import split_prompts  # noqa: E402
+from patches import environment, split_prompts  # noqa: E402
 from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402
 
@@ -26,15 +27,73 @@ from kvferry.vllm.worker import WorkerSide  # noqa: E402
 
 #: A window so short that each of its tokens counts.
 WINDOW = {"hf_overrides": {"sliding_window": 8}}
-#: Gated delta nets have no kernels for float32.
-HALF = {"dtype": "bfloat16", "gdn_prefill_backend": "triton", "prepare": [split_prompts]}
-#: Options of P and of D.
+#: Where there are no kernels for float32.
+HALF = {"dtype": "bfloat16", "prepare": [split_prompts]}
+DELTA = {**HALF, "gdn_prefill_backend": "triton"}
+CHANNELS_FIRST = {"prepare": [environment(VLLM_SSM_CONV_STATE_LAYOUT="DS")]}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
+}
+GUESSES = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+
+
+def attention(backend, **options):
+    return {**options, "attention_config": {"backend": backend}}
+
+
+#: By name: the model, options of P and of D.
 PAIRS = {
-    "qwen3": ({"block_size": 32}, {"block_size": 96}),
-    "gemma3": ({"block_size": 64, **WINDOW}, {"block_size": 32, **WINDOW}),
-    "nemotron_h": ({}, {}),
-    "falcon_h1": ({}, {}),
-    "qwen3_5": (HALF, HALF),
+    "qwen3": ("qwen3", {"block_size": 32}, {"block_size": 96}),
+    "qwen3-flash": (
+        "qwen3",
+        attention("FLASH_ATTN", **HALF, block_size=32),
+        attention("FLASH_ATTN", **HALF, block_size=64),
+    ),
+    "qwen3-graphs": ("qwen3", {"block_size": 32}, {"block_size": 64, **GRAPHS}),
+    "qwen3-async": (
+        "qwen3",
+        {"block_size": 32, "async_scheduling": True},
+        {"block_size": 64, "async_scheduling": True, **GRAPHS},
+    ),
+    "qwen3-drafts": ("qwen3", {"block_size": 32, **GUESSES}, {"block_size": 64, **GUESSES}),
+    "gemma3": ("gemma3", {"block_size": 64, **WINDOW}, {"block_size": 32, **WINDOW}),
+    "nemotron_h": ("nemotron_h", {}, {}),
+    "nemotron_h-sd-ds": ("nemotron_h", {}, CHANNELS_FIRST),
+    "nemotron_h-ds-sd": ("nemotron_h", CHANNELS_FIRST, {}),
+    "falcon_h1": ("falcon_h1", {}, {}),
+    "qwen3_5": ("qwen3_5", DELTA, DELTA),
+    "deepseek-triton": (
+        "deepseek",
+        attention("TRITON_MLA", **HALF, block_size=32),
+        attention("TRITON_MLA", **HALF, block_size=64),
+    ),
+    "deepseek-flashmla": (
+        "deepseek",
+        attention("FLASHMLA", **HALF, block_size=64),
+        attention("FLASHMLA", **HALF, block_size=128),
+    ),
+    "deepseek-flash": (
+        "deepseek",
+        attention("FLASH_ATTN_MLA", **HALF, block_size=32),
+        attention("FLASH_ATTN_MLA", **HALF, block_size=64),
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        attention("FLASH_ATTN_MLA", **HALF),
+        attention("FLASH_ATTN_MLA", **HALF),
+    ),
 }
 LENGTHS = (1, 2, 31, 33, 71, 200, 450)
 COMMON = {
@@ -64,31 +123,36 @@ WIDE = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     names = [*PAIRS, "wide"]
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(names)}")
+    parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(names)}")
+    parser.add_argument("--transport", help="instead of what the connector chooses by itself")
+    parser.add_argument("--models", type=pathlib.Path, help="a folder that keeps the models")
     asked = parser.parse_args()
-    unknown = [model for model in asked.models if model not in names]
+    unknown = [pair for pair in asked.pairs if pair not in names]
     if unknown:
-        parser.error(f"no model '{unknown[0]}': there are {', '.join(names)}")
-    wrong = 0
+        parser.error(f"no pair '{unknown[0]}': there are {', '.join(names)}")
+    wrong = []
+    extra = {"transport": asked.transport} if asked.transport else {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in asked.models or list(PAIRS):
-            kind = "qwen3" if model == "wide" else model
-            path = pathlib.Path(folder) / kind
-            if not path.exists():
-                save_model(kind, path)
+        for pair in asked.pairs or list(PAIRS):
+            kind, p, d = ("qwen3", WIDE, WIDE) if pair == "wide" else PAIRS[pair]
+            path = (asked.models or pathlib.Path(folder)) / kind
             servers = []
             try:
-                p, d = (WIDE, WIDE) if model == "wide" else PAIRS[model]
+                if not path.exists():
+                    save_model(kind, path, latent_head=128)
                 for role, own in (("kv_producer", p), ("kv_consumer", d)):
-                    prepare = [watch, *own.get("prepare", ())]
-                    servers.append(Server(path, role, **COMMON | own | {"prepare": prepare}))
-                (measure if model == "wide" else check)(model, *servers)
-            except AssertionError as error:
-                wrong += 1
-                print(f"{model}: WRONG: {error}", flush=True)
+                    changed = {"prepare": [watch, *own.get("prepare", ())], "extra": extra}
+                    servers.append(Server(path, role, **COMMON | own | changed))
+                (measure if pair == "wide" else check)(pair, *servers)
+            # One that does not even start must not hide the others.
+            except Exception as error:
+                wrong.append(pair)
+                print(f"{pair}: WRONG: {error}", flush=True)
             finally:
                 for server in servers:
                     server.close()
+    if wrong:
+        print(f"WRONG: {', '.join(wrong)}", flush=True)
     return 1 if wrong else 0
 
 
@@ -102,6 +166,12 @@ def check(model, prefill, decode):
     decode.call(poison)
     made = decode.generate_all(asked, params=params)
     assert [tokens for tokens, _ in made] == answers, "other tokens when all are asked at once"
+    # Kernels that write late: those of P's step, and the NaN on D.
+    prefill.call(slow_down, True)
+    for prompt, alone in zip(asked, answers, strict=True):
+        made = hand_over(prefill, decode, prompt, spoil=poison_late)
+        assert made == alone, f"other tokens after {len(prompt)}, with kernels that write late"
+    prefill.call(slow_down, False)
     # The control: only P's state can give P's answer to another prompt with the same last token.
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert prefill.generate(other)[0] != alone, "the control's own answer is no other"
@@ -110,7 +180,7 @@ def check(model, prefill, decode):
     loads = decode.call(seen)
     failed = [load for load in loads if load["outcome"] != "done"]
     assert not failed, f"loads that were not done: {failed}"
-    assert len(loads) > 2 * len(LENGTHS) - 2, f"{len(loads)} loads for {2 * len(LENGTHS) + 1} prompts"
+    assert len(loads) > 3 * len(LENGTHS) - 3, f"{len(loads)} loads for {3 * len(LENGTHS) + 1} prompts"
     print(
         f"{model}: every token right, {len(loads)} loads on {loads[-1]['device']}, the last of "
         f"{len(prompt)} tokens: {words(loads[-1])}",
@@ -134,9 +204,9 @@ def measure(model, prefill, decode):
         )
 
 
-def hand_over(prefill, decode, prompt, other=None):
+def hand_over(prefill, decode, prompt, other=None, spoil=None):
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    decode.call(poison)
+    decode.call(spoil or poison)
     return decode.generate(other or prompt, params=params)[0]
 
 
@@ -153,10 +223,19 @@ def words(load):
 # In an engine's process.
 
 SIDES, LOADS = [], []
+SLOW = False
+#: Cycles of the GPU: a tenth of a second or more.
+LATE = 200_000_000
 
 
 def watch():
-    register, results = WorkerSide.register, WorkerSide.results
+    register, results, obey = WorkerSide.register, WorkerSide.results, WorkerSide.obey
+
+    def obey_slowly(self, orders):
+        if SLOW and torch.cuda.is_available():
+            # Before what the step computes, in its stream.
+            torch.cuda._sleep(LATE)
+        obey(self, orders)
 
     def register_seen(self, kv_caches):
         SIDES.append(self)
@@ -170,6 +249,7 @@ def watch():
         return made
 
     WorkerSide.register, WorkerSide.results = register_seen, results_seen
+    WorkerSide.obey = obey_slowly
 
 
 def poison(engine):
@@ -178,6 +258,22 @@ def poison(engine):
     if torch.accelerator.is_available():
         # What is loaded is not ordered with the stream: it must not be overwritten when it is there.
         torch.accelerator.synchronize()
+
+
+def poison_late(engine):
+    """The same, but it comes late: what is loaded meanwhile has to wait for it."""
+    if not torch.cuda.is_available():
+        return poison(engine)
+    torch.cuda._sleep(LATE)
+    for storage in SIDES[0].storages:
+        storage.fill_(0xFF)
+    # As at the end of a step.
+    SIDES[0]._mark_writes()
+
+
+def slow_down(engine, slow):
+    global SLOW
+    SLOW = slow
 
 
 def seen(engine):

@@ -8,7 +8,7 @@ def test_it_passes_on_a_pair_that_is_right(serve, capsys):
     decode = serve("qwen3", "kv_consumer", block_size=96, prepare=[gpu_handover.watch])
     gpu_handover.check("qwen3", prefill, decode)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("qwen3: every token right, 1") and "MiB in" in line and "GB/s" in line
+    assert line.startswith("qwen3: every token right, 22 loads") and "MiB in" in line and "GB/s" in line
     # Poison is poison: what is not moved is NaN.
     decode.call(gpu_handover.poison)
     assert decode.call(is_poisoned)

@@ -7,8 +7,9 @@ import safetensors.torch
 import torch
 
 
-def save_model(kind, folder):
-    """A tiny model with random numbers that are lively enough for greedy answers to differ."""
+def save_model(kind, folder, latent_head=32):
+    """A tiny model with random numbers that are lively enough for greedy answers to differ. Heads that are
+    made of latents have `latent_head` numbers: GPU kernels know 128 only."""
     import transformers
 
     common = dict(vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
@@ -58,8 +59,8 @@ def save_model(kind, folder):
             # The only sizes that vLLM's CPU kernel knows.
             kv_lora_rank=512,
             qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
+            qk_nope_head_dim=latent_head,
+            v_head_dim=latent_head,
             num_mtp_layers=0,
         ),
         "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
@@ -90,8 +91,8 @@ def save_model(kind, folder):
             # The only sizes that vLLM's CPU kernel knows.
             kv_lora_rank=512,
             qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
+            qk_nope_head_dim=latent_head,
+            v_head_dim=latent_head,
             mla_use_nope=True,
             linear_attn_config={
                 "kda_layers": [1, 3],

@@ -28,6 +28,12 @@ def test_an_audit_is_a_word_or_a_fraction():
     assert Options.read({}).audited() == 0.01
 
 
+def test_caches_on_a_gpu_go_by_cuda_or_nixl_and_others_by_tcp():
+    assert [Options().transport_for(device) for device in ("cpu", "cuda")] == ["tcp", "gpu"]
+    asked = Options.read({"transport": "nixl"})
+    assert [asked.transport_for(device) for device in ("cpu", "cuda")] == ["nixl", "nixl"]
+
+
 def test_tls_is_passed_on_when_it_is_asked_for(tls):
     assert Options.read(tls).trust() == {"tls": tuple(tls.values())}
     assert "tls" not in Options.read(dict.fromkeys(tls)).trust()

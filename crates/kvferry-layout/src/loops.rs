@@ -5,6 +5,7 @@
 //! describe a transfer, a gather (the destination is a buffer), a scatter (the source is one) and a
 //! digest.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use thiserror::Error;
@@ -98,7 +99,7 @@ pub enum LoopsError {
 
 /// Nests, and the tables of blocks that they are walked for. No two runs write the same byte, so the
 /// order does not matter.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loops {
     nests: Vec<Nest>,
     loops: Vec<Loop>,
@@ -123,6 +124,38 @@ struct Table {
     pairs: Range<usize>,
     lowest: BlockPair,
     highest: BlockPair,
+}
+
+/// Tables of at most so many pairs are kept for the next loops: memory that is fresh from the system costs
+/// more than to write to it.
+const KEPT: usize = 1 << 16;
+
+thread_local! {
+    static SPARE: RefCell<Vec<BlockPair>> = const { RefCell::new(vec![]) };
+}
+
+impl Default for Loops {
+    /// None yet, with room for as many pairs as loops of this thread had before.
+    fn default() -> Self {
+        let mut pairs = SPARE.try_with(RefCell::take).unwrap_or_default();
+        pairs.clear();
+        Self { nests: vec![], loops: vec![], tables: vec![], pairs, bytes: 0, runs: 0 }
+    }
+}
+
+impl Drop for Loops {
+    fn drop(&mut self) {
+        if self.pairs.capacity() > KEPT {
+            return;
+        }
+        // A thread that ends has nothing to keep it for.
+        let _ = SPARE.try_with(|spare| {
+            let mut spare = spare.borrow_mut();
+            if spare.capacity() < self.pairs.capacity() {
+                *spare = std::mem::take(&mut self.pairs);
+            }
+        });
+    }
 }
 
 impl Loops {

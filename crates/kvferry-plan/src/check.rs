@@ -56,8 +56,9 @@ fn check_table(
         return Err(RequestError::NotOneSlot { side, group, first, entries });
     }
     let wrong = |id: &u32| *id >= blocks && null_block != Some(*id);
-    // The maximum first: a scan without branches.
-    if table.blocks.iter().max().is_some_and(wrong)
+    // The maximum first: a scan without branches, of many ids at a time.
+    let highest = table.blocks.iter().fold(0, |highest, id| (*id).max(highest));
+    if (highest >= blocks)
         && let Some(index) = table.blocks.iter().position(wrong)
     {
         return Err(RequestError::NoSuchBlock {
@@ -73,22 +74,24 @@ fn check_table(
 
 /// No block of a pool may appear twice in the destination's tables.
 fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<(), RequestError> {
-    let mut used: Vec<u32> = vec![];
+    let mut seen: Vec<u64> = vec![];
     for pool in 0..groups.len() {
         let members = || (0..groups.len()).filter(move |&g| groups[g].pool == pool);
         let members = || members().filter(|&g| !groups[g].holdings.is_empty());
-        used.clear();
-        for group in members() {
-            let null_block = groups[group].null_block;
-            used.extend(tables[group].blocks.iter().filter(|id| null_block != Some(**id)));
-        }
-        if used.is_sorted_by(|a, b| a < b) {
-            continue;
-        }
+        let lists = || members().map(|group| (tables[group].blocks, groups[group].null_block));
         let blocks = members().map(|group| groups[group].blocks).max().unwrap_or(0);
-        if all_differ(&used, blocks) {
-            continue;
+        let entries: usize = lists().map(|(ids, _)| ids.len()).sum();
+        // By a bit for every block, where that is quicker than to sort them.
+        let words = blocks as usize / 64 + 1;
+        if words <= entries.saturating_mul(4) {
+            seen.clear();
+            seen.resize(words, 0);
+            if all_differ(lists(), &mut seen) {
+                continue;
+            }
         }
+        let live = lists().flat_map(|(ids, null)| ids.iter().filter(move |id| null != Some(**id)));
+        let mut used: Vec<u32> = live.copied().collect();
         used.sort_unstable();
         let Some(twice) = used.windows(2).find(|pair| pair[0] == pair[1]) else { continue };
         let mut users = members().flat_map(|group| {
@@ -102,19 +105,24 @@ fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<
     Ok(())
 }
 
-/// Whether ids below `blocks` are known to differ: by a bit for every block, where that is quicker than
-/// to sort them.
-fn all_differ(ids: &[u32], blocks: u32) -> bool {
-    let words = blocks as usize / 64 + 1;
-    if words > ids.len().saturating_mul(4) {
-        return false;
+/// Whether the live ids of some tables differ, by a bit of `seen` for each: all are clear at first. There is
+/// no branch on what was found: as many bits are set in the end as there are ids, or two were the same.
+fn all_differ<'t>(
+    tables: impl Iterator<Item = (&'t [u32], Option<u32>)>,
+    seen: &mut [u64],
+) -> bool {
+    let mut live = 0;
+    for (ids, null_block) in tables {
+        // No id is as high as that.
+        let dead = null_block.unwrap_or(u32::MAX);
+        for &id in ids {
+            let counts = u64::from(id != dead);
+            // Ids beyond the last block have been refused, unless they mark dead entries.
+            if let Some(word) = seen.get_mut(id as usize / 64) {
+                *word |= counts << (id % 64);
+                live += counts;
+            }
+        }
     }
-    let mut seen = vec![0u64; words];
-    ids.iter().all(|id| {
-        let Some(word) = seen.get_mut(*id as usize / 64) else { return false };
-        let bit = 1 << (id % 64);
-        let new = *word & bit == 0;
-        *word |= bit;
-        new
-    })
+    seen.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() == live
 }

@@ -44,7 +44,7 @@ impl Plan {
         let entries = |law, holding: &Holding| {
             Entries::new(law, &holding.window, request.tokens, request.cached[holding.group])
         };
-        let mut segments = Segments::default();
+        let mut segments = Segments::new();
         for (index, rhythm) in self.rhythms.iter().enumerate() {
             let group = rhythm.destination.group;
             let Entries { first, mut end, .. } = entries(rhythm.law, &rhythm.destination);

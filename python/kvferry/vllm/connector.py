@@ -150,5 +150,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.agent.close()
-        if self._worker is not None and self._worker.agent is not None:
-            self._worker.agent.close()
+        if self._worker is not None:
+            self._worker.starter.close()
+            if self._worker.agent is not None:
+                self._worker.agent.close()

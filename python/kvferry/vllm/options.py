@@ -23,7 +23,7 @@ def _option(default: Any, **valid: Any) -> Any:
 class Options:
     #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink, GPU memory), `cuda` (GPU memory
     #: inside a node, by a kernel) or `gpu` (`cuda` or `nixl`, whichever works best with each peer). The
-    #: same on both sides. Left out: `nixl` for caches on a GPU, `tcp` for others.
+    #: same on both sides. Left out: `gpu` for caches on a GPU, `tcp` for others.
     transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
     #: The address to listen on.
     host: str = _option("127.0.0.1")
@@ -103,6 +103,10 @@ class Options:
     def audited(self) -> float:
         """The fraction of requests that are audited."""
         return {"off": 0.0, "all": 1.0}[self.audit] if isinstance(self.audit, str) else self.audit
+
+    def transport_for(self, device: str) -> str:
+        """The transport for caches on this kind of device."""
+        return self.transport or ("tcp" if device == "cpu" else "gpu")
 
     def trust(self) -> dict[str, Any]:
         """The arguments of either half of an agent that say whom it trusts."""

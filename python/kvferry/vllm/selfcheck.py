@@ -93,13 +93,13 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
     gpus = graphics()
     yield Finding("gpu", "-", ", ".join(gpus) if gpus else "none found")
     for transport in TRANSPORTS:
-        # Caches on a GPU can only go through nixl; without a GPU it is a choice.
-        needed = transport == "tcp" or (transport == "nixl" and bool(gpus))
-        yield moved(transport, "cpu", mib, needed, level)
+        # Without a GPU, nixl is a choice.
+        yield moved(transport, "cpu", mib, transport == "tcp", level)
     if gpus:
-        yield moved("nixl", "cuda:0", mib, True, level)
-        # A choice too, and the faster one inside a node.
+        # What caches on a GPU go through by themselves; then its two ways: inside a node, and across.
+        yield moved("gpu", "cuda:0", mib, True, level)
         yield moved("cuda", "cuda:0", mib, False, level)
+        yield moved("nixl", "cuda:0", mib, False, level)
 
 
 def version(package: str) -> str | None:

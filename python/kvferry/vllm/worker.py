@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .refusal import refuse
 from .logs import logger
 from .messages import Orders
 from .options import Options
+from .starter import Starter
 
 #: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a
 #: step. What arrives in that time is used a step earlier.
@@ -36,6 +38,9 @@ class WorkerSide:
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
+        self.starter = Starter(self._load)
+        #: Loads that were not started, and why: to be reported.
+        self.failed: deque[tuple[str, str]] = deque()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         made = manifest(self.config, self.cache, kv_caches)
@@ -49,14 +54,13 @@ class WorkerSide:
             if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
                 self.storages.append(whole)
         parallel = self.config.parallel_config
-        transport = self.options.transport or ("tcp" if tensor.device.type == "cpu" else "nixl")
         self.agent = Worker(
             made,
             ranks=parallel.tensor_parallel_size
             * parallel.pipeline_parallel_size
             * parallel.prefill_context_parallel_size,
             memory=self.storages,
-            transport=transport,
+            transport=self.options.transport_for(tensor.device.type),
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
             lowering=self.options.lowering,
@@ -73,22 +77,27 @@ class WorkerSide:
         alone = self.config.parallel_config.data_parallel_size == 1
         self.wait = GLANCE if orders.idle and alone else 0.0
         assert self.agent is not None or not (orders.loads or orders.aborts)
-        if orders.loads and self.last_writes is not None:
+        if orders.loads:
+            self.loading.update(load["request"] for load in orders.loads)
             # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has
-            # seen the last token of who had them, but a draft model, or `_zero`, may still have
-            # been writing to them after that.
-            self.last_writes.synchronize()
-        for load in orders.loads:
-            try:
-                self.agent.load(**load)  # type: ignore[union-attr]
-                self.loading.add(load["request"])
-            except (Error, ValueError, TypeError, OverflowError) as error:
-                # A ticket or table from outside that makes no sense fails its request alone.
-                logger.warning("kvferry: cannot load %s: %s", load["request"], error)
-                self.refused.add(load["request"])
-                self.ended.append(metrics.refused("bad_request"))
+            # seen the last token of who had them, but a step that was scheduled ahead of that token, a
+            # draft model, or `_zero`, may still be writing to them. The load waits for that; this step
+            # does not.
+            self.starter.put(self.last_writes, orders.loads)
         for request in orders.aborts:
-            self.agent.abort(request)  # type: ignore[union-attr]
+            if self.starter.forget(request):
+                self.failed.append((request, "cancelled"))
+            else:
+                self.agent.abort(request)  # type: ignore[union-attr]
+
+    def _load(self, load: dict[str, Any]) -> None:
+        """May be called in a thread of its own."""
+        try:
+            self.agent.load(**load)  # type: ignore[union-attr]
+        except (Error, ValueError, TypeError, OverflowError) as error:
+            # A ticket or table from outside that makes no sense fails its request alone.
+            logger.warning("kvferry: cannot load %s: %s", load["request"], error)
+            self.failed.append((load["request"], "bad_request"))
 
     def written(self, orders: Orders) -> None:
         """At the end of a step, of drafts too."""
@@ -110,6 +119,11 @@ class WorkerSide:
         # vLLM launches those that need it after it has heard from all ranks.
         results = KVConnectorTransferResults(finished_sending=self.released)
         self.released = set()
+        while self.failed:
+            request, why = self.failed.popleft()
+            self.loading.discard(request)
+            self.refused.add(request)
+            self.ended.append(metrics.refused(why))
         results.finished_recving |= self.refused
         results.failed_recving |= self.refused
         self.refused = set()

@@ -38,7 +38,15 @@ struct Gpu {
     /// Rounds of which medians are taken.
     #[arg(long, default_value_t = 15)]
     rounds: usize,
-    /// Only cases whose name contains this.
+    /// What to measure.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "rows,handoff,beside",
+        value_name = "SUITES"
+    )]
+    suites: Vec<gpu::Suite>,
+    /// Of the rows, only cases whose name contains this.
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
     /// Write the results to this file, as JSON.
@@ -51,11 +59,11 @@ struct Gpu {
 
 impl Gpu {
     fn run(self) -> Result<(), gpu::Failure> {
-        let Self { rounds, only, json, serve } = self;
-        match serve {
-            true => gpu::serve(),
-            false => gpu::run(&gpu::Settings { rounds, only, json }, &["bench", "gpu", "--serve"]),
+        let Self { rounds, suites, only, json, serve } = self;
+        if serve {
+            return gpu::serve();
         }
+        gpu::run(&gpu::Settings { rounds, suites, only, json }, &["bench", "gpu", "--serve"])
     }
 }
 

@@ -122,8 +122,10 @@ impl Walker<'_> {
         if self.slot.within.entry < even {
             return Ok(());
         }
-        let kernels = self.slot.within.entry / even;
-        self.slot.within.entry %= even;
+        // Mostly to the end of what lies evenly, and that without a division.
+        let entry = self.slot.within.entry;
+        let (kernels, entry) = if entry == even { (1, 0) } else { (entry / even, entry % even) };
+        self.slot.within.entry = entry;
         self.kernel += kernels;
         if self.kernel * even >= in_block {
             self.kernel = 0;
@@ -153,8 +155,12 @@ impl Walker<'_> {
         let live = |walker: &Self, blocks: usize| {
             let ids = walker.ids();
             let ids = &ids[..blocks.min(ids.len())];
-            let dead = |id: &u32| walker.holding.null_block == Some(*id);
-            ids.iter().position(dead).unwrap_or(ids.len())
+            let Some(null) = walker.holding.null_block else { return ids.len() };
+            // First whether there is one at all: a scan without branches, of many ids at a time.
+            if !ids.iter().fold(false, |any, id| any | (*id == null)) {
+                return ids.len();
+            }
+            ids.iter().position(|id| *id == null).unwrap_or(ids.len())
         };
         live(other, live(self, blocks))
     }

@@ -1,5 +1,7 @@
 //! Stretches of entries that lie evenly on both sides.
 
+use std::cell::RefCell;
+
 use crate::nest::Nest;
 use crate::walk::slot::{Slot, Step, Within};
 
@@ -45,7 +47,37 @@ pub(crate) struct Segments {
     open: Option<(Slot, Slot, Shape)>,
 }
 
+/// Lists of at most so many segments are kept for the next request: memory that is fresh from the system
+/// costs more than to write to it.
+const KEPT: usize = 1 << 16;
+
+thread_local! {
+    static SPARE: RefCell<Vec<Segment>> = const { RefCell::new(vec![]) };
+}
+
+impl Drop for Segments {
+    fn drop(&mut self) {
+        if self.list.capacity() > KEPT {
+            return;
+        }
+        // A thread that ends has nothing to keep it for.
+        let _ = SPARE.try_with(|spare| {
+            let mut spare = spare.borrow_mut();
+            if spare.capacity() < self.list.capacity() {
+                *spare = std::mem::take(&mut self.list);
+            }
+        });
+    }
+}
+
 impl Segments {
+    /// None yet, with room for as many as a request of this thread had before.
+    pub(crate) fn new() -> Self {
+        let mut list = SPARE.take();
+        list.clear();
+        Self { shapes: vec![], list, ends: vec![], open: None }
+    }
+
     /// The segments of rhythm `index`, and the shapes that they name.
     pub(crate) fn of(&self, index: usize) -> (&[Segment], &[Shape]) {
         let start = self.start(index);

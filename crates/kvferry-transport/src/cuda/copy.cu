@@ -5,8 +5,9 @@
 //
 // CUDA 12.1 or newer: parameters of a kernel may be longer than 4 KB since then.
 //
-// One launch carries out one program. Batches are dealt out to the warps of all CTAs in turn, so that a
-// short program uses all multiprocessors it may, and a long one keeps neighbours together.
+// One launch carries out one program. Each warp of all CTAs starts with the batch of its number; the
+// others go to whichever warp is free, so that all of them end together, and work in one stretch of
+// memory at a time. The last CTA to end sets the signal that the host looks at.
 
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
@@ -28,9 +29,9 @@ typedef unsigned long long uint64_t;
 #define KV_SHARED(pointer) __builtin_assume(__isShared(pointer))
 #define KV_FORGET(variable) asm volatile("" : "+r"(variable))
 #define KV_FORGET_ADDRESS(variable) asm volatile("" : "+l"(variable))
-// Each byte is read once and written once: it need not stay in a cache.
-#define KV_LOAD(TYPE, address) __ldcs((const TYPE *)(address))
-#define KV_STORE(TYPE, address, value) __stcs((TYPE *)(address), value)
+// Without hints to the caches: on an H200 those cost a little.
+#define KV_LOAD(TYPE, address) (*(const TYPE *)(address))
+#define KV_STORE(TYPE, address, value) (*(TYPE *)(address) = (value))
 
 typedef uint4 kv_word16;
 typedef uint2 kv_word8;
@@ -40,7 +41,8 @@ typedef uint8_t kv_word1;
 
 #include "loops.h"
 
-#define KV_THREADS 1024
+// At most; line.rs may start fewer.
+#define KV_THREADS 768
 
 static __device__ __forceinline__ void kv_run(const kv_header *program)
 {
@@ -48,9 +50,27 @@ static __device__ __forceinline__ void kv_run(const kv_header *program)
     extern __shared__ uint4 tiles[];
     const uint32_t warp = threadIdx.x / KV_WARP;
     void *tile = (unsigned char *)tiles + warp * KV_TILE_BYTES;
-    const uint32_t batches = program->batches, warps = gridDim.x * (KV_THREADS / KV_WARP);
-    for (uint32_t batch = warp * gridDim.x + blockIdx.x; batch < batches; batch += warps)
+    kv_counts *counts = (kv_counts *)program->counts;
+    const uint32_t batches = program->batches, warps = gridDim.x * (blockDim.x / KV_WARP);
+    uint32_t batch = warp * gridDim.x + blockIdx.x;
+    while (batch < batches) {
+        // Asked for before it is needed.
+        uint32_t next = 0;
+        if (threadIdx.x % KV_WARP == 0 && warps < batches)
+            next = warps + atomicAdd(&counts->dealt, 1);
         kv_carry_out(program, batch, places + warp, tile);
+        batch = warps < batches ? __shfl_sync(~0u, next, 0) : batches;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicAdd(&counts->ended, 1) == gridDim.x - 1) {
+            counts->dealt = 0;
+            counts->ended = 0;
+            __threadfence_system();
+            *(volatile uint32_t *)program->signal = 1;
+        }
+    }
 }
 
 // The program is in the card's memory.
@@ -60,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(KV_THREADS, 1) kvferry_copy(const k
 }
 
 // A program that is not too long travels with the launch itself: nothing is uploaded. Every launch
-// carries all of its parameter, so there are several lengths; mod.rs knows them.
+// carries all of its parameter, so there are several lengths; line.rs knows them. Longer ones are
+// uploaded: that takes less time from 12,000 bytes on.
 template <uint32_t BYTES> struct alignas(16) kv_inline {
     unsigned char bytes[BYTES];
 };
@@ -71,7 +92,6 @@ template <uint32_t BYTES> struct alignas(16) kv_inline {
     {                                                                                               \
         kv_run((const kv_header *)&program);                                                        \
     }
+KV_INLINE(1000)
 KV_INLINE(4000)
 KV_INLINE(8000)
-KV_INLINE(16000)
-KV_INLINE(32000)

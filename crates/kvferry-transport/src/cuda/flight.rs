@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::driver::{Event, Pinned, Stream};
+use super::driver::{Pinned, Stream};
 use super::peer::{CudaPeer, Table};
+use super::signal::Signal;
 use super::staging::OnCard;
 use crate::contract::{Error, Operation, Status};
 use crate::shared::Transfer;
@@ -63,13 +64,12 @@ impl Operation for CudaTransfer {
     }
 }
 
-/// Events that wait for a launch.
-pub(super) type Events = Arc<Mutex<Vec<Event>>>;
-
 pub(super) struct Flight {
     peer: CudaPeer,
     custody: Arc<Custody>,
     bytes: u64,
+    /// Of the signal, which is there while this is aloft.
+    signal: u64,
     /// `None` once nothing of it can land any more.
     aloft: Mutex<Option<Aloft>>,
 }
@@ -77,11 +77,9 @@ pub(super) struct Flight {
 /// What a kernel touches, kept until it has ended.
 struct Aloft {
     part: Part,
-    event: Event,
-    /// Whether the event was recorded: one that was not looks as if it had passed.
-    recorded: bool,
-    /// Where events go back to.
-    events: Events,
+    signal: Signal,
+    /// What the kernel was started in.
+    stream: Arc<Stream>,
     /// The peer's memory, open.
     table: Arc<Table>,
     kept: Option<(Pinned, OnCard)>,
@@ -93,33 +91,26 @@ impl Flight {
         table: Arc<Table>,
         part: Part,
         bytes: u64,
-        (event, events): (Event, Events),
+        (signal, stream): (Signal, Arc<Stream>),
     ) -> Arc<Self> {
-        let custody = part.custody().clone();
-        let aloft = Aloft { part, event, recorded: false, events, table, kept: None };
-        Arc::new(Self { peer, custody, bytes, aloft: Mutex::new(Some(aloft)) })
+        let (custody, address) = (part.custody().clone(), signal.address());
+        let aloft = Mutex::new(Some(Aloft { part, signal, stream, table, kept: None }));
+        Arc::new(Self { peer, custody, bytes, signal: address, aloft })
     }
 
     pub(super) fn is_of(&self, peer: &CudaPeer) -> bool {
         self.peer.is(peer)
     }
 
+    /// Where the kernel says that it has ended.
+    pub(super) fn signal(&self) -> u64 {
+        self.signal
+    }
+
     /// Keeps memory until the kernel has ended.
     pub(super) fn keep(&self, kept: (Pinned, OnCard)) {
         if let Some(aloft) = &mut *self.aloft.lock() {
             aloft.kept = Some(kept);
-        }
-    }
-
-    /// Everything of it is in the stream: the event marks its end.
-    pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
-        match &mut *self.aloft.lock() {
-            None => Ok(()),
-            Some(aloft) => {
-                stream.record(&aloft.event)?;
-                aloft.recorded = true;
-                Ok(())
-            }
         }
     }
 
@@ -130,25 +121,33 @@ impl Flight {
         }
     }
 
-    /// Whether the kernel has ended, by asking the card.
+    /// Whether the kernel has said that it has ended. Costs next to nothing.
     pub(super) fn landed(&self) -> bool {
         let mut slot = self.aloft.lock();
-        let passed = match &*slot {
-            None => return true,
-            Some(aloft) if !aloft.recorded => return false,
-            Some(aloft) => aloft.event.passed(),
+        match slot.take_if(|aloft| aloft.signal.is_set()) {
+            Some(aloft) => aloft.clear().in_place(self.bytes),
+            None => return slot.is_none(),
+        }
+        true
+    }
+
+    /// Like [`landed`](Self::landed), and asks the card whether anything went wrong: a kernel that was
+    /// ended by an error says nothing.
+    pub(super) fn landed_or_lost(&self) -> bool {
+        if self.landed() {
+            return true;
+        }
+        let Some(stream) = self.aloft.lock().as_ref().map(|aloft| aloft.stream.clone()) else {
+            return true;
         };
-        if passed == Ok(false) {
-            return false;
-        }
-        if let Some(aloft) = slot.take() {
-            let part = aloft.clear();
-            match passed {
-                Ok(_) => part.in_place(self.bytes),
-                // The context is broken: nothing of it runs any more.
-                Err(error) => part.fail(error),
-            }
-        }
+        let error = match stream.has_ended() {
+            Ok(false) => return false,
+            Ok(true) if self.landed() => return true,
+            Ok(true) => Error::Library("a kernel ended without saying so".to_owned()),
+            // The context is broken: nothing of it runs any more.
+            Err(error) => error,
+        };
+        self.refused(error);
         true
     }
 
@@ -161,9 +160,8 @@ impl Flight {
 impl Aloft {
     /// Gives everything back but the part, which is to be settled last.
     fn clear(self) -> Part {
-        let Self { part, event, events, table, kept, .. } = self;
-        events.lock().push(event);
-        drop((table, kept));
+        let Self { part, signal, stream, table, kept } = self;
+        drop((signal, stream, table, kept));
         part
     }
 }

@@ -8,29 +8,51 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::driver::{Card, Event, Kernel, Module, Stream};
-use super::flight::{Events, Flight};
-use super::program::{Program, TILE_BYTES};
-use super::staging::Staging;
+use super::flight::Flight;
+use super::program::{COUNTS, Ends, Program, TILE_BYTES};
+use super::signal::{Signal, Signals};
+use super::staging::{OnCard, Staging};
 use super::{CudaOptions, KERNEL, KERNEL_HEADER, nvrtc};
 use crate::contract::Error;
 
-/// Threads of a CTA, as in copy.cu: one CTA fills a multiprocessor.
-const THREADS: u32 = 1024;
-pub(super) const WARPS: u64 = THREADS as u64 / 32;
+/// Threads of a CTA at most, as in copy.cu. There is one CTA to a multiprocessor.
+const MOST_THREADS: u32 = 768;
 /// Programs up to the last of these sizes travel with the launch; as in copy.cu.
-pub(super) const INLINE: [usize; 4] = [4000, 8000, 16_000, 32_000];
+pub(super) const INLINE: [usize; 3] = [1000, 4000, 8000];
+
+/// Which part of the card a launch takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Extent {
+    /// Multiprocessors.
+    sms: u32,
+    /// Threads on each.
+    threads: u32,
+}
+
+impl Extent {
+    /// `sms` of `all` multiprocessors. The card's memory is served best by few threads on each of all of
+    /// them; where they are few, each has to keep more loads under way.
+    pub(super) fn new(sms: u32, all: u32) -> Self {
+        Self { sms, threads: if sms > all / 2 { 512 } else { MOST_THREADS } }
+    }
+
+    pub(super) fn warps(self) -> u64 {
+        u64::from(self.sms) * u64::from(self.threads / 32)
+    }
+}
 
 /// What launches need.
 pub(super) struct Line {
-    card: Card,
-    stream: Stream,
+    stream: Arc<Stream>,
     copy: Kernel,
     /// For each of [`INLINE`].
     copy_inline: Vec<Kernel>,
     /// A program that travels with a launch, as many times 16 bytes as the longest may have.
     inline: Box<[u128]>,
     staging: Staging,
-    events: Events,
+    /// What launches count in, one after the other.
+    counts: OnCard,
+    signals: Signals,
     /// Keeps the kernels loaded.
     _module: Module,
 }
@@ -44,10 +66,9 @@ impl Line {
             })?),
         };
         let module = card.module(&image)?;
-        let tiles = TILE_BYTES as u32 * WARPS as u32;
+        let tiles = TILE_BYTES as u32 * (MOST_THREADS / 32);
         Ok(Self {
-            card: card.clone(),
-            stream: card.stream(true)?,
+            stream: Arc::new(card.stream(true)?),
             copy: module.kernel("kvferry_copy", tiles)?,
             copy_inline: INLINE
                 .iter()
@@ -55,16 +76,15 @@ impl Line {
                 .collect::<Result<_, _>>()?,
             inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
             staging: Staging::new(card)?,
-            events: Arc::default(),
+            counts: OnCard::zeroed(card, COUNTS as usize)?,
+            signals: Signals::new(card),
             _module: module,
         })
     }
 
-    /// An event, and where it goes back to.
-    pub(super) fn event(&self) -> Result<(Event, Events), Error> {
-        let known = self.events.lock().pop();
-        let event = known.map_or_else(|| self.card.event(false), Ok)?;
-        Ok((event, self.events.clone()))
+    /// What tells of the end of a launch: its signal, and the stream that it is in.
+    pub(super) fn tidings(&self) -> Result<(Signal, Arc<Stream>), Error> {
+        Ok((self.signals.take()?, self.stream.clone()))
     }
 
     /// Launches the kernel for a program. Where the card refuses, nothing runs when this returns.
@@ -72,11 +92,16 @@ impl Line {
     /// # Safety
     ///
     /// All addresses in the program must stay valid until the flight has landed.
-    pub(super) unsafe fn start(&mut self, program: &Program<'_>, sms: u32, flight: &Arc<Flight>) {
+    pub(super) unsafe fn start(
+        &mut self,
+        program: &Program<'_>,
+        extent: Extent,
+        flight: &Arc<Flight>,
+    ) {
         // SAFETY: the caller's promise.
-        let launched = unsafe { self.launch(program, sms, flight) };
-        if let Err(error) = launched.and_then(|()| flight.record(&self.stream)) {
-            // Part of it may be in the stream, without an event that tells of its end.
+        let launched = unsafe { self.launch(program, extent, flight) };
+        if let Err(error) = launched {
+            // An upload may be in the stream, and no kernel behind it that tells of its end.
             let _ = self.stream.synchronize();
             flight.refused(error);
         }
@@ -88,11 +113,12 @@ impl Line {
     unsafe fn launch(
         &mut self,
         program: &Program<'_>,
-        sms: u32,
+        Extent { sms, threads }: Extent,
         flight: &Arc<Flight>,
     ) -> Result<(), Error> {
         let ctas = u64::from(sms).min(program.batches()) as u32;
-        let shared = if program.uses_tiles() { TILE_BYTES as u32 * WARPS as u32 } else { 0 };
+        let shared = if program.uses_tiles() { TILE_BYTES as u32 * (threads / 32) } else { 0 };
+        let ends = Ends { counts: self.counts.address(), signal: flight.signal() };
         let fits = std::iter::zip(INLINE, &self.copy_inline).find(|fit| program.bytes() <= fit.0);
         if let Some((_, kernel)) = fits {
             let inline = self.inline.as_mut_ptr();
@@ -100,15 +126,15 @@ impl Line {
             // SAFETY: there is room; the kernel takes one argument, not longer than that, which CUDA
             // copies during the call; the caller vouches for the addresses.
             return unsafe {
-                program.write(inline.cast());
-                self.stream.launch(kernel, (ctas, THREADS), shared, &mut arguments)
+                program.write(inline.cast(), ends);
+                self.stream.launch(kernel, (ctas, threads), shared, &mut arguments)
             };
         }
-        let mut address = self.staging.put(program, &self.stream, flight)?;
+        let mut address = self.staging.put(program, ends, &self.stream, flight)?;
         let mut arguments = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the kernel takes one address, of the program that the stream has uploaded by then;
         // the caller vouches for the addresses in it.
-        unsafe { self.stream.launch(&self.copy, (ctas, THREADS), shared, &mut arguments) }
+        unsafe { self.stream.launch(&self.copy, (ctas, threads), shared, &mut arguments) }
     }
 
     /// Marks this point of the stream, for measurements.

@@ -12,13 +12,9 @@
  * KV_STORE(type, address, value).
  */
 
-/*
- * Loads of a lane that are on their way at a time. Of chunks fewer: on an H200 that came closer to the
- * card's own copy than 8 (which was slower) or 16 (half as fast at 128k tokens).
- */
+/* Loads of a lane that are on their way at a time. */
 #define KV_DEEP 8
-#define KV_CHUNK_DEEP 4
-enum { KV_WARP = 32, KV_CHUNK_WORDS = KV_WARP * KV_CHUNK_DEEP, KV_TILE_BYTES = 2176 };
+enum { KV_WARP = 32, KV_CHUNK_WORDS = KV_WARP * KV_DEEP, KV_TILE_BYTES = 2176 };
 
 /* What an item of a nest is: what one lane works out the place of, and a warp moves. */
 enum {
@@ -60,9 +56,18 @@ typedef struct {
     uint32_t source, destination;
 } kv_pair;
 
+/* Counts of the launches of one stream, in the card's memory; all zero between two launches. */
+typedef struct {
+    uint32_t dealt; /* batches, after the first of each warp */
+    uint32_t unused[31];
+    uint32_t ended; /* CTAs */
+} kv_counts;
+
 /* At the start of a program; then nests, dimensions and pairs. */
 typedef struct {
     uint32_t nests, dimensions, pairs, batches;
+    uint64_t counts; /* of the stream */
+    uint64_t signal; /* a word of the host's memory that becomes 1 when everything is in place */
 } kv_header;
 
 /* A warp's own part of shared memory. */
@@ -201,15 +206,15 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
                                                 uint64_t source_row, uint64_t destination_row,      \
                                                 int32_t left)                                       \
     {                                                                                               \
-        WORD values[KV_CHUNK_DEEP] = {0};                                                           \
+        WORD values[KV_DEEP] = {0};                                                           \
         KV_UNROLL                                                                                   \
-        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
+        for (int32_t deep = 0; deep < KV_DEEP; ++deep) {                                      \
             if (deep * KV_WARP < left)                                                              \
                 values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));       \
             KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                                 \
         }                                                                                           \
         KV_UNROLL                                                                                   \
-        for (int32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                                      \
+        for (int32_t deep = 0; deep < KV_DEEP; ++deep) {                                      \
             if (deep * KV_WARP < left)                                                              \
                 KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD), values[deep]);  \
             KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);                       \
@@ -239,14 +244,14 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
                                                   (int32_t)(left - lane));                          \
                     continue;                                                                       \
                 }                                                                                   \
-                WORD values[KV_CHUNK_DEEP];                                                         \
+                WORD values[KV_DEEP];                                                         \
                 KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                             \
                     values[deep] = KV_LOAD(WORD, source + deep % STEPS * KV_WARP * sizeof(WORD));   \
                     KV_STEP(source, source_row, deep % STEPS == STEPS - 1);                         \
                 }                                                                                   \
                 KV_UNROLL                                                                           \
-                for (uint32_t deep = 0; deep < KV_CHUNK_DEEP; ++deep) {                             \
+                for (uint32_t deep = 0; deep < KV_DEEP; ++deep) {                             \
                     KV_STORE(WORD, destination + deep % STEPS * KV_WARP * sizeof(WORD),             \
                              values[deep]);                                                         \
                     KV_STEP(destination, destination_row, deep % STEPS == STEPS - 1);               \
@@ -320,10 +325,11 @@ KV_MOVERS(kv_word1)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 1)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 2)
 KV_CHUNK_MOVER(KV_FN, kv_word16, 4)
-KV_CHUNK_MOVER(KV_APART, kv_word8, 4)
-KV_CHUNK_MOVER(KV_APART, kv_word4, 4)
-KV_CHUNK_MOVER(KV_APART, kv_word2, 4)
-KV_CHUNK_MOVER(KV_APART, kv_word1, 4)
+KV_CHUNK_MOVER(KV_FN, kv_word16, 8)
+KV_CHUNK_MOVER(KV_APART, kv_word8, 8)
+KV_CHUNK_MOVER(KV_APART, kv_word4, 8)
+KV_CHUNK_MOVER(KV_APART, kv_word2, 8)
+KV_CHUNK_MOVER(KV_APART, kv_word1, 8)
 KV_TILE_MOVER(kv_word8)
 KV_TILE_MOVER(kv_word4)
 KV_TILE_MOVER(kv_word2)
@@ -347,8 +353,10 @@ KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *pla
             kv_move_chunks_1_kv_word16(nest, places, items);
         else if (nest->along == 6)
             kv_move_chunks_2_kv_word16(nest, places, items);
-        else
+        else if (nest->along == 7)
             kv_move_chunks_4_kv_word16(nest, places, items);
+        else
+            kv_move_chunks_8_kv_word16(nest, places, items);
         return;
     }
 #define KV_RUN_CASE(WIDTH)                                                                          \
@@ -357,7 +365,7 @@ KV_FN void kv_carry_out(const kv_header *program, uint32_t batch, kv_places *pla
         break;
 #define KV_CHUNK_CASE(WIDTH)                                                                        \
     case KV_CHUNK * 32 + WIDTH:                                                                     \
-        kv_move_chunks_4_kv_word##WIDTH(nest, places, items);                                       \
+        kv_move_chunks_8_kv_word##WIDTH(nest, places, items);                                       \
         break;
 #define KV_TILE_CASE(WIDTH)                                                                         \
     case KV_TILE * 32 + WIDTH:                                                                      \

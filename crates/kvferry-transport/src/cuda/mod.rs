@@ -41,13 +41,14 @@ pub mod nvrtc;
 mod peer;
 mod program;
 mod share;
+mod signal;
 mod staging;
 mod twin;
 mod watch;
 
 use driver::Card;
 use flight::Flight;
-use line::{Line, WARPS};
+use line::{Extent, Line};
 use list::grouped;
 use program::Program;
 use share::{Description, Export};
@@ -68,7 +69,9 @@ pub const KERNEL_HEADER: (&str, &str) = ("loops.h", include_str!("loops.h"));
 pub struct CudaOptions {
     /// The card whose memory is registered, and whose kernels read.
     pub gpu: u32,
-    /// How many multiprocessors a transfer may occupy; `None` for all of them.
+    /// How many multiprocessors a transfer may occupy; `None` for half of them. On an H200 half of them
+    /// move as much as all, and a model that runs meanwhile loses least for each byte that is loaded:
+    /// with fewer, loads take longer, and the model waits for the multiprocessors that it does not get.
     pub sms: Option<u32>,
     /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
     pub kernel: Option<PathBuf>,
@@ -113,7 +116,7 @@ impl Cuda {
             exports: Mutex::default(),
             peers: Mutex::default(),
             all_sms,
-            sms: AtomicU32::new(options.sms.unwrap_or(all_sms).clamp(1, all_sms)),
+            sms: AtomicU32::new(bounded(options.sms, all_sms)),
             line: Mutex::new(line),
             watch: Watch::start()?,
         };
@@ -126,10 +129,9 @@ impl Cuda {
         Instance(self.instance)
     }
 
-    /// How many multiprocessors transfers may occupy from now on; `None` for all of them.
+    /// How many multiprocessors transfers may occupy from now on, as in [`CudaOptions::sms`].
     pub fn set_sms(&self, sms: Option<u32>) {
-        let all = self.all_sms;
-        self.sms.store(sms.unwrap_or(all).clamp(1, all), Ordering::Relaxed);
+        self.sms.store(bounded(sms, self.all_sms), Ordering::Relaxed);
     }
 
     /// Where this process sees an address of a peer's region, for measurements.
@@ -171,26 +173,31 @@ impl Cuda {
         }
         let whole = Whole { asked, bytes: loops.bytes(), began };
         let custody = self.desk.open_whole(&whole, &written, deadline, None, peer.rate())?;
-        let sms = self.sms.load(Ordering::Relaxed);
-        let program = Program::new(loops, u64::from(sms) * WARPS, |nest| shifts[nest]);
+        let extent = Extent::new(self.sms.load(Ordering::Relaxed), self.all_sms);
+        let program = Program::new(loops, extent.warps(), |nest| shifts[nest]);
         let mut line = self.line.lock();
         // Nothing to move is done already.
         let Some(part) = custody.take() else { return Ok(CudaTransfer::posted(custody, None)) };
-        let event = match line.event() {
-            Ok(event) => event,
+        let tidings = match line.tidings() {
+            Ok(tidings) => tidings,
             Err(error) => {
                 part.fail(error);
                 return Ok(CudaTransfer::posted(custody, None));
             }
         };
-        let flight = Flight::new(peer.clone(), table, part, loops.bytes(), event);
+        let flight = Flight::new(peer.clone(), table, part, loops.bytes(), tidings);
         // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
         // memory of the peer, which the table keeps open; the flight has both until it has landed.
-        unsafe { line.start(&program, sms, &flight) };
+        unsafe { line.start(&program, extent, &flight) };
         drop(line);
         self.watch.add(flight.clone());
         Ok(CudaTransfer::posted(custody, Some(flight)))
     }
+}
+
+/// How many of `all` multiprocessors to occupy.
+fn bounded(asked: Option<u32>, all: u32) -> u32 {
+    asked.unwrap_or(all / 2).clamp(1, all)
 }
 
 impl Transport for Cuda {

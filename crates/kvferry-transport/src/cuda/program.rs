@@ -10,9 +10,10 @@ use kvferry_layout::{BlockPair, Loop, LoopNest, Loops, MAX_LOOPS};
 
 /// As in loops.h.
 const WARP: u64 = 32;
-const CHUNK_WORDS: u64 = WARP * 4;
+const CHUNK_WORDS: u64 = WARP * 8;
 pub(crate) const TILE_BYTES: u64 = 2176;
-/// A warp takes up to this many bytes at a time: enough to be worth looking up where they are.
+/// A warp takes up to this many bytes at a time: enough to be worth looking up where they are, and to be
+/// worth asking which are next. (All warps ask one counter, which answers every 2.5 ns.)
 const MOST_BATCH_BYTES: u64 = 16 << 10;
 const LEAST_BATCH_BYTES: u64 = 4 << 10;
 /// Numbers that are divided must be below this.
@@ -25,7 +26,21 @@ struct Header {
     dimensions: u32,
     pairs: u32,
     batches: u32,
+    ends: Ends,
 }
+
+/// What a launch counts in, and where it says that it has ended.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(crate) struct Ends {
+    /// [`COUNTS`] bytes of the card's memory, zero before and after; for one launch at a time.
+    pub(crate) counts: u64,
+    /// A word of the host's memory that the kernel sets to 1.
+    pub(crate) signal: u64,
+}
+
+/// Bytes of what launches count in.
+pub(crate) const COUNTS: u64 = 33 * 4;
 
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
@@ -71,7 +86,8 @@ struct Nest {
 
 /// For a test that both sides agree.
 #[cfg(test)]
-pub(super) const SIZES: [u64; 4] = [
+pub(super) const SIZES: [u64; 5] = [
+    COUNTS,
     size_of::<Header>() as u64,
     size_of::<Nest>() as u64,
     size_of::<Dimension>() as u64,
@@ -101,7 +117,7 @@ impl<'l> Program<'l> {
     pub(crate) fn new(loops: &'l Loops, warps: u64, shift: impl Fn(usize) -> u64) -> Self {
         let mut program = Self { pairs: loops.pairs(), ..Self::default() };
         let batch_bytes =
-            (loops.bytes() / (warps.max(1) * 8)).clamp(LEAST_BATCH_BYTES, MOST_BATCH_BYTES);
+            (loops.bytes() / (warps.max(1) * 4)).clamp(LEAST_BATCH_BYTES, MOST_BATCH_BYTES);
         for (index, nest) in loops.nests().enumerate() {
             let first_pair = loops.table(nest.table).start as u64;
             let source = nest.source.wrapping_add(shift(index));
@@ -229,12 +245,13 @@ impl<'l> Program<'l> {
     /// # Safety
     ///
     /// `to` must be valid for writes of [`bytes`](Self::bytes) bytes.
-    pub(crate) unsafe fn write(&self, to: *mut u8) {
+    pub(crate) unsafe fn write(&self, to: *mut u8, ends: Ends) {
         let header = [Header {
             nests: self.nests.len() as u32,
             dimensions: self.dimensions.len() as u32,
             pairs: self.pairs.len() as u32,
             batches: self.batches as u32,
+            ends,
         }];
         let mut at = to;
         let mut put = |from: *const u8, bytes: usize| {

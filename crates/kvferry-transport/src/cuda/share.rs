@@ -43,7 +43,13 @@ enum Way {
 
 impl Export {
     pub(crate) fn new(card: &Card, region: Region) -> Result<Self, Error> {
-        let owner = card.owner(region.base)?;
+        let owner = card.owner(region.base).map_err(|error| {
+            Error::Unsupported(format!(
+                "{} bytes at {:#x} are not memory of a GPU ({error}): for the host's memory use local, tcp \
+                 or nixl",
+                region.bytes, region.base
+            ))
+        })?;
         if region.place != Place::Gpu(card.ordinal()) || owner != card.ordinal() {
             return Err(Error::Unsupported(format!(
                 "{} bytes at {:#x} are said to lie on {} and lie on gpu {owner}, but this transport \

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::driver::{Card, Pinned, Stream};
 use super::flight::Flight;
-use super::program::Program;
+use super::program::{Ends, Program};
 use crate::contract::Error;
 
 /// Enough for a hundred requests of 128k tokens at a time.
@@ -37,6 +37,7 @@ impl Staging {
     pub(super) fn put(
         &mut self,
         program: &Program<'_>,
+        ends: Ends,
         stream: &Stream,
         flight: &Arc<Flight>,
     ) -> Result<u64, Error> {
@@ -52,7 +53,7 @@ impl Staging {
                 // uses any more, and the flight keeps them from being used until the stream has passed.
                 unsafe {
                     let from = self.pinned.memory.add(at);
-                    program.write(from);
+                    program.write(from, ends);
                     stream.upload(address, from, bytes)?;
                 }
                 self.next = (at + bytes).next_multiple_of(256);
@@ -65,7 +66,7 @@ impl Staging {
                 let address = on_card.0;
                 // SAFETY: the buffers are that long, and the flight keeps them until it has landed.
                 unsafe {
-                    program.write(pinned.memory);
+                    program.write(pinned.memory, ends);
                     stream.upload(address, pinned.memory, bytes)?;
                 }
                 flight.keep((pinned, on_card));
@@ -95,6 +96,17 @@ pub(super) struct OnCard(u64, Card);
 impl OnCard {
     fn new(card: &Card, bytes: usize) -> Result<Self, Error> {
         Ok(Self(card.allocate(bytes as u64)?, card.clone()))
+    }
+
+    /// Memory of zeroes.
+    pub(super) fn zeroed(card: &Card, bytes: usize) -> Result<Self, Error> {
+        let made = Self::new(card, bytes)?;
+        card.upload(made.0, &vec![0; bytes])?;
+        Ok(made)
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.0
     }
 }
 

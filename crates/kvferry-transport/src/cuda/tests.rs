@@ -15,7 +15,7 @@ use crate::shared::spans::Spans;
 /// loops.h, compiled by the C compiler of this machine.
 struct Host {
     carry_out: unsafe extern "C" fn(*const u8) -> u64,
-    sizes: [u64; 4],
+    sizes: [u64; 5],
 }
 
 impl Host {
@@ -40,7 +40,7 @@ impl Host {
                 std::fs::remove_dir_all(&directory).unwrap();
                 let sizes: libloading::Symbol<'_, unsafe extern "C" fn(*mut u64)> =
                     loaded.get(b"kvferry_sizes\0").unwrap();
-                let mut found = [0; 4];
+                let mut found = [0; 5];
                 sizes(found.as_mut_ptr());
                 let carry_out = *loaded.get(b"kvferry_carry_out\0").unwrap();
                 Self { carry_out, sizes: found }
@@ -59,7 +59,7 @@ impl Host {
         let mut words = vec![0u128; program.bytes().div_ceil(16)];
         // SAFETY: there is room for the program, and the caller vouches for the addresses.
         let misaligned = unsafe {
-            program.write(words.as_mut_ptr().cast());
+            program.write(words.as_mut_ptr().cast(), program::Ends::default());
             (self.carry_out)(words.as_ptr().cast())
         };
         assert_eq!(misaligned, 0, "accesses that a card would refuse");

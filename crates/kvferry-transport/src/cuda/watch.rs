@@ -9,6 +9,10 @@ use parking_lot::{Condvar, Mutex};
 use super::flight::Flight;
 use crate::contract::Error;
 
+const PERIOD: Duration = Duration::from_millis(1);
+/// So many periods after the last launch.
+const STAYS_AWAKE: u32 = 20;
+
 #[derive(Debug)]
 pub(super) struct Watch {
     shared: Arc<Shared>,
@@ -24,6 +28,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Watched {
     flights: Vec<Arc<Flight>>,
+    asleep: bool,
     closing: bool,
 }
 
@@ -41,7 +46,7 @@ impl Watch {
     pub(super) fn add(&self, flight: Arc<Flight>) {
         let mut watched = self.shared.watched.lock();
         watched.flights.push(flight);
-        if watched.flights.len() == 1 {
+        if watched.asleep {
             self.shared.changed.notify_one();
         }
     }
@@ -63,20 +68,25 @@ impl Drop for Watch {
 }
 
 impl Shared {
-    /// It is in no hurry: whoever waits asks the card, and should not find it busy with answering here.
+    /// It is in no hurry: whoever waits looks at the signal.
     fn watch(&self) {
+        let mut idle = 0;
         loop {
             let mut watched = self.watched.lock();
-            while watched.flights.is_empty() && !watched.closing {
+            idle = if watched.flights.is_empty() { idle + 1 } else { 0 };
+            // Requests come in bursts: to wake this thread for each would cost its caller microseconds.
+            while idle > STAYS_AWAKE && watched.flights.is_empty() && !watched.closing {
+                watched.asleep = true;
                 self.changed.wait(&mut watched);
+                watched.asleep = false;
             }
-            if watched.flights.is_empty() {
+            if watched.closing && watched.flights.is_empty() {
                 return;
             }
             drop(watched);
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(PERIOD);
             let flights = self.watched.lock().flights.clone();
-            let landed: Vec<bool> = flights.iter().map(|flight| flight.landed()).collect();
+            let landed: Vec<bool> = flights.iter().map(|flight| flight.landed_or_lost()).collect();
             let mut landed = landed.into_iter();
             // New ones were added at the end.
             self.watched.lock().flights.retain(|_| !landed.next().unwrap_or(false));

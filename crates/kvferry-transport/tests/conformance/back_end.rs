@@ -1,12 +1,18 @@
 //! The back ends under test.
 
+use kvferry_transport::cuda::{Cuda, CudaOptions};
 use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::memory::HostMemory;
 use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Error, Transport};
 
+use crate::memory::{CardMemory, Memory, card};
+
 pub(crate) trait BackEnd: 'static {
     type Transport: Transport;
+    /// What it moves.
+    type Memory: Memory;
 
     /// How the tests and the peer's command line call it.
     const NAME: &'static str;
@@ -20,7 +26,11 @@ pub(crate) trait BackEnd: 'static {
     /// again.
     const SETTLES_ALONE: bool;
     /// Whether peers pack short runs.
-    const PACKS: bool;
+    const PACKS: bool = false;
+    /// Whether memory that is open here stays when the process that it belongs to dies.
+    const OUTLIVES_THE_PEER: bool = false;
+    /// Whether all copies of an operation are carried out as one.
+    const AS_ONE: bool = false;
 
     fn new() -> Result<Self::Transport, Error>;
 }
@@ -29,6 +39,7 @@ pub(crate) struct LocalEnd;
 
 impl BackEnd for LocalEnd {
     type Transport = Local;
+    type Memory = HostMemory;
 
     const NAME: &'static str = "local";
     const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
@@ -46,6 +57,7 @@ pub(crate) struct TcpEnd;
 
 impl BackEnd for TcpEnd {
     type Transport = Tcp;
+    type Memory = HostMemory;
 
     const NAME: &'static str = "tcp";
     const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
@@ -68,6 +80,7 @@ pub(crate) struct NixlEnd;
 
 impl BackEnd for NixlEnd {
     type Transport = Nixl;
+    type Memory = HostMemory;
 
     const NAME: &'static str = "nixl";
     const ENVIRONMENT: &'static [(&'static str, &'static str)] =
@@ -87,6 +100,7 @@ pub(crate) struct NixlTcpEnd;
 
 impl BackEnd for NixlTcpEnd {
     type Transport = Nixl;
+    type Memory = HostMemory;
 
     const NAME: &'static str = "nixl-tcp";
     const ENVIRONMENT: &'static [(&'static str, &'static str)] =
@@ -98,5 +112,67 @@ impl BackEnd for NixlTcpEnd {
 
     fn new() -> Result<Nixl, Error> {
         NixlEnd::new()
+    }
+}
+
+/// NIXL with the memory of a card.
+pub(crate) struct NixlCardEnd;
+
+impl BackEnd for NixlCardEnd {
+    type Transport = Nixl;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "nixl-gpu";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[("UCX_NET_DEVICES", "lo")];
+    const NEEDS_THE_PEER: bool = false;
+    const SEES_DEREGISTRATION: bool = false;
+    const SETTLES_ALONE: bool = false;
+
+    fn new() -> Result<Nixl, Error> {
+        NixlEnd::new()
+    }
+}
+
+/// The card's own memory, moved by a kernel.
+pub(crate) struct CudaEnd;
+
+impl BackEnd for CudaEnd {
+    type Transport = Cuda;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "cuda";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
+    const NEEDS_THE_PEER: bool = false;
+    const SEES_DEREGISTRATION: bool = false;
+    const SETTLES_ALONE: bool = true;
+    const OUTLIVES_THE_PEER: bool = true;
+    const AS_ONE: bool = true;
+
+    fn new() -> Result<Cuda, Error> {
+        // Keeps the context, whichever goes first.
+        card();
+        Cuda::new(&CudaOptions::default())
+    }
+}
+
+/// The same without a card: driver.c stands in for CUDA's driver and carries the kernel's code out on the
+/// CPU.
+pub(crate) struct CudaTwinEnd;
+
+impl BackEnd for CudaTwinEnd {
+    type Transport = Cuda;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "cuda-twin";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
+    const NEEDS_THE_PEER: bool = false;
+    const SEES_DEREGISTRATION: bool = false;
+    const SETTLES_ALONE: bool = true;
+    const OUTLIVES_THE_PEER: bool = true;
+    const AS_ONE: bool = true;
+
+    fn new() -> Result<Cuda, Error> {
+        // There is nothing to compile.
+        Cuda::new(&CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
     }
 }

@@ -7,19 +7,26 @@
 //! NIXL is fetched from PyPI on first use, by the code that `kvferry nixl install` runs. Where it
 //! cannot be had, its tests fail.
 //!
+//! `cuda` runs where there is a GPU, and `nixl` on GPU memory where `KVFERRY_NIXL` names NIXL, too. Where there is
+//! none, the suite says so; `cuda-twin` runs everywhere: the same back end on a driver that has no card.
+//!
 //! `KVFERRY_LONG_TESTS=1` makes the random tests ten times as long.
 
 mod back_end;
 mod census;
 mod data;
+mod memory;
 mod pair;
 mod peer;
 mod promises;
 
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use back_end::{BackEnd, LocalEnd, NixlEnd, NixlTcpEnd, TcpEnd};
+use back_end::{BackEnd, CudaEnd, CudaTwinEnd, LocalEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, TcpEnd};
+use kvferry_transport::cuda::driver::Card;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// The first argument of the processes that are not the runner.
@@ -44,6 +51,9 @@ fn main() -> ExitCode {
             TcpEnd::NAME => run_child::<TcpEnd>(role, rest),
             NixlEnd::NAME => run_child::<NixlEnd>(role, rest),
             NixlTcpEnd::NAME => run_child::<NixlTcpEnd>(role, rest),
+            NixlCardEnd::NAME => run_child::<NixlCardEnd>(role, rest),
+            CudaEnd::NAME => run_child::<CudaEnd>(role, rest),
+            CudaTwinEnd::NAME => run_child::<CudaTwinEnd>(role, rest),
             other => panic!("no back end is called {other}"),
         }
         return ExitCode::SUCCESS;
@@ -53,7 +63,38 @@ fn main() -> ExitCode {
     add::<TcpEnd>(&mut trials, Vec::new());
     add::<NixlEnd>(&mut trials, Vec::new());
     add::<NixlTcpEnd>(&mut trials, promises::for_nixl_tcp());
+    add::<CudaTwinEnd>(&mut trials, promises::for_cuda_twin());
+    match Card::open(0) {
+        Ok(_) => {
+            add::<CudaEnd>(&mut trials, promises::for_cuda());
+            if std::env::var_os("KVFERRY_NIXL").is_some() {
+                add::<NixlCardEnd>(&mut trials, Vec::new());
+            }
+        }
+        Err(error) => eprintln!("NOT CHECKED: cuda on a GPU ({error}); its twin is checked"),
+    }
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// driver.c, compiled once.
+fn twin() -> &'static Path {
+    static TWIN: OnceLock<PathBuf> = OnceLock::new();
+    TWIN.get_or_init(|| {
+        if let Some(built) = std::env::var_os("KVFERRY_TWIN") {
+            return built.into();
+        }
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/driver.c");
+        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libtwin.so");
+        let made = library.with_extension(std::process::id().to_string());
+        let built = Command::new("cc")
+            .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
+            .args([&made, &source])
+            .status()
+            .expect("a C compiler called cc");
+        assert!(built.success(), "driver.c does not compile");
+        std::fs::rename(&made, &library).unwrap();
+        library
+    })
 }
 
 fn add<B: BackEnd>(trials: &mut Vec<Trial>, own: Vec<promises::Promise>) {
@@ -65,12 +106,13 @@ fn add<B: BackEnd>(trials: &mut Vec<Trial>, own: Vec<promises::Promise>) {
 
 /// Runs one test in a process of its own.
 fn run_test<B: BackEnd>(name: &str) -> Result<(), Failed> {
-    if B::NAME.starts_with("nixl") {
+    if B::NAME.starts_with("nixl") && std::env::var_os("KVFERRY_NIXL").is_none() {
         kvferry_transport::nixl::install(None)?;
     }
     let mut child = Command::new(std::env::current_exe()?)
         .args([CHILD, "test", B::NAME, name])
         .envs(B::ENVIRONMENT.iter().copied())
+        .envs((B::NAME == CudaTwinEnd::NAME).then(|| ("KVFERRY_CUDA_DRIVER", twin())))
         .stdin(Stdio::null())
         .spawn()?;
     let patience = match std::env::var_os(LONG) {
@@ -103,6 +145,8 @@ fn run_child<B: BackEnd>(role: &str, arguments: &[String]) {
             let own = match B::NAME {
                 LocalEnd::NAME => promises::for_local(),
                 NixlTcpEnd::NAME => promises::for_nixl_tcp(),
+                CudaEnd::NAME => promises::for_cuda(),
+                CudaTwinEnd::NAME => promises::for_cuda_twin(),
                 _ => Vec::new(),
             };
             let wanted = &arguments[0];

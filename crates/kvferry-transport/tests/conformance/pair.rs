@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use kvferry_testkit::random::Dice;
-use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::BackEnd;
 use crate::data::pattern;
+use crate::memory::Memory;
 use crate::peer::Peer;
 
 pub(crate) const MIB: usize = 1 << 20;
@@ -29,14 +29,14 @@ pub(crate) struct Pair<B: BackEnd> {
     pub(crate) transport: B::Transport,
     pub(crate) peer: <B::Transport as Transport>::Peer,
     pub(crate) process: Peer,
-    pub(crate) ours: HostMemory,
+    pub(crate) ours: B::Memory,
     pub(crate) bytes: usize,
 }
 
 impl<B: BackEnd> Pair<B> {
     pub(crate) fn new(bytes: usize) -> Self {
         let process = Peer::start::<B>(bytes, PEER_SEED);
-        let ours = HostMemory::new(bytes).unwrap();
+        let ours = B::Memory::new(bytes);
         ours.write(0, &pattern(OUR_SEED, bytes));
         let transport = B::new().unwrap();
         // SAFETY: the memory outlives the transport, and is only touched through its address.

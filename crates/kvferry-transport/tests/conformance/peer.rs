@@ -7,12 +7,12 @@ use std::os::fd::AsFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{RegionId, Transport};
 
 use crate::back_end::BackEnd;
 use crate::census;
 use crate::data::{hash, pattern};
+use crate::memory::Memory;
 
 /// A peer process, seen from the test.
 pub(crate) struct Peer {
@@ -122,7 +122,7 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
         File::from(output)
     };
     let mut say = |line: &str| writeln!(output, "{line}").unwrap();
-    let memory = HostMemory::new(bytes.parse().unwrap()).unwrap();
+    let memory = B::Memory::new(bytes.parse().unwrap());
     memory.write(0, &pattern(seed.parse().unwrap(), memory.bytes()));
     let transport = B::new().unwrap();
     // SAFETY: the memory outlives the transport, and is only touched through its address.
@@ -138,7 +138,7 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
 
 fn obey<T: Transport>(
     transport: &T,
-    memory: &HostMemory,
+    memory: &impl Memory,
     region: &mut Option<RegionId>,
     command: &str,
 ) -> String {

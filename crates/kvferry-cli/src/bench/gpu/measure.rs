@@ -64,6 +64,16 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 impl Case {
+    /// With block tables in no order.
+    pub(super) fn scattered(
+        model: &'static str,
+        prefill: &'static str,
+        decode: &'static str,
+        tokens: u64,
+    ) -> Self {
+        case(model, prefill, decode, tokens)
+    }
+
     pub(super) fn name(&self) -> String {
         let how = match (self.scattered, self.mapped) {
             (_, true) => ", mapped memory",
@@ -109,7 +119,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn soon() -> Instant {
+pub(super) fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
@@ -176,7 +186,7 @@ fn placed(manifest: Manifest, bases: &mut impl Iterator<Item = u64>) -> Result<M
 }
 
 /// Microseconds of the parts of one transfer.
-struct Times {
+pub(super) struct Times {
     check: f64,
     loops: f64,
     launched: f64,
@@ -184,7 +194,7 @@ struct Times {
 }
 
 /// Everything from block ids to the last byte.
-fn transfer(
+pub(super) fn transfer(
     transport: &Cuda,
     peer: &CudaPeer,
     plan: &Plan,
@@ -213,23 +223,24 @@ fn transfer(
 }
 
 /// Memory on both sides, and what to do with it.
-struct Ready {
-    plan: Plan,
+pub(super) struct Ready {
+    pub(super) plan: Plan,
     description: Vec<u8>,
     /// Of the source, as it sees them.
-    spans: Vec<(u64, u64)>,
-    memory: Vec<Memory>,
-    from: Vec<(u64, Vec<u32>)>,
-    to: Vec<(u64, Vec<u32>)>,
+    pub(super) spans: Vec<(u64, u64)>,
+    pub(super) memory: Vec<Memory>,
+    /// Block tables, each with its first position.
+    pub(super) from: Vec<(u64, Vec<u32>)>,
+    pub(super) to: Vec<(u64, Vec<u32>)>,
     tokens: u64,
     copies: Vec<ByteCopy>,
-    bytes: u64,
+    pub(super) bytes: u64,
     nests: usize,
 }
 
 impl Ready {
     /// A transport that knows both sides. The memory must be there until it is dropped.
-    fn transport(&self, options: &CudaOptions) -> Result<(Cuda, CudaPeer), Failure> {
+    pub(super) fn transport(&self, options: &CudaOptions) -> Result<(Cuda, CudaPeer), Failure> {
         let transport = Cuda::new(options)?;
         for span in &self.memory {
             let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
@@ -241,7 +252,7 @@ impl Ready {
     }
 
     /// Calls `then` with the request.
-    fn with_request<R>(&self, then: impl FnOnce(&Request<'_>) -> R) -> R {
+    pub(super) fn with_request<R>(&self, then: impl FnOnce(&Request<'_>) -> R) -> R {
         let (from, to) = (borrowed(&self.from), borrowed(&self.to));
         let cached = vec![0; to.len()];
         then(&Request { tokens: self.tokens, cached: &cached, source: &from, destination: &to })
@@ -249,7 +260,7 @@ impl Ready {
 }
 
 impl Bench {
-    fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
+    pub(super) fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
         let destination = side(case, case.decode, "decode")?.swap_remove(0);
         let sources = side(case, case.prefill, "prefill")?;
         // Only the ranks that are read take memory.
@@ -297,7 +308,7 @@ impl Bench {
         Ok(ready)
     }
 
-    fn poison(&self, ready: &Ready) -> Result<(), Failure> {
+    pub(super) fn poison(&self, ready: &Ready) -> Result<(), Failure> {
         ready.memory.iter().try_for_each(|span| self.checker.poison(span))
     }
 
@@ -314,7 +325,7 @@ impl Bench {
         let Ready { plan, bytes, nests, copies, .. } = ready;
         let (bytes, nests) = (*bytes, *nests);
         let (transport, peer) = ready.transport(&CudaOptions::default())?;
-        let limit_us = self.limit(&transport, &peer, ready)?;
+        let limit_us = self.limit(&transport, &peer, ready, bytes)?;
         self.poison(ready)?;
         let mut wrong_bytes = 0;
         let mut measure = |rounds: usize| -> Result<Vec<Times>, Failure> {
@@ -335,7 +346,7 @@ impl Bench {
         let free = measure(self.rounds)?;
         let card_us = self.on_card(&transport, &peer, plan, request)?;
         let mut bounded = vec![];
-        for sms in [66, 32, 16] {
+        for sms in [self.card.multiprocessors()?, 32, 16] {
             transport.set_sms(Some(sms));
             let times = measure(self.rounds / 2 + 1)?;
             let time = median(times.iter().map(|times| times.all).collect());
@@ -394,9 +405,14 @@ impl Bench {
     }
 
     /// Microseconds that the card's own copy takes for so many bytes of the peer's memory.
-    fn limit(&self, transport: &Cuda, peer: &CudaPeer, ready: &Ready) -> Result<f64, Failure> {
-        let Ready { spans, memory, bytes, .. } = ready;
-        let bytes = *bytes;
+    pub(super) fn limit(
+        &self,
+        transport: &Cuda,
+        peer: &CudaPeer,
+        ready: &Ready,
+        bytes: u64,
+    ) -> Result<f64, Failure> {
+        let Ready { spans, memory, .. } = ready;
         let mut parts = vec![];
         let (mut to, mut left) = (0, bytes);
         for &(base, all) in spans {

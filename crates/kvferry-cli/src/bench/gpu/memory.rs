@@ -55,7 +55,8 @@ pub(super) struct Checker {
     _module: Module,
 }
 
-fn argument<T>(value: &mut T) -> *mut c_void {
+/// A kernel's argument, by its address.
+pub(super) fn argument<T>(value: &mut T) -> *mut c_void {
     (&raw mut *value).cast()
 }
 

@@ -1,23 +1,40 @@
 //! `kvferry bench gpu`: real plans of real models between two processes on one card.
 
+mod beside;
+mod handoff;
 mod measure;
 mod memory;
 mod source;
 
+use clap::ValueEnum;
 use kvferry_transport::cuda::driver::Card;
 use kvferry_transport::cuda::mappings;
 use serde::Serialize;
 
+use beside::Beside;
+use handoff::Handoff;
 use measure::{Bench, Row};
 
 pub(crate) type Failure = Box<dyn std::error::Error>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Suite {
+    /// One request of each of many pairs.
+    Rows,
+    /// Pages of 16 and 64 tokens, 8k to 512k tokens, 1 to 64 requests at once.
+    Handoff,
+    /// What a decode engine's steps lose while loads come in.
+    Beside,
+}
 
 /// What is measured, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// Rounds of which the median is taken.
     pub(crate) rounds: usize,
-    /// Only cases whose name contains this.
+    /// Which of them.
+    pub(crate) suites: Vec<Suite>,
+    /// Of the rows, only cases whose name contains this.
     pub(crate) only: String,
     /// A file for the results, as JSON.
     pub(crate) json: Option<std::path::PathBuf>,
@@ -30,7 +47,9 @@ struct Results {
     multiprocessors: u32,
     rows: Vec<Row>,
     /// Microseconds of a request of 128 copies of 8 KiB, as loops and as a list.
-    small: (f64, f64),
+    small: Option<(f64, f64)>,
+    handoffs: Vec<Handoff>,
+    beside: Vec<Beside>,
     failures: Vec<String>,
 }
 
@@ -49,15 +68,52 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         driver / 1000,
         driver % 1000 / 10
     );
-    println!(
-        "us: from block ids to the last byte; cpu: from block ids to launched (check + loops + post)"
-    );
     let mut bench = Bench {
         checker: memory::Checker::new(&card)?,
         card,
         source: source::Source::start(source)?,
         rounds: settings.rounds.max(1),
     };
+    let (mut rows, mut handoffs, mut beside) = (vec![], vec![], vec![]);
+    let (mut small, mut failures) = (None, vec![]);
+    for suite in &settings.suites {
+        match suite {
+            Suite::Rows => {
+                measure_rows(&mut bench, settings, &mut rows, &mut failures);
+                small = Some(bench.small(128)?);
+            }
+            Suite::Handoff => {
+                handoff::run(&mut bench, &mut handoffs)?;
+                let wrong = handoffs.iter().filter(|row| row.wrong_bytes > 0);
+                failures.extend(wrong.map(|row| format!("wrong bytes: {row:?}")));
+            }
+            Suite::Beside => beside::run(&mut bench, &mut beside)?,
+        }
+    }
+    if let Some((loops, list)) = small {
+        println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
+    }
+    let results =
+        Results { card: name, driver, multiprocessors, rows, small, handoffs, beside, failures };
+    if let Some(path) = &settings.json {
+        std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
+    }
+    match results.failures.first() {
+        None => Ok(()),
+        Some(_) => Err(results.failures.join("\n").into()),
+    }
+}
+
+/// One request of each of many pairs.
+fn measure_rows(
+    bench: &mut Bench,
+    settings: &Settings,
+    rows: &mut Vec<Row>,
+    failures: &mut Vec<String>,
+) {
+    println!(
+        "us: from block ids to the last byte, with half of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post)"
+    );
     println!(
         "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>6}",
         "case",
@@ -68,7 +124,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         "GB/s",
         "limit",
         "of it",
-        "66",
+        "all",
         "32",
         "16",
         "card us",
@@ -77,7 +133,6 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         "loops",
         "wrong"
     );
-    let (mut rows, mut failures) = (vec![], vec![]);
     for case in measure::cases().iter().filter(|case| case.name().contains(&settings.only)) {
         match bench.run(case) {
             Ok(row) => {
@@ -112,15 +167,5 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         if mappings() > 0 {
             failures.push(format!("{}: {} mappings are left", case.name(), mappings()));
         }
-    }
-    let small = bench.small(128)?;
-    println!("128 copies of 8 KiB: {:.1} us as loops, {:.1} us as a list", small.0, small.1);
-    let results = Results { card: name, driver, multiprocessors, rows, small, failures };
-    if let Some(path) = &settings.json {
-        std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
-    }
-    match results.failures.first() {
-        None => Ok(()),
-        Some(_) => Err(results.failures.join("\n").into()),
     }
 }

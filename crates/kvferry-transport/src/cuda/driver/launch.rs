@@ -104,6 +104,16 @@ impl Stream {
         unsafe { call!(self.card, "recording an event", event_record(event.event, self.stream)) }
     }
 
+    /// Whether all of it has ended.
+    pub(crate) fn has_ended(&self) -> Result<bool, Error> {
+        let driver = self.card.enter()?;
+        // SAFETY: it is live.
+        match unsafe { (driver.0.stream_query)(self.stream) } {
+            NOT_READY => Ok(false),
+            code => driver.said("carrying out copies", code).map(|()| true),
+        }
+    }
+
     /// Waits until all of it has ended.
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: it is live.

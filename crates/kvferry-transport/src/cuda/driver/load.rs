@@ -7,6 +7,9 @@ use std::sync::OnceLock;
 
 use crate::contract::Error;
 
+/// Names CUDA's driver library, where it is not the system's.
+const VARIABLE: &str = "KVFERRY_CUDA_DRIVER";
+
 /// A handle of CUDA's: context, stream, event, module, function.
 pub(super) type Handle = *mut c_void;
 pub(super) type Code = c_int;
@@ -84,6 +87,7 @@ functions! {
     stream_create = "cuStreamCreateWithPriority": fn(*mut Handle, c_uint, c_int);
     stream_destroy = "cuStreamDestroy_v2": fn(Handle);
     stream_synchronize = "cuStreamSynchronize": fn(Handle);
+    stream_query = "cuStreamQuery": fn(Handle);
     event_create = "cuEventCreate": fn(*mut Handle, c_uint);
     event_destroy = "cuEventDestroy_v2": fn(Handle);
     event_record = "cuEventRecord": fn(Handle, Handle);
@@ -137,8 +141,9 @@ impl Driver {
 
     fn load() -> Result<Self, Error> {
         let missing = |error: libloading::Error| Error::NoDriver(reason(&error));
+        let named = std::env::var_os(VARIABLE).unwrap_or_else(|| "libcuda.so.1".into());
         // SAFETY: loading CUDA's driver library runs its initialisers, as any CUDA program does.
-        let library = unsafe { libloading::Library::new("libcuda.so.1") }.map_err(missing)?;
+        let library = unsafe { libloading::Library::new(named) }.map_err(missing)?;
         let driver = Self(Functions::load(library).map_err(missing)?);
         // SAFETY: takes a number.
         let code = unsafe { (driver.0.init)(0) };

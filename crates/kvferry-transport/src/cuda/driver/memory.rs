@@ -296,6 +296,8 @@ pub(crate) struct Pinned {
 
 // SAFETY: plain memory, owned by this value.
 unsafe impl Send for Pinned {}
+// SAFETY: a reference gives no more than the address.
+unsafe impl Sync for Pinned {}
 
 impl Drop for Pinned {
     fn drop(&mut self) {

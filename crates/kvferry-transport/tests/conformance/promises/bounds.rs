@@ -7,6 +7,7 @@ use kvferry_transport::{ByteCopy, Error, Place, Side, Transport};
 
 use crate::back_end::BackEnd;
 use crate::data::{hash, pattern};
+use crate::memory::Memory;
 use crate::pair::{MIB, PEER_SEED, Pair, done, refused, soon};
 
 pub(super) fn outside_is_refused<B: BackEnd>() {
@@ -76,7 +77,7 @@ pub(super) fn deregistered_is_outside<B: BackEnd>() {
         done(&pair.read_all());
     }
     // Our own side, for all: a region that was never registered, or is not any more.
-    let other = HostMemory::new(MIB).unwrap();
+    let other = B::Memory::new(MIB);
     let copy = ByteCopy { source: pair.process.base, destination: other.base(), bytes: 4096 };
     // SAFETY: the memory outlives the registration, and is only touched through its address.
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();
@@ -93,7 +94,7 @@ pub(super) fn a_region_in_use_is_busy<B: BackEnd>() {
         return;
     }
     let pair = Pair::<B>::new(32 * MIB);
-    let other = HostMemory::new(32 * MIB).unwrap();
+    let other = B::Memory::new(32 * MIB);
     // SAFETY: the memory outlives the transport (declared first, dropped last) and is only touched
     // through its address.
     let id = unsafe { pair.transport.register(other.region()) }.unwrap();

@@ -1,17 +1,17 @@
 //! Dropping a transport gives everything back.
 
-use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{ByteCopy, Transport};
 
 use crate::back_end::BackEnd;
 use crate::census::{self, Census};
+use crate::memory::Memory;
 use crate::pair::{MIB, PEER_SEED, done, soon};
 use crate::peer::{Peer, wait_until};
 
 pub(super) fn nothing_leaks<B: BackEnd>() {
     let mut process = Peer::start::<B>(MIB, PEER_SEED);
     let cycle = || {
-        let ours = HostMemory::new(MIB).unwrap();
+        let ours = B::Memory::new(MIB);
         let transport = B::new().unwrap();
         // SAFETY: the memory outlives the transport, and is only touched through its address.
         let region = unsafe { transport.register(ours.region()) }.unwrap();
@@ -29,7 +29,7 @@ pub(super) fn nothing_leaks<B: BackEnd>() {
     let before = census::take();
     let peer_before = process.ask("census");
     let cycle = || {
-        let ours = HostMemory::new(MIB).unwrap();
+        let ours = B::Memory::new(MIB);
         let transport = B::new().unwrap();
         // SAFETY: as above.
         unsafe { transport.register(ours.region()) }.unwrap();

@@ -1,6 +1,7 @@
 //! The tests. Each holds every back end to one promise of `Transport`.
 
 mod bounds;
+mod cuda;
 mod custody;
 mod exact;
 mod leaks;
@@ -9,7 +10,7 @@ mod nixl;
 mod packed;
 mod peers;
 
-use crate::back_end::BackEnd;
+use crate::back_end::{BackEnd, CudaEnd, CudaTwinEnd};
 
 pub(crate) use self::local::reader;
 
@@ -58,6 +59,25 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
 /// What only `local` promises.
 pub(crate) fn for_local() -> Vec<Promise> {
     vec![("falls_back_to_tcp_and_says_so", local::falls_back_to_tcp_and_says_so)]
+}
+
+/// What only `cuda` promises, on a card.
+pub(crate) fn for_cuda() -> Vec<Promise> {
+    vec![
+        ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaEnd>),
+        ("loops_are_exact", cuda::loops_are_exact::<CudaEnd>),
+    ]
+}
+
+/// The same, and what a card does not do when it is told to.
+pub(crate) fn for_cuda_twin() -> Vec<Promise> {
+    vec![
+        ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaTwinEnd>),
+        ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
+        ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
+        ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
+        ("kernels_that_break_fail", cuda::kernels_that_break_fail),
+    ]
 }
 
 /// What only `nixl` promises, and why it keeps destinations in quarantine.

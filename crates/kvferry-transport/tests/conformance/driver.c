@@ -1,0 +1,467 @@
+/*
+ * Enough of CUDA's driver to run the cuda back end without a GPU: memory that other processes can open,
+ * streams that work in order in threads of their own, and one kernel, whose body is loops.h. What a card does is
+ * done by the CPU; everything around it is the back end's own code.
+ *
+ * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
+ * KVFERRY_TWIN_REFUSES=launch kernels do not start
+ * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "../../src/cuda/host.c"
+
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, NOT_READY = 600, BROKEN = 700 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int refuses(const char *what)
+{
+    const char *refused = getenv("KVFERRY_TWIN_REFUSES");
+    return refused && !strcmp(refused, what);
+}
+
+/* Memory "on the card": a file without a name, which other processes open through this one. */
+struct span {
+    uint64_t base, bytes;
+    int file; /* -1 where it is another process's */
+    struct span *next;
+};
+static struct span *spans;
+
+static struct span *find(uint64_t address)
+{
+    struct span *span = spans;
+    while (span && address - span->base >= span->bytes)
+        span = span->next;
+    return span;
+}
+
+static int add(uint64_t *address, uint64_t bytes, int file, int keep)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED)
+        return NO_MEMORY;
+    struct span *span = malloc(sizeof *span);
+    *span = (struct span){(uint64_t)memory, bytes, keep ? file : -1, NULL};
+    pthread_mutex_lock(&lock);
+    span->next = spans;
+    spans = span;
+    pthread_mutex_unlock(&lock);
+    *address = span->base;
+    return OK;
+}
+
+static int take_away(uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span **at = &spans, *span;
+    while (*at && (*at)->base != address)
+        at = &(*at)->next;
+    if ((span = *at))
+        *at = span->next;
+    pthread_mutex_unlock(&lock);
+    if (!span)
+        return INVALID;
+    munmap((void *)span->base, span->bytes);
+    if (span->file >= 0)
+        close(span->file);
+    free(span);
+    return OK;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+{
+    int file = memfd_create("card", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, bytes))
+        return NO_MEMORY;
+    return add(address, bytes, file, 1);
+}
+
+int cuMemFree_v2(uint64_t address) { return take_away(address); }
+
+struct handle {
+    uint64_t bytes;
+    int pid, file;
+    char rest[48];
+};
+
+int cuIpcGetMemHandle(struct handle *handle, uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span *span = find(address);
+    if (span)
+        *handle = (struct handle){.bytes = span->bytes, .pid = getpid(), .file = span->file};
+    pthread_mutex_unlock(&lock);
+    return span ? OK : INVALID;
+}
+
+int cuIpcOpenMemHandle_v2(uint64_t *address, struct handle handle, unsigned flags)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.file);
+    int file = refuses("open") ? -1 : open(path, O_RDWR | O_CLOEXEC);
+    (void)flags;
+    if (file < 0)
+        return NOT_PERMITTED;
+    int code = add(address, handle.bytes, file, 0);
+    close(file);
+    return code;
+}
+
+int cuIpcCloseMemHandle(uint64_t address) { return take_away(address); }
+
+int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span *span = find(address);
+    if (span) {
+        *base = span->base;
+        *bytes = span->bytes;
+    }
+    pthread_mutex_unlock(&lock);
+    return span ? OK : INVALID;
+}
+
+int cuPointerGetAttribute(void *to, int attribute, uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span *span = find(address);
+    pthread_mutex_unlock(&lock);
+    if (!span)
+        return INVALID;
+    /* 9: the card's number, which is 0; 10: whether it has an IPC handle. */
+    *(int *)to = attribute == 10;
+    return OK;
+}
+
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    return *memory ? OK : NO_MEMORY;
+}
+
+int cuMemFreeHost(void *memory)
+{
+    free(memory);
+    return OK;
+}
+
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t bytes)
+{
+    memcpy((void *)to, from, bytes);
+    return OK;
+}
+
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t bytes)
+{
+    memcpy(to, (const void *)from, bytes);
+    return OK;
+}
+
+/* Streams. */
+struct work {
+    enum { COPY, FILL, KERNEL, FREE_KERNEL, EVENT } kind;
+    uint64_t to, from;
+    size_t bytes;
+    struct event *event;
+    struct work *next;
+};
+
+struct event {
+    int pending;
+};
+
+struct stream {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct work *first, **last;
+    int busy, closing, code;
+};
+
+static void carry_out_work(struct stream *stream, struct work *work)
+{
+    switch (work->kind) {
+    case COPY:
+        memcpy((void *)work->to, (const void *)work->from, work->bytes);
+        break;
+    case FILL:
+        memset((void *)work->to, (int)work->from, work->bytes);
+        break;
+    case KERNEL:
+    case FREE_KERNEL:
+        if (refuses("run")) {
+            stream->code = BROKEN;
+        } else {
+            const kv_header *program = (const kv_header *)work->from;
+            uint32_t *signal = (uint32_t *)program->signal;
+            kvferry_carry_out(program);
+            __atomic_store_n(signal, 1, __ATOMIC_RELEASE);
+        }
+        if (work->kind == FREE_KERNEL)
+            free((void *)work->from);
+        break;
+    case EVENT:
+        __atomic_store_n(&work->event->pending, 0, __ATOMIC_RELEASE);
+    }
+    free(work);
+}
+
+static void *run(void *argument)
+{
+    struct stream *stream = argument;
+    pthread_mutex_lock(&stream->lock);
+    while (stream->first || !stream->closing) {
+        struct work *work = stream->first;
+        if (!work) {
+            pthread_cond_wait(&stream->changed, &stream->lock);
+            continue;
+        }
+        if (!(stream->first = work->next))
+            stream->last = &stream->first;
+        stream->busy = 1;
+        pthread_mutex_unlock(&stream->lock);
+        carry_out_work(stream, work);
+        pthread_mutex_lock(&stream->lock);
+        stream->busy = 0;
+        pthread_cond_broadcast(&stream->changed);
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return NULL;
+}
+
+static int push(struct stream *stream, struct work work)
+{
+    struct work *made = malloc(sizeof work);
+    *made = work;
+    made->next = NULL;
+    pthread_mutex_lock(&stream->lock);
+    *stream->last = made;
+    stream->last = &made->next;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    return OK;
+}
+
+int cuStreamCreateWithPriority(struct stream **made, unsigned flags, int priority)
+{
+    (void)flags, (void)priority;
+    struct stream *stream = calloc(1, sizeof *stream);
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->changed, NULL);
+    stream->last = &stream->first;
+    *made = stream;
+    return pthread_create(&stream->thread, NULL, run, stream) ? NO_MEMORY : OK;
+}
+
+int cuStreamSynchronize(struct stream *stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    while (stream->first || stream->busy)
+        pthread_cond_wait(&stream->changed, &stream->lock);
+    pthread_mutex_unlock(&stream->lock);
+    return stream->code;
+}
+
+int cuStreamQuery(struct stream *stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    int busy = stream->first || stream->busy;
+    pthread_mutex_unlock(&stream->lock);
+    return stream->code ? stream->code : busy ? NOT_READY : OK;
+}
+
+int cuStreamDestroy_v2(struct stream *stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    stream->closing = 1;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    pthread_join(stream->thread, NULL);
+    free(stream);
+    return OK;
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, struct stream *stream)
+{
+    return push(stream, (struct work){.kind = COPY, .to = to, .from = (uint64_t)from, .bytes = bytes});
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, struct stream *stream)
+{
+    return push(stream, (struct work){.kind = COPY, .to = to, .from = from, .bytes = bytes});
+}
+
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, struct stream *stream)
+{
+    return push(stream, (struct work){.kind = FILL, .to = to, .from = value, .bytes = bytes});
+}
+
+int cuEventCreate(struct event **event, unsigned flags)
+{
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    return OK;
+}
+
+int cuEventDestroy_v2(struct event *event)
+{
+    free(event);
+    return OK;
+}
+
+int cuEventRecord(struct event *event, struct stream *stream)
+{
+    __atomic_store_n(&event->pending, 1, __ATOMIC_RELEASE);
+    return push(stream, (struct work){.kind = EVENT, .event = event});
+}
+
+int cuEventQuery(struct event *event) { return __atomic_load_n(&event->pending, __ATOMIC_ACQUIRE) ? NOT_READY : OK; }
+
+int cuEventElapsedTime(float *time, struct event *from, struct event *to)
+{
+    (void)from, (void)to;
+    *time = 0;
+    return OK;
+}
+
+/* The kernel. A function is the number of bytes of its parameter; 8 is that of an address. */
+int cuModuleLoadData(void **module, const void *image)
+{
+    (void)image;
+    *module = &lock;
+    return OK;
+}
+
+int cuModuleUnload(void *module)
+{
+    (void)module;
+    return OK;
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name)
+{
+    unsigned long bytes = sizeof(uint64_t);
+    (void)module;
+    sscanf(name, "kvferry_copy_%lu", &bytes);
+    *function = (void *)bytes;
+    return OK;
+}
+
+int cuFuncSetAttribute(void *function, int attribute, int value)
+{
+    (void)function, (void)attribute, (void)value;
+    return OK;
+}
+
+int cuLaunchKernel(void *function, unsigned ctas, unsigned y, unsigned z, unsigned threads, unsigned v, unsigned w,
+                   unsigned shared, struct stream *stream, void **arguments, void **extra)
+{
+    (void)ctas, (void)y, (void)z, (void)threads, (void)v, (void)w, (void)shared, (void)extra;
+    size_t bytes = (size_t)function;
+    if (refuses("launch"))
+        return NO_MEMORY;
+    if (bytes == sizeof(uint64_t))
+        return push(stream, (struct work){.kind = KERNEL, .from = *(uint64_t *)arguments[0]});
+    /* A parameter is copied before the call returns. */
+    void *copy = aligned_alloc(16, (bytes + 15) / 16 * 16);
+    memcpy(copy, arguments[0], bytes);
+    return push(stream, (struct work){.kind = FREE_KERNEL, .from = (uint64_t)copy});
+}
+
+/* The card. */
+int cuInit(unsigned flags)
+{
+    (void)flags;
+    return OK;
+}
+
+int cuGetErrorString(int code, const char **text)
+{
+    *text = code == NOT_PERMITTED ? "operation not permitted" : code == BROKEN ? "an illegal memory access was encountered" : "invalid argument";
+    return OK;
+}
+
+int cuDeviceGet(int *device, int ordinal)
+{
+    *device = ordinal;
+    return ordinal ? 101 : OK;
+}
+
+int cuDeviceGetUuid_v2(unsigned char uuid[16], int device)
+{
+    memset(uuid, device + 1, 16);
+    return OK;
+}
+
+int cuDeviceGetName(char *name, int length, int device)
+{
+    (void)device;
+    snprintf(name, length, "a CPU that stands in for a GPU");
+    return OK;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    (void)device;
+    /* 16: multiprocessors; 75 and 76: compute capability. */
+    *value = attribute == 16 ? 4 : attribute == 75 ? 9 : 0;
+    return OK;
+}
+
+int cuDriverGetVersion(int *version)
+{
+    *version = 13000;
+    return OK;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device)
+{
+    (void)device;
+    *context = &lock;
+    return OK;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device)
+{
+    (void)device;
+    return OK;
+}
+
+int cuCtxSetCurrent(void *context)
+{
+    (void)context;
+    return OK;
+}
+
+int cuCtxSynchronize(void) { return OK; }
+
+int cuCtxGetStreamPriorityRange(int *least, int *greatest)
+{
+    *least = *greatest = 0;
+    return OK;
+}
+
+/* Memory from the virtual-memory interface: not here. */
+#define NOT_HERE(NAME)                                                                              \
+    int NAME(void) { return NOT_SUPPORTED; }
+NOT_HERE(cuMemRetainAllocationHandle)
+NOT_HERE(cuMemCreate)
+NOT_HERE(cuMemRelease)
+NOT_HERE(cuMemExportToShareableHandle)
+NOT_HERE(cuMemImportFromShareableHandle)
+NOT_HERE(cuMemGetAllocationGranularity)
+NOT_HERE(cuMemAddressReserve)
+NOT_HERE(cuMemAddressFree)
+NOT_HERE(cuMemMap)
+NOT_HERE(cuMemUnmap)
+NOT_HERE(cuMemSetAccess)

@@ -1,0 +1,93 @@
+//! Memory to move: the host's, or a card's.
+
+use std::sync::OnceLock;
+
+use kvferry_layout::{Place, Region};
+use kvferry_transport::cuda::driver::Card;
+use kvferry_transport::memory::HostMemory;
+
+/// A block of memory, touched only through its address.
+pub(crate) trait Memory {
+    fn new(bytes: usize) -> Self;
+    fn region(&self) -> Region;
+    fn snapshot(&self) -> Vec<u8>;
+    fn write(&self, at: usize, content: &[u8]);
+    fn byte(&self, at: usize) -> u8;
+
+    fn base(&self) -> u64 {
+        self.region().base
+    }
+
+    fn bytes(&self) -> usize {
+        self.region().bytes as usize
+    }
+}
+
+impl Memory for HostMemory {
+    fn new(bytes: usize) -> Self {
+        Self::new(bytes).unwrap()
+    }
+
+    fn region(&self) -> Region {
+        self.region()
+    }
+
+    fn snapshot(&self) -> Vec<u8> {
+        self.snapshot()
+    }
+
+    fn write(&self, at: usize, content: &[u8]) {
+        self.write(at, content);
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        self.byte(at)
+    }
+}
+
+/// Memory of the first card.
+pub(crate) struct CardMemory {
+    base: u64,
+    bytes: usize,
+}
+
+/// The first card. It stays open: opening one takes the better part of a second.
+pub(crate) fn card() -> &'static Card {
+    static CARD: OnceLock<Card> = OnceLock::new();
+    CARD.get_or_init(|| Card::open(0).unwrap())
+}
+
+impl Memory for CardMemory {
+    fn new(bytes: usize) -> Self {
+        Self { base: card().allocate(bytes as u64).unwrap(), bytes }
+    }
+
+    fn region(&self) -> Region {
+        Region { base: self.base, bytes: self.bytes as u64, place: Place::Gpu(0) }
+    }
+
+    fn snapshot(&self) -> Vec<u8> {
+        let mut content = vec![0; self.bytes];
+        card().download(&mut content, self.base).unwrap();
+        content
+    }
+
+    fn write(&self, at: usize, content: &[u8]) {
+        assert!(at + content.len() <= self.bytes);
+        card().upload(self.base + at as u64, content).unwrap();
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        assert!(at < self.bytes);
+        let mut content = [0];
+        card().download(&mut content, self.base + at as u64).unwrap();
+        content[0]
+    }
+}
+
+impl Drop for CardMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated for this value; the tests drop transports first.
+        unsafe { card().free(self.base) }.unwrap();
+    }
+}

@@ -1,0 +1,116 @@
+//! What only `cuda` promises: mappings, loops, and what happens when the card refuses.
+
+use kvferry_layout::{BlockPair, Loop, Loops};
+use kvferry_transport::cuda::mappings;
+use kvferry_transport::{Error, Operation, Status, Transport};
+
+use crate::back_end::{BackEnd, CudaTwinEnd};
+use crate::data::pattern;
+use crate::memory::Memory;
+use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
+use crate::peer::Peer;
+
+/// A peer's memory is mapped while the peer is connected, and not longer: also when it has died, comes
+/// back as another, or its transport is dropped.
+pub(super) fn mappings_go_with_their_peers<B: BackEnd>() {
+    assert_eq!(mappings(), 0);
+    let mut pair = Pair::<B>::new(MIB);
+    assert_eq!(mappings(), 1);
+    // Known already.
+    pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+    assert_eq!(mappings(), 1);
+    for seed in 10..20 {
+        let operation = pair.read_all();
+        pair.process.kill();
+        if seed % 2 == 0 {
+            // The mapping is kept until the kernel has ended.
+            pair.transport.disconnect(&pair.peer);
+            assert!(operation.wait(soon()).is_safe());
+        } else {
+            done(&operation);
+            pair.transport.disconnect(&pair.peer);
+        }
+        assert_eq!(mappings(), 0, "of a peer that has died");
+        pair.process = Peer::start::<B>(MIB, seed);
+        pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+        assert_eq!(mappings(), 1);
+    }
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(19, MIB));
+    let Pair { transport, peer, .. } = pair;
+    drop(transport);
+    assert_eq!(mappings(), 0, "of a transport that was dropped");
+    drop(peer);
+}
+
+/// Loops and tables instead of a list: what they say, and nothing else.
+pub(super) fn loops_are_exact<B: BackEnd>() {
+    let pair = Pair::<B>::new(4 * MIB);
+    let (theirs, mut ours) = (pattern(PEER_SEED, 4 * MIB), pattern(OUR_SEED, 4 * MIB));
+    let mut loops = Loops::default();
+    let pairs = (0..50).map(|at| BlockPair { source: (at * 7) % 50, destination: 49 - at });
+    let table = loops.add_table(pairs);
+    let start = (pair.process.base + 64, pair.ours.base() + 128);
+    // Runs of 4,112 bytes and, behind them, single words that lie across.
+    let rows = [Loop { count: 3, source: 5008, destination: 4112 }];
+    loops.add_nest(start, 4112, (16_384, 20_480), &rows, table).unwrap();
+    let across = [
+        Loop { count: 9, source: 2, destination: 96 },
+        Loop { count: 48, source: 18, destination: 2 },
+    ];
+    let start = (pair.process.base + 1_200_000, pair.ours.base() + 1_200_000);
+    loops.add_nest(start, 2, (1024, 1024), &across, table).unwrap();
+    for copy in loops.copies() {
+        let from = (copy.source - pair.process.base) as usize;
+        let to = (copy.destination - pair.ours.base()) as usize;
+        let bytes = copy.bytes as usize;
+        ours[to..to + bytes].copy_from_slice(&theirs[from..from + bytes]);
+    }
+    done(&pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap());
+    assert!(pair.ours.snapshot() == ours, "loops are not exact");
+}
+
+fn twin_refuses(what: &str) {
+    // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
+    // work, and they have none.
+    unsafe { std::env::set_var("KVFERRY_TWIN_REFUSES", what) };
+}
+
+/// Other containers, MIG: the cause is named, nothing stays open, and the transport works on.
+pub(super) fn memory_that_cannot_be_opened_is_named() {
+    let process = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
+    twin_refuses("open");
+    let transport = CudaTwinEnd::new().unwrap();
+    let error = transport.connect(&process.description, soon()).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("opening the memory of another process"), "{text}");
+    assert!(text.contains("not permitted"), "{text}");
+    assert_eq!(mappings(), 0);
+    // The process that it belongs to may also be gone.
+    twin_refuses("nothing");
+    drop(process);
+    let process = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
+    let description = process.description.clone();
+    drop(process);
+    transport.connect(&description, soon()).unwrap_err();
+    assert_eq!(mappings(), 0);
+}
+
+pub(super) fn kernels_that_do_not_start_fail() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin_refuses("launch");
+    let status = pair.read_all().wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { .. })), "{status:?}");
+    twin_refuses("nothing");
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// A kernel that an error ends sets no signal: the transport asks the card, and nothing waits for ever.
+pub(super) fn kernels_that_break_fail() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin_refuses("run");
+    let status = pair.read_all().wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { .. })), "{status:?}");
+    assert_eq!(pair.transport.statistics().quarantined, 0);
+}
