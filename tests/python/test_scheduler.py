@@ -29,6 +29,7 @@ def start(caplog):
                 data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
             ),
             num_prefill_lookahead_tokens=0,
+            speculative_config=None,
         )
         made.append(SchedulerSide(config, cache, Options.read(options)))
         return made[-1]
@@ -72,7 +73,7 @@ def test_parameters_decide_whatever_the_role(start, role):
     deadline = time.monotonic() + 30
     while not (released := prefill.orders([]).released):
         assert time.monotonic() < deadline
-    assert released == ["request-1"] and not prefill.prefill.kept
+    assert released == ["request-1"] and not prefill.keep.kept
 
 
 def test_an_engine_keeps_nothing_that_nobody_asked_for(start):

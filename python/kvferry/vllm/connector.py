@@ -52,6 +52,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self.scheduler.agent.publish([metadata[rank].card for rank in sorted(metadata)])
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind(kv_cache_manager)
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         # Whatever is left out here would be zeroed while the read lands.
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -74,6 +78,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         failed = connector_output.failed_recving or ()
         for request in connector_output.finished_recving or ():
             self.scheduler.ended(request, failed=request in failed)
+        self.scheduler.turns.freed(connector_output.finished_sending or ())
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.turns.can_make_room()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

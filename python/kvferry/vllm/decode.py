@@ -1,4 +1,5 @@
-"""D: a request whose blocks are on another engine waits, is loaded by the workers, and is confirmed."""
+"""D: a request whose blocks are on another engine waits, is loaded by the workers, and is confirmed. So
+does P, when a dialogue goes on with what D has answered."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from .logs import logger
 from .messages import Orders
 from .options import Options
 from .params import Offer
+from .turns import hash_tokens
 
 
 @dataclass
@@ -28,6 +30,11 @@ class Wanted:
     #: Why the blocks are gone.
     lost: str | None = None
 
+    @property
+    def next_turn(self) -> bool:
+        """An answer of D's, which P continues from."""
+        return self.offer.hash is not None
+
 
 class Decode:
     """The half of the scheduler's side that takes requests over."""
@@ -40,6 +47,8 @@ class Decode:
         self.spent: deque[dict[str, Any]] = deque(maxlen=256)
         #: What the workers are told in the next step.
         self.next = Orders()
+        #: vLLM's manager of all blocks.
+        self.manager: Any = None
 
     def begin(self, request: Any) -> None:
         """A request that another engine has computed. What cannot be used is computed here."""
@@ -50,6 +59,13 @@ class Decode:
                 raise ValueError("another request is reading the same blocks")
             if offer.ticket in self.spent:
                 raise ValueError("they have been used already, and the blocks are gone")
+            continues = request.kv_transfer_params.get("do_remote_decode") or offer.hash is not None
+            if continues and (offer.hash is None or offer.hash != hash_tokens(request, offer.tokens)):
+                # D need not be told: it keeps them for whoever does continue.
+                raise ValueError(
+                    f"the first {offer.tokens} tokens of this prompt are not those of the answer that "
+                    "they are for"
+                )
             self.agent.hold(offer.ticket, patience=self.options.patience)
         except ValueError as error:
             logger.warning(
@@ -68,8 +84,7 @@ class Decode:
             return 0, False
         self.hear_of_lost()
         usable = min(wanted.tokens, request.num_prompt_tokens - self.groups.held_back)
-        if 0 < usable < wanted.tokens and any(self.groups.recurrent):
-            # A state is that of one position.
+        if 0 < usable < wanted.tokens and self._has_moved_on(wanted):
             logger.warning(
                 "kvferry: the states of %s are those after %d tokens, but this engine needs them "
                 "after %d. It computes the prompt itself",
@@ -78,9 +93,19 @@ class Decode:
                 usable,
             )
             wanted.tokens = usable = 0
+        if wanted.lost is not None and wanted.next_turn:
+            # To compute prompts is what P is for.
+            wanted.tokens = usable = 0
         wanted.computed = computed
         count = max(0, usable - computed)
         return count, count > 0
+
+    def _has_moved_on(self, wanted: Wanted) -> bool:
+        """Whether nothing shorter than the offer can be had of it. P has held its windows back for the
+        token that D needs; an answer has not."""
+        if wanted.next_turn:
+            return self.groups.of_one_position
+        return any(self.groups.recurrent)
 
     def hear_of_lost(self) -> None:
         for ticket, why in self.agent.lost():
@@ -108,6 +133,8 @@ class Decode:
         offer = wanted.offer
         self.agent.reading(offer.ticket)
         tokens = wanted.computed + external
+        if self.manager is not None:
+            self.groups.cache_what_is_loaded(self.manager, name, tokens)
         self.next.loads.append(
             {
                 "request": name,

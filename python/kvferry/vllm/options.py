@@ -47,6 +47,9 @@ class Options:
     deadline: float = _option(60.0, least=1e-3)
     #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
     patience: float = _option(480.0, least=1e-3)
+    #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
+    #: all.
+    next_turn: float = _option(0.0, least=0)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: What to log: `debug` also says where each request's time went.

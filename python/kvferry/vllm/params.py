@@ -1,4 +1,5 @@
-"""What P hands to D through a router, in `kv_transfer_params`: vLLM's own contract, and our part of it."""
+"""What one engine hands to another through a router or a client, in `kv_transfer_params`: vLLM's own
+contract, and our part of it."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ KEY = "kvferry"
 
 @dataclass(frozen=True)
 class Offer:
-    """A request's blocks on P, and the ticket to read them."""
+    """A request's blocks on the engine that has computed it, and the ticket to read them."""
 
     ticket: dict[str, Any]
-    #: Tokens that P has computed.
+    #: Tokens that have been computed.
     tokens: int
-    #: A table for each of P's groups, and the position that each table starts with.
+    #: A table for each of that engine's groups, and the position that each table starts with.
     blocks: Any
     first: Any
+    #: What the tokens of an answer are known by, which P reads for the next turn.
+    hash: str | None = None
 
     @classmethod
     def read(cls, params: dict[str, Any]) -> Offer:
@@ -33,13 +36,16 @@ class Offer:
             _field(ours, "tokens", int, f"{KEY}.tokens"),
             _field(params, "remote_block_ids", (list, tuple), "remote_block_ids"),
             _field(ours, "first", list, f"{KEY}.first"),
+            None if ours.get("hash") is None else _field(ours, "hash", str, f"{KEY}.hash"),
         )
 
     def write(self, request: str, address: str, tp: int, pp: int) -> dict[str, Any]:
         host, _, port = address.rpartition(":")
+        answered = self.hash is not None
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            # As the next engine takes it: D decodes from it, or P continues from an answer of D's.
+            "do_remote_prefill": not answered,
+            "do_remote_decode": answered,
             "remote_block_ids": self.blocks,
             "remote_engine_id": self.ticket["engine"],
             "remote_request_id": request,
@@ -48,11 +54,12 @@ class Offer:
             "tp_size": tp,
             "pp_size": pp,
             "remote_num_tokens": self.tokens,
-            KEY: {"ticket": self.ticket, "tokens": self.tokens, "first": self.first},
+            KEY: {"ticket": self.ticket, "tokens": self.tokens, "first": self.first}
+            | ({"hash": self.hash} if answered else {}),
         }
 
 
-_NAMES = {dict: "an object", list: "a list", (list, tuple): "a list", int: "a whole number"}
+_NAMES = {dict: "an object", list: "a list", (list, tuple): "a list", int: "a whole number", str: "text"}
 
 
 def _field(given: dict[str, Any], name: str, kind: Any, path: str) -> Any:

@@ -53,7 +53,7 @@ def whats_left(engine):
     status = scheduler.agent.status()
     return {
         "prefilling": scheduler.prefill.prefilling,
-        "kept": scheduler.prefill.kept,
+        "kept": list(scheduler.keep.kept),
         "wanted": list(scheduler.decode.wanted),
         "leases": status["leases"],
         "holds": status["holds"],
