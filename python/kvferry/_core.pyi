@@ -250,7 +250,37 @@ class Scheduler:
         `blocks` has the table of every group, `first` the position of its first block where it was
         clipped: what a peer passes to `Worker.load` as `source_blocks` and `source_first`. What a peer
         has read by anything else it is told not to use.
+
+        Where the request was opened, the ticket is the same as then (with an `epoch`, if the request has
+        started over), and tokens and tables must go on from those that it has advanced to. Raises
+        `AgentError` of the kind `given_up` if who reads it gave it up meanwhile: the blocks are free.
         """
+
+    def open(self, request: str, *, name: str | None = None) -> dict[str, Any]:
+        """Lets peers follow a request while it is computed, and gives the ticket to do so. Those who have
+        no ticket find it by its name; of several requests with one name the latest.
+
+        It must be granted in the end, or revoked. Until it is granted its blocks are the engine's own,
+        and nothing is reported when nobody wants it any more."""
+
+    def advance(
+        self,
+        request: str,
+        *,
+        tokens: int,
+        blocks: Sequence[_Numbers],
+        first: _Numbers | None = None,
+    ) -> None:
+        """More of an open request is complete: all its tokens and tables so far, which only grow until
+        the request is granted or starts over. Tables of windows and states may change meanwhile: they
+        count only at the end, and may be left empty until then.
+
+        Raises `AgentError`, of the kind `given_up` if nobody wants the request any more, `changed` if the
+        tables do not go on from those before, `no_lease` if the request is not open, or `table_too_long`."""
+
+    def restart(self, request: str) -> None:
+        """An open request starts over: nothing that it has advanced to holds any more. To be called
+        before its blocks can change. Raises `AgentError`, as `advance` does."""
 
     def revoke(self, request: str) -> bool:
         """Takes a promise back. Answers whether there was one."""
@@ -262,6 +292,31 @@ class Scheduler:
     def hold(self, ticket: dict[str, Any], *, patience: float) -> None:
         """Keeps another engine's lease alive until it is settled or abandoned."""
 
+    def follow(
+        self,
+        request: str,
+        *,
+        ticket: dict[str, Any] | None = None,
+        engine: str | None = None,
+        address: str | None = None,
+        name: str | None = None,
+        patience: float,
+    ) -> None:
+        """Follows a request that another engine computes for this one, by its ticket or by the name that
+        the engine at that address has given to it, or will. `request` is this engine's name for it.
+
+        From when there is a lease it is also held, as by `hold`. The request is lost when there is
+        nothing new for `patience` seconds. `settle`, `abandon` and `unfollow` end it."""
+
+    def frontier(self, request: str) -> dict[str, Any] | None:
+        """How far a request is that is followed: `ticket`, `epoch`, `tokens`, `sealed` (all of it is
+        complete) and `speed` (in tokens per second, None until it is known). None while the engine that
+        computes it has not been heard from, and when it is lost."""
+
+    def unfollow(self, request: str) -> None:
+        """A request that is followed is not wanted any more, whether or not its ticket is known: tells the
+        engine that computes it."""
+
     def reading(self, ticket: dict[str, Any]) -> None:
         """The ranks read it: `status` tells it from those that wait."""
 
@@ -272,7 +327,9 @@ class Scheduler:
         """It is not wanted any more: tells the engine that holds the blocks."""
 
     def lost(self) -> list[tuple[dict[str, Any], str]]:
-        """The tickets whose blocks elsewhere are gone since the last call, and why."""
+        """The tickets whose blocks elsewhere are gone since the last call, and why. Those of requests that
+        were followed say so under the key `follows`; it is the only key where the other engine never heard
+        of the request."""
 
     def status(self) -> dict[str, Any]: ...
     def metrics(self) -> str:
@@ -360,10 +417,11 @@ class Worker:
         ticket: dict[str, Any],
         *,
         deadline: float = 60.0,
+        patience: float = 60.0,
         rest: bool = True,
         granted: int | None = None,
         tokens: int,
-        source_blocks: Sequence[_Numbers],
+        source_blocks: Sequence[_Numbers] | None = None,
         destination_blocks: Sequence[_Numbers],
         cached: _Numbers | None = None,
         source_first: _Numbers | None = None,
@@ -374,6 +432,10 @@ class Worker:
 
         The source's tables must be those that it granted, whoever carried them here: otherwise the load
         ends as `expired`. `granted` is how many tokens it granted, where this engine reads fewer.
+
+        Without `source_blocks` the source is asked for them. It may still be computing the request: what
+        is complete is read meanwhile, and the rest when all of it is. Then `deadline` counts from when
+        the source last had something new to give, and `patience` bounds the wait for that.
 
         With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
         whole.

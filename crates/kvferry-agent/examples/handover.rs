@@ -50,10 +50,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         rank.worker.load(Load {
             request: "request-1".to_owned(),
             ticket: ticket.clone(),
-            grant: grant.clone(),
+            grant: Some(grant.clone()),
             tokens,
             cached: vec![0],
             destination: vec![BlockTable { first: 0, blocks: vec![3] }],
+            deadline: PATIENCE,
             patience: PATIENCE,
             rest: false,
         })?;

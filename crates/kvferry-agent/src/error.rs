@@ -4,7 +4,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use crate::rules::lease::AlreadyGranted;
+use crate::rules::lease::{AlreadyGranted, NotGrown};
 use crate::wire::version::Version;
 
 /// Why a connection to a peer cannot be had, or ended.
@@ -194,6 +194,28 @@ pub enum Error {
     /// What to do: revoke the lease or wait for its end before granting another.
     #[error(transparent)]
     AlreadyGranted(#[from] AlreadyGranted),
+    /// What is said of a request that is being computed does not go on from what was said before, or
+    /// nobody wants it.
+    ///
+    /// What to do: as for the `NotGrown` that the message shows.
+    #[error(transparent)]
+    NotGrown(#[from] NotGrown),
+    /// A block table names more blocks than the engine has.
+    ///
+    /// What to do: hand in the block table of this request and group, with every block once.
+    #[error(
+        "request '{request}': the table of group {group} names {named} blocks, but there are only {blocks}"
+    )]
+    TableTooLong {
+        /// The request.
+        request: String,
+        /// The group.
+        group: usize,
+        /// Blocks that the table names.
+        named: usize,
+        /// Blocks of the group.
+        blocks: u32,
+    },
     /// The agent has stopped.
     ///
     /// What to do: do not use an agent after it was closed; start another.

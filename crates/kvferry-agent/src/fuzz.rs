@@ -4,17 +4,19 @@
 
 use std::fmt;
 use std::io::Cursor;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::rules::grant::Fingerprint;
+use crate::rules::grant::{Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
-    Card, Hello, Incarnation, Question, Reply, Welcome, decode, decode_opening, encode,
-    encode_opening,
+    Card, Hello, Incarnation, Known, News, Question, Reply, Sought, Welcome, decode,
+    decode_opening, encode, encode_opening,
 };
 use crate::wire::trust::{Key, Trust};
 use crate::wire::version::Version;
@@ -57,11 +59,11 @@ fn visit(bytes: &[u8], trust: Trust) -> (bool, u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
     let runtime = runtime.expect("a runtime without sockets can be made");
     let door = Door::new(trust, Version::CURRENT, Limits::default());
-    let host = Counting::default();
+    let host = Arc::new(Counting::default());
     let stream = tokio::io::join(Cursor::new(bytes.to_vec()), tokio::io::sink());
     let inside = runtime.block_on(door.visit(stream, &host));
     assert!(door.guests().is_empty(), "whoever has left is not inside");
-    (inside, host.0.into_inner())
+    (inside, host.0.load(Ordering::Relaxed))
 }
 
 /// Answers with what was asked for, as far as there is any.
@@ -83,8 +85,28 @@ impl Host for Counting {
             Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
             Question::Fit { .. } => Reply::NotReady,
             Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
+            Question::Follow { known, .. } => Reply::Frontier(news(&known)),
         }
     }
+}
+
+/// How far a lease has come, told to someone who knows this much.
+fn news(known: &Known) -> News {
+    let key = LeaseKey { request: "a".to_owned(), nonce: 1 << 40 };
+    let table = BlockTable { first: 2, blocks: (0..40).collect() };
+    let grant = Grant { epoch: 1, tokens: 600, tables: vec![table.clone(), table] };
+    let news = News::of(Incarnation(7), key, &grant, known.epoch > 1, known);
+    // Whatever it says that it knows, what it is told goes on from there or is refused.
+    let before = known
+        .blocks
+        .iter()
+        .flatten()
+        .map(|blocks| BlockTable { first: 2, blocks: (0..*blocks % 50).collect() });
+    let before = Grant { epoch: known.epoch, tokens: known.tokens, tables: before.collect() };
+    if let Some(after) = news.clone().after(&before) {
+        assert_eq!(after.epoch, grant.epoch);
+    }
+    news
 }
 
 /// Good messages to start mutating from.
@@ -104,6 +126,8 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::Lease(Answer::NotHeld(Loss::Ended(Ended::Expired))),
         Reply::Done,
         Reply::Status("{}".to_owned()),
+        Reply::Frontier(news(&Known::default())),
+        Reply::Frontier(news(&Known { blocks: Some(vec![3, 0]), ..Known::default() })),
     ];
     let welcome = Counting::default().welcome();
     let hello = Hello { who: "d/0 (tp0)".to_owned() };
@@ -135,7 +159,7 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 7] {
+fn questions() -> [Question; 9] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
@@ -152,5 +176,10 @@ fn questions() -> [Question; 7] {
         Question::Abandon { incarnation, keys: vec![key("c")] },
         Question::Ping,
         Question::Status,
+        Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() },
+        Question::Follow {
+            sought: Sought::Lease { incarnation, key: key("a") },
+            known: Known { nonce: Some(1 << 40), epoch: 1, tokens: 64, blocks: Some(vec![4, 1]) },
+        },
     ]
 }

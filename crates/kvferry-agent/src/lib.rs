@@ -9,6 +9,9 @@
 //!   P: Scheduler::released ◀──confirmed── D's workers, when each has read its part
 //! ```
 //!
+//! D need not wait until P has finished: between [`Scheduler::open`] and [`Scheduler::grant`] the lease
+//! grows with what is computed, and a [`Load`] without a grant follows it and reads it part by part.
+//!
 //! The rooms, from the ground up. Each knows only those above it, but for `wire/version`, which errors
 //! name:
 //!
@@ -17,8 +20,8 @@
 //! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); why a request can fail |
 //! | `error`, `metrics`, `mailbox`, `background`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports; several of them as one |
 //! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
-//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `holds` (leases of others that are kept alive), `status`, `options` |
-//! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `core`, `options` |
+//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `bells` (wakes those who follow a lease), `holds` (leases of others that are kept alive), `follows` (how far others are with requests of this engine), `status`, `options` |
+//! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `growth` (what a load reads next while the source computes), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `core`, `options` |
 //!
 //! Everything that waits has a deadline; nothing that a peer sends makes this process panic.
 
@@ -46,8 +49,8 @@ pub use rules::grant::{Fingerprint, Grant};
 pub use rules::lease::{Ended, Loss, Released};
 pub use rules::{follow, lease, life};
 pub use scheduler::{
-    GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Scheduler, SchedulerOptions, Status,
-    ask_status,
+    Following, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Progress, Scheduler,
+    SchedulerOptions, Status, ask_status,
 };
 pub use several::carry_several;
 pub use wire::door::Limits;

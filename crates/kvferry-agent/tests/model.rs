@@ -6,7 +6,8 @@
 //! never; P overwrites a block the moment it is free; a cancelled read goes on landing until its
 //! transport says that it has settled; the request keeps its name when it is served again; a decode
 //! rank may start over under its old name. P may compute while ranks follow: a word at a time, starting
-//! over in a block that others have overwritten meanwhile; and a client may forge the tables.
+//! over in a block that others have overwritten meanwhile; ranks come early, late or in between, with a
+//! ticket or with nothing but a name, which may be used again; and a client may forge the tables.
 //!
 //! Shown in every state: what is used was read under a confirmed lease (invariant 3), nothing lands
 //! in a block that was handed back (4), when nothing more is delivered and time passes, all blocks are
@@ -19,13 +20,14 @@ use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
-use kvferry_agent::follow::{Follower, Part};
+use kvferry_agent::follow::{Follower, Pace, Part};
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Stage};
 use kvferry_agent::{BlockTable, Failure, Fingerprint, Grant, Loss};
 
 const RANKS: usize = 2;
 const REQUEST: &str = "request";
+const NAME: &str = "name";
 const SCRAP: u8 = 0;
 /// What P's other block holds: another user's prompt.
 const FOREIGN: u8 = u8::MAX;
@@ -58,6 +60,8 @@ enum Fault {
     ReadsOverLateWords,
     /// P lets be read, and confirms, as if what is complete so far were all.
     NoSeal,
+    /// D asks by the name even when it knows which lease it has begun to read.
+    FollowsTheName,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -79,6 +83,7 @@ enum Question {
 /// What P says of a growing lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Told {
+    grant: u8,
     epoch: u8,
     words: u8,
     sealed: bool,
@@ -100,6 +105,7 @@ struct Rank {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Load {
     life: Life,
+    /// The ticket that it has; 0: only the name.
     grant: u8,
     attempt: u8,
     /// A client has put another block into its tables.
@@ -154,6 +160,8 @@ struct Bounds {
     forgery: bool,
     /// P computes word by word, and starts over at most this often; `None`: all at once.
     growth: Option<u8>,
+    /// Whether ranks may know nothing but the name.
+    names: bool,
     fault: Fault,
 }
 
@@ -211,7 +219,7 @@ impl World {
                     w.grants += 1;
                     (w.block, w.words) = (Some(w.grants), [SCRAP; 2]);
                     w.computing = Some(restarts);
-                    w.leases.begin(key(w.grants)).map_err(|e| e.to_string())
+                    w.leases.begin(key(w.grants), Some(NAME)).map_err(|e| e.to_string())
                 }),
             }
         }
@@ -280,11 +288,15 @@ impl World {
             let rank = &self.ranks[r];
             if rank.kept_for.is_none() && rank.attempts < bounds.attempts[r] {
                 let forged = [false, true].into_iter().take(1 + usize::from(bounds.forgery));
-                for (grant, forged) in
-                    (1..=self.grants).flat_map(|g| forged.clone().map(move |f| (g, f)))
-                {
-                    let how = if forged { " by forged tables" } else { "" };
-                    step(format!("D{r} loads grant {grant}{how}"), &|w| {
+                let tickets = (1..=self.grants).flat_map(|g| forged.clone().map(move |f| (g, f)));
+                let name = bounds.names.then_some((0, false));
+                for (grant, forged) in tickets.chain(name) {
+                    let how = match (grant, forged) {
+                        (0, _) => "what has the name".to_owned(),
+                        (_, true) => format!("grant {grant} by forged tables"),
+                        (_, false) => format!("grant {grant}"),
+                    };
+                    step(format!("D{r} loads {how}"), &|w| {
                         let rank = &mut w.ranks[r];
                         rank.attempts += 1;
                         let attempt = rank.attempts;
@@ -297,11 +309,14 @@ impl World {
                             forged,
                             follower: Follower::of(
                                 bounds.growth.is_none().then(|| tables(0, 2, forged)),
+                                Pace { from: 0, to: 2, step: 1 },
                             ),
                             question: Question::None,
                             part: None,
                         });
-                        w.sent.insert(Message::Extend { grant });
+                        if grant > 0 {
+                            w.sent.insert(Message::Extend { grant });
+                        }
                         Ok(())
                     });
                 }
@@ -392,9 +407,15 @@ impl World {
     /// P answers that.
     fn tell(&mut self, r: usize, bounds: &Bounds) {
         let Some(load) = &mut self.ranks[r].load else { return };
-        let nonce = u64::from(load.grant);
+        let mut nonce = u64::from(load.grant);
+        if load.grant == 0 || bounds.fault == Fault::FollowsTheName {
+            // Of a name that P has not heard of it says nothing.
+            let Some(found) = self.leases.named(NAME) else { return };
+            nonce = found.nonce;
+        }
         let told = self.leases.frontier(REQUEST).filter(|told| told.nonce == nonce);
         load.question = Question::Answered(told.map(|told| Told {
+            grant: nonce as u8,
             epoch: told.grant.epoch as u8,
             words: told.grant.tokens as u8,
             sealed: told.sealed || (bounds.fault == Fault::NoSeal && told.grant.tokens > 0),
@@ -408,6 +429,7 @@ impl World {
         let Some(told) = told else {
             return self.happen(r, Event::NotHeld(Loss::Unknown), bounds);
         };
+        load.grant = told.grant;
         let mut grant = tables(told.epoch, told.words, load.forged);
         if bounds.fault == Fault::KeepsOldEpoch {
             grant.epoch = load.follower.grant().epoch;
@@ -416,7 +438,7 @@ impl World {
             let failure = Failure::Transport("contradiction".into());
             return self.happen(r, Event::Failed(failure), bounds);
         }
-        match load.follower.next(1) {
+        match load.follower.next() {
             Some(part) => {
                 load.part = Some(part);
                 self.happen(r, Event::Grown { last: part.last }, bounds)
@@ -528,7 +550,7 @@ impl World {
                 Action::ShakeHands => {}
                 Action::Follow => {
                     let known = rank.load.as_mut().and_then(|load| {
-                        load.part = load.follower.next(1);
+                        load.part = load.follower.next();
                         load.part
                     });
                     match known {
@@ -559,6 +581,8 @@ impl World {
                     let read_by = read_by.unwrap_or(Fingerprint([0; 16]));
                     self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt, read_by });
                 }
+                // What was never found cannot be given up.
+                Action::Abandon if grant == 0 => {}
                 Action::Abandon => {
                     self.sent.insert(Message::Abandon { grant });
                 }
@@ -682,6 +706,7 @@ fn two_ranks_one_lease() {
         restarts: 0,
         forgery: false,
         growth: None,
+        names: false,
         fault: Fault::None,
     });
 }
@@ -695,6 +720,7 @@ fn the_request_is_served_again() {
         restarts: 0,
         forgery: false,
         growth: None,
+        names: false,
         fault: Fault::None,
     });
 }
@@ -708,6 +734,7 @@ fn a_rank_starts_over() {
         restarts: 0,
         forgery: false,
         growth: None,
+        names: false,
         fault: Fault::None,
     });
 }
@@ -721,6 +748,7 @@ fn the_prefill_engine_restarts() {
         restarts: 1,
         forgery: false,
         growth: None,
+        names: false,
         fault: Fault::None,
     });
 }
@@ -734,6 +762,7 @@ fn a_client_forges_tables() {
         restarts: 0,
         forgery: true,
         growth: None,
+        names: false,
         fault: Fault::None,
     });
 }
@@ -747,8 +776,25 @@ fn ranks_follow_while_p_computes_and_starts_over() {
         restarts: 0,
         forgery: false,
         growth: Some(1),
+        names: false,
         fault: Fault::None,
     });
+}
+
+#[test]
+fn ranks_know_only_a_name_which_is_used_again() {
+    for (grants, attempts, restarts) in [(1, [1, 1], 0), (2, [1, 0], 1)] {
+        check(&Bounds {
+            grants,
+            attempts,
+            ticks: 1,
+            restarts,
+            forgery: false,
+            growth: Some(0),
+            names: true,
+            fault: Fault::None,
+        });
+    }
 }
 
 /// Without each of its safeguards the protocol breaks, and the check sees it.
@@ -767,9 +813,11 @@ fn every_safeguard_is_needed() {
         (Fault::KeepsOldEpoch, 1, [1, 0], 0, 0, false, Some(1)),
         (Fault::ReadsOverLateWords, 1, [1, 0], 0, 0, false, Some(1)),
         (Fault::NoSeal, 1, [1, 0], 0, 0, false, Some(0)),
+        (Fault::FollowsTheName, 2, [1, 0], 0, 0, false, Some(0)),
     ] {
+        let (names, none) = (fault == Fault::FollowsTheName, Fault::None);
         let sound =
-            Bounds { grants, attempts, ticks, restarts, forgery, growth, fault: Fault::None };
+            Bounds { grants, attempts, ticks, restarts, forgery, growth, names, fault: none };
         assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
         match explore(&Bounds { fault, ..sound }) {
             Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),

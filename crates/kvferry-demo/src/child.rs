@@ -229,7 +229,8 @@ fn play_scheduler(setup: &Setup, commands: &mpsc::Receiver<String>) -> Result<()
                 say(&Reply::Released { request: released.request, why });
             }
             for lost in scheduler.lost() {
-                say(&Reply::Lost { request: lost.ticket.request });
+                let request = lost.ticket.map(|ticket| ticket.request).unwrap_or_default();
+                say(&Reply::Lost { request });
             }
         },
     )

@@ -101,6 +101,7 @@
 //! |---|---|
 //! | table | the block ids of one group, by position ([`Table`]; owned: [`BlockTable`]) |
 //! | entries | which entries of a state are held already, and which are to be copied |
+//! | growth | which groups can be read part by part while the source computes, and in which steps ([`Growth`]) |
 //! | slot | a place in one side's blocks: block, kernel block, entry |
 //! | segment | a stretch of entries that lie evenly on both sides, and repeat evenly; tables become segments |
 //! | shape | what of a segment does not depend on its blocks: where in them it starts, how many entries, which steps |
@@ -115,6 +116,7 @@
 mod check;
 mod compile;
 mod cursor;
+mod growth;
 mod incompatible;
 mod loops;
 mod nest;
@@ -124,6 +126,7 @@ mod transfer;
 mod walk;
 
 pub use compile::{Part, Plan};
+pub use growth::Growth;
 pub use incompatible::Incompatible;
 pub use kvferry_layout::{ByteCopy, Loops, Price};
 pub use request::{BlockTable, Request, RequestError, Side, Table};

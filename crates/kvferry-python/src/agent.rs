@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Card, Error, Grant, Key, Load, Notice, Outcome, SchedulerOptions, Timings, Tls,
-    TlsFiles, Trust, WorkerOptions,
+    self as agent, Card, Error, Following, Grant, Key, Load, Notice, Outcome, Progress,
+    SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::tcp::TcpOptions;
@@ -164,8 +164,49 @@ impl Scheduler {
         let py = blocks.py();
         let half = self.0.get(py)?;
         let grant = Grant { epoch: 0, tokens, tables: granted_tables(blocks, first)? };
-        let granted = py.detach(|| half.grant(request, grant));
-        ticket(py, &granted.map_err(|error| errors::agent(py, &error))?)
+        let granted = py.detach(|| {
+            let ticket = half.grant(request, grant)?;
+            Ok((ticket, half.granted(request).map_or(0, |grant| grant.epoch)))
+        });
+        let (granted, epoch) = granted.map_err(|error| errors::agent(py, &error))?;
+        let fields = ticket(py, &granted)?;
+        if epoch > 0 {
+            // Part of what is granted; whoever loads by these tables needs it.
+            fields.set_item("epoch", epoch)?;
+        }
+        Ok(fields)
+    }
+
+    #[pyo3(signature = (request, *, name=None))]
+    fn open<'py>(
+        &self,
+        py: Python<'py>,
+        request: &str,
+        name: Option<&str>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let half = self.0.get(py)?;
+        let opened = py.detach(|| half.open(request, name));
+        ticket(py, &opened.map_err(|error| errors::agent(py, &error))?)
+    }
+
+    #[pyo3(signature = (request, *, tokens, blocks, first=None))]
+    fn advance(
+        &self,
+        request: &str,
+        tokens: u64,
+        blocks: &Bound<'_, PyAny>,
+        first: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let py = blocks.py();
+        let half = self.0.get(py)?;
+        let tables = granted_tables(blocks, first)?;
+        let advanced = py.detach(|| half.advance(request, tokens, tables));
+        advanced.map_err(|error| errors::agent(py, &error))
+    }
+
+    fn restart(&self, py: Python<'_>, request: &str) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        py.detach(|| half.restart(request)).map_err(|error| errors::agent(py, &error))
     }
 
     fn revoke(&self, py: Python<'_>, request: &str) -> PyResult<bool> {
@@ -190,6 +231,57 @@ impl Scheduler {
         Ok(())
     }
 
+    #[pyo3(signature = (request, *, ticket=None, engine=None, address=None, name=None, patience))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn follow(
+        &self,
+        py: Python<'_>,
+        request: &str,
+        ticket: Option<&Bound<'_, PyDict>>,
+        engine: Option<String>,
+        address: Option<String>,
+        name: Option<String>,
+        patience: f64,
+    ) -> PyResult<()> {
+        let following = match (ticket, engine, address, name) {
+            (Some(ticket), None, None, None) => Following::Ticket(read_ticket(ticket)?),
+            (None, Some(engine), Some(address), Some(name)) => {
+                Following::Name { engine, address, name }
+            }
+            _ => {
+                let message = "give either ticket, or engine, address and name";
+                return Err(PyValueError::new_err(message));
+            }
+        };
+        let half = self.0.get(py)?;
+        let patience = seconds("patience", patience)?;
+        let followed = py.detach(|| half.follow(request, following, patience));
+        followed.map_err(|error| errors::agent(py, &error))
+    }
+
+    fn frontier<'py>(
+        &self,
+        py: Python<'py>,
+        request: &str,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        // A look into two tables: not worth letting go of the interpreter.
+        let Some(progress) = self.0.get(py)?.frontier(request) else { return Ok(None) };
+        let Progress { ticket: known, epoch, tokens, sealed, speed } = progress;
+        let fields = PyDict::new(py);
+        fields.set_item("ticket", ticket(py, &known)?)?;
+        fields.set_item("epoch", epoch)?;
+        fields.set_item("tokens", tokens)?;
+        fields.set_item("sealed", sealed)?;
+        fields.set_item("speed", speed)?;
+        Ok(Some(fields))
+    }
+
+    fn unfollow(&self, py: Python<'_>, request: &str) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        py.detach(|| half.unfollow(request));
+        Ok(())
+    }
+
     fn reading(&self, py: Python<'_>, ticket: &Bound<'_, PyDict>) -> PyResult<()> {
         let (half, ticket) = (self.0.get(py)?, read_ticket(ticket)?);
         py.detach(|| half.reading(&ticket));
@@ -211,7 +303,17 @@ impl Scheduler {
     fn lost<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyDict>, String)>> {
         let half = self.0.get(py)?;
         let lost = py.detach(|| half.lost());
-        lost.iter().map(|one| Ok((ticket(py, &one.ticket)?, one.why.to_string()))).collect()
+        let told = lost.iter().map(|one| {
+            let fields = match &one.ticket {
+                Some(known) => ticket(py, known)?,
+                None => PyDict::new(py),
+            };
+            if let Some(request) = &one.follows {
+                fields.set_item("follows", request)?;
+            }
+            Ok((fields, one.why.to_string()))
+        });
+        told.collect()
     }
 
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -284,16 +386,18 @@ impl Worker {
     }
 
     #[pyo3(
-        signature = (request, ticket, *, deadline=60.0, rest=true, granted=None, **tables),
-        text_signature = "($self, request, ticket, *, deadline=60.0, rest=True, granted=None, tokens, \
-                          source_blocks, destination_blocks, cached=None, source_first=None, \
-                          destination_first=None)"
+        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, **tables),
+        text_signature = "($self, request, ticket, *, deadline=60.0, patience=60.0, rest=True, \
+                          granted=None, tokens, source_blocks=None, destination_blocks, cached=None, \
+                          source_first=None, destination_first=None)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn load(
         &self,
         request: String,
         ticket: &Bound<'_, PyDict>,
         deadline: f64,
+        patience: f64,
         rest: bool,
         granted: Option<u64>,
         tables: Option<Bound<'_, PyDict>>,
@@ -301,18 +405,32 @@ impl Worker {
         let py = ticket.py();
         let half = self.half.get(py)?;
         let asked = Asked::read(tables)?;
+        let grant = match asked.source {
+            Some(tables) => {
+                let epoch = ticket.get_item("epoch")?.map(|epoch| epoch.extract()).transpose();
+                let epoch = epoch.map_err(|_| {
+                    PyValueError::new_err("this is not a ticket: 'epoch' is not a number")
+                })?;
+                let tokens = granted.unwrap_or(asked.tokens);
+                Some(Grant { epoch: epoch.unwrap_or(0), tokens, tables })
+            }
+            None if granted.is_some() => {
+                let message =
+                    "granted says how many tokens the source_blocks hold, which are missing";
+                return Err(PyValueError::new_err(message));
+            }
+            // Asked for where they are.
+            None => None,
+        };
         let load = Load {
             request,
             ticket: read_ticket(ticket)?,
-            grant: Grant {
-                epoch: 0,
-                tokens: granted.unwrap_or(asked.tokens),
-                tables: asked.source,
-            },
+            grant,
             tokens: asked.tokens,
             cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
             destination: asked.destination,
-            patience: seconds("deadline", deadline)?,
+            deadline: seconds("deadline", deadline)?,
+            patience: seconds("patience", patience)?,
             rest,
         };
         py.detach(|| half.load(load)).map_err(|error| errors::agent(py, &error))

@@ -87,6 +87,7 @@ fn raise(
 
 fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
     use kvferry_agent::Error;
+    use kvferry_agent::lease::NotGrown;
     match error {
         Error::Options(_) => "options",
         Error::Key(_) => "key",
@@ -95,6 +96,10 @@ fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
         Error::Transport(_) => "transport",
         Error::Duplicate(_) => "duplicate",
         Error::AlreadyGranted(_) => "already_granted",
+        Error::NotGrown(NotGrown::GivenUp(_)) => "given_up",
+        Error::NotGrown(NotGrown::Changed { .. }) => "changed",
+        Error::NotGrown(_) => "no_lease",
+        Error::TableTooLong { .. } => "table_too_long",
         Error::Stopped => "stopped",
         Error::Peer(_) => "peer",
         Error::Cards(_) => "cards",

@@ -134,12 +134,13 @@ impl Plan {
     /// Checks a request, without Python's lock.
     fn check(&self, py: Python<'_>, request: Option<Bound<'_, PyDict>>) -> PyResult<Transfer<'_>> {
         let asked = Asked::read(request)?;
+        let source = asked.source.ok_or_else(|| missing("source_blocks"))?;
         let made = py.detach(|| {
             let none = vec![0; asked.destination.len()];
             let request = Request {
                 tokens: asked.tokens,
                 cached: asked.cached.as_ref().unwrap_or(&none),
-                source: &borrowed(&asked.source),
+                source: &borrowed(&source),
                 destination: &borrowed(&asked.destination),
             };
             self.0.transfer(&request)
@@ -155,7 +156,8 @@ const KEYWORDS: &str =
 pub(crate) struct Asked {
     pub(crate) tokens: u64,
     pub(crate) cached: Option<Vec<u64>>,
-    pub(crate) source: Vec<BlockTable>,
+    /// `None` where they are not given.
+    pub(crate) source: Option<Vec<BlockTable>>,
     pub(crate) destination: Vec<BlockTable>,
 }
 
@@ -170,6 +172,7 @@ impl Asked {
             match key.as_str() {
                 "tokens" => tokens = Some(value.extract().map_err(name)?),
                 "cached" => cached = optional(&value).map_err(name)?,
+                "source_blocks" if value.is_none() => {}
                 "source_blocks" => source = Some(blocks(&value).map_err(name)?),
                 "destination_blocks" => destination = Some(blocks(&value).map_err(name)?),
                 "source_first" => source_first = optional(&value).map_err(name)?,
@@ -180,16 +183,15 @@ impl Asked {
                 }
             }
         }
-        let missing = |key: &str| PyTypeError::new_err(format!("the keyword '{key}' is missing"));
+        let source = match (source, source_first) {
+            (Some(source), first) => Some(tables(source, first, "source_blocks", "source_first")?),
+            (None, None) => None,
+            (None, Some(_)) => return Err(missing("source_blocks")),
+        };
         Ok(Self {
             tokens: tokens.ok_or_else(|| missing("tokens"))?,
             cached,
-            source: tables(
-                source.ok_or_else(|| missing("source_blocks"))?,
-                source_first,
-                "source_blocks",
-                "source_first",
-            )?,
+            source,
             destination: tables(
                 destination.ok_or_else(|| missing("destination_blocks"))?,
                 destination_first,
@@ -198,6 +200,10 @@ impl Asked {
             )?,
         })
     }
+}
+
+fn missing(key: &str) -> PyErr {
+    PyTypeError::new_err(format!("the keyword '{key}' is missing"))
 }
 
 /// The block tables of a grant: ids, and positions of the first where lists were clipped.

@@ -9,9 +9,21 @@ use thiserror::Error;
 
 use super::grant::Grant;
 
+/// How one rank reads a request that grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Pace {
+    /// What it has, of what only grows, before it reads anything.
+    pub from: u64,
+    /// How far it reads.
+    pub to: u64,
+    /// In steps of so many tokens, before the end.
+    pub step: u64,
+}
+
 /// What one rank knows and has of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Follower {
+    pace: Pace,
     grant: Grant,
     sealed: bool,
     /// Tokens that this rank has, of this epoch.
@@ -63,9 +75,9 @@ pub enum Contradiction {
 impl Follower {
     /// Follows a request from the start, or takes what is known of it already: the grant that a ticket
     /// came with is all there is.
-    pub fn of(grant: Option<Grant>) -> Self {
+    pub fn of(grant: Option<Grant>, pace: Pace) -> Self {
         let sealed = grant.is_some();
-        Self { grant: grant.unwrap_or_default(), sealed, ..Self::default() }
+        Self { pace, grant: grant.unwrap_or_default(), sealed, ..Self::default() }
     }
 
     /// What P has granted, as far as this rank has heard.
@@ -95,13 +107,15 @@ impl Follower {
         Ok(())
     }
 
-    /// What to read next, in steps of so many tokens before the end; `None` where P has nothing new.
-    pub fn next(&self, step: u64) -> Option<Part> {
-        let (held, last) = (self.read, self.sealed);
+    /// What to read next; `None` where P has nothing new.
+    pub fn next(&self) -> Option<Part> {
+        let Pace { from, to, step } = self.pace;
+        let (held, last) = (self.read.max(from), self.sealed);
         if last {
-            return (!self.done).then_some(Part { tokens: self.grant.tokens, held, last });
+            return (!self.done).then_some(Part { tokens: to, held, last });
         }
-        let tokens = self.grant.tokens - self.grant.tokens % step.max(1);
+        let tokens = self.grant.tokens.min(to);
+        let tokens = tokens - tokens % step.max(1);
         (tokens > held).then_some(Part { tokens, held, last })
     }
 
@@ -122,36 +136,56 @@ mod tests {
         Grant { epoch, tokens, tables: vec![BlockTable { first: 0, blocks: blocks.to_vec() }] }
     }
 
+    fn follower(from: u64, to: u64) -> Follower {
+        Follower::of(None, Pace { from, to, step: 16 })
+    }
+
     #[test]
     fn parts_follow_each_other_without_gap_or_overlap() {
-        let mut follower = Follower::of(None);
-        assert_eq!(follower.next(16), None);
+        let mut follower = follower(0, 50);
+        assert_eq!(follower.next(), None);
         follower.hear(grant(0, 40, &[1, 2, 3]), false).unwrap();
-        let part = follower.next(16).unwrap();
+        let part = follower.next().unwrap();
         assert_eq!(part, Part { tokens: 32, held: 0, last: false });
         follower.arrived(&part);
-        assert_eq!(follower.next(16), None, "a block that is not full waits");
+        assert_eq!(follower.next(), None, "a block that is not full waits");
         follower.hear(grant(0, 50, &[1, 2, 3, 4]), true).unwrap();
-        let part = follower.next(16).unwrap();
+        let part = follower.next().unwrap();
         assert_eq!(part, Part { tokens: 50, held: 32, last: true });
         follower.arrived(&part);
-        assert_eq!(follower.next(16), None);
+        assert_eq!(follower.next(), None);
+    }
+
+    #[test]
+    fn what_it_has_and_what_it_does_not_want_is_not_read() {
+        let mut follower = follower(20, 40);
+        follower.hear(grant(0, 16, &[1]), false).unwrap();
+        assert_eq!(follower.next(), None, "it has more than that");
+        follower.hear(grant(0, 64, &[1, 2, 3, 4]), false).unwrap();
+        let part = follower.next().unwrap();
+        assert_eq!(part, Part { tokens: 32, held: 20, last: false });
+        follower.arrived(&part);
+        assert_eq!(follower.next(), None, "it does not want more than 40");
+        follower.hear(grant(1, 32, &[5, 6]), false).unwrap();
+        assert_eq!(follower.next(), Some(Part { tokens: 32, held: 20, last: false }));
+        follower.hear(grant(1, 64, &[5, 6, 7, 8]), true).unwrap();
+        assert_eq!(follower.next(), Some(Part { tokens: 40, held: 20, last: true }));
     }
 
     #[test]
     fn a_new_epoch_is_read_from_the_start() {
-        let mut follower = Follower::of(None);
+        let mut follower = follower(0, 64);
         follower.hear(grant(0, 32, &[1, 2]), false).unwrap();
-        follower.arrived(&follower.next(16).unwrap());
+        follower.arrived(&follower.next().unwrap());
         follower.hear(grant(2, 16, &[5]), false).unwrap();
-        assert_eq!(follower.next(16), Some(Part { tokens: 16, held: 0, last: false }));
+        assert_eq!(follower.next(), Some(Part { tokens: 16, held: 0, last: false }));
         let past = Contradiction::PastEpoch { known: 2, found: 1 };
         assert_eq!(follower.hear(grant(1, 48, &[1, 2, 3]), false), Err(past));
     }
 
     #[test]
     fn a_frontier_that_goes_back_is_a_contradiction() {
-        let mut follower = Follower::of(None);
+        let mut follower = follower(0, 64);
         follower.hear(grant(0, 32, &[1, 2]), false).unwrap();
         for (tokens, blocks) in [(16, &[1][..]), (48, &[1, 3, 2]), (32, &[2, 1])] {
             let found = Contradiction::Changed { epoch: 0, known: 32, found: tokens };
@@ -165,10 +199,11 @@ mod tests {
 
     #[test]
     fn what_a_ticket_came_with_is_read_at_once() {
-        let mut follower = Follower::of(Some(grant(0, 20, &[1, 2])));
-        let part = follower.next(16).unwrap();
+        let pace = Pace { from: 0, to: 20, step: 16 };
+        let mut follower = Follower::of(Some(grant(0, 20, &[1, 2])), pace);
+        let part = follower.next().unwrap();
         assert_eq!(part, Part { tokens: 20, held: 0, last: true });
         follower.arrived(&part);
-        assert_eq!(follower.next(16), None);
+        assert_eq!(follower.next(), None);
     }
 }

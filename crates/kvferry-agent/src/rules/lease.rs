@@ -16,9 +16,10 @@
 //! A lease may be opened while the engine still computes the request. It *grows* until it is *sealed*:
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
 //! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
-//! anything released when it ends.
+//! anything released when it ends; the engine learns that nobody wants it when it speaks of it next. A
+//! lease may have a name beside that of its request: readers who were not given a ticket find it by that.
 
-use std::collections::{BTreeMap, btree_map};
+use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fmt;
 use std::time::Duration;
 
@@ -148,12 +149,18 @@ pub struct AlreadyGranted(pub String);
 
 /// Why a lease does not grow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum NotGrown {
-    /// There is none, or it has ended: nobody wants the request, or it was sealed.
+    /// There is none: it never began, was sealed, or was taken back.
     ///
-    /// What to do: begin a lease before it grows, and stop when it has been sealed or has ended.
+    /// What to do: begin a lease before it grows, and stop when it has been sealed.
     #[error("request '{0}' has no lease that grows")]
     NoLease(String),
+    /// Who reads it has given it up while it grew.
+    ///
+    /// What to do: stop computing the request, or free its blocks as soon as it ends: nobody reads them.
+    #[error("request '{0}' was given up by who reads it, while its lease grew")]
+    GivenUp(String),
     /// What was granted may have been read: it cannot become anything else within an epoch.
     ///
     /// What to do: append to the tables that were granted; where the engine starts the request over, say
@@ -190,11 +197,16 @@ pub struct Leases {
     open: BTreeMap<String, Lease>,
     ended: BTreeMap<LeaseKey, Tombstone>,
     released: Vec<Released>,
+    /// The request of the latest lease of each name.
+    names: BTreeMap<String, String>,
+    /// Requests whose lease was given up while it grew, until the engine is done with them.
+    given_up: BTreeSet<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Lease {
     nonce: u64,
+    name: Option<String>,
     grant: Grant,
     /// `None` while it grows.
     sealed: Option<Sealed>,
@@ -227,7 +239,15 @@ impl Leases {
         // Far from what a clock can say.
         let term = term.min(Duration::from_secs(10 * 365 * 86_400));
         let longest = longest.clamp(term, Duration::from_secs(20 * 365 * 86_400));
-        Self { term, longest, open: BTreeMap::new(), ended: BTreeMap::new(), released: Vec::new() }
+        Self {
+            term,
+            longest,
+            open: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            released: Vec::new(),
+            names: BTreeMap::new(),
+            given_up: BTreeSet::new(),
+        }
     }
 
     /// How long a lease lasts without an extension.
@@ -240,9 +260,9 @@ impl Leases {
         self.open.len()
     }
 
-    /// How many ended leases are still remembered.
+    /// How many ended leases are still remembered, for their readers or for the engine.
     pub fn remembered(&self) -> usize {
-        self.ended.len()
+        self.ended.len() + self.given_up.len()
     }
 
     /// Every sealed lease: its request, its age, the time left, and how many ranks have confirmed.
@@ -263,7 +283,7 @@ impl Leases {
         now: Duration,
     ) -> Result<(), AlreadyGranted> {
         let request = key.request.clone();
-        self.begin(key)?;
+        self.begin(key, None)?;
         // Whatever it is, it goes on from nothing.
         let lease = self.open.get_mut(&request);
         if let Some(lease) = lease {
@@ -273,15 +293,32 @@ impl Leases {
         Ok(())
     }
 
-    /// Begins a lease that grows. The key's nonce must never have been used before.
-    pub fn begin(&mut self, key: LeaseKey) -> Result<(), AlreadyGranted> {
+    /// Begins a lease that grows. The key's nonce must never have been used before. By the name readers
+    /// find it who have no ticket; of several leases of one name the latest.
+    pub fn begin(&mut self, key: LeaseKey, name: Option<&str>) -> Result<(), AlreadyGranted> {
         match self.open.entry(key.request) {
             btree_map::Entry::Occupied(entry) => Err(AlreadyGranted(entry.key().clone())),
             btree_map::Entry::Vacant(entry) => {
-                entry.insert(Lease { nonce: key.nonce, grant: Grant::default(), sealed: None });
+                self.given_up.remove(entry.key());
+                if let Some(name) = name {
+                    self.names.insert(name.to_owned(), entry.key().clone());
+                }
+                entry.insert(Lease {
+                    nonce: key.nonce,
+                    name: name.map(str::to_owned),
+                    grant: Grant::default(),
+                    sealed: None,
+                });
                 Ok(())
             }
         }
+    }
+
+    /// The latest lease of a name, while it is held.
+    pub fn named(&self, name: &str) -> Option<LeaseKey> {
+        let request = self.names.get(name)?;
+        let nonce = self.open.get(request)?.nonce;
+        Some(LeaseKey { request: request.clone(), nonce })
     }
 
     /// More of a request is complete: so many tokens, in these blocks. The epoch is the lease's own.
@@ -320,7 +357,11 @@ impl Leases {
         tables: Vec<BlockTable>,
         now: Duration,
     ) -> Result<(), NotGrown> {
-        self.advance(request, tokens, tables)?;
+        if let Err(error) = self.advance(request, tokens, tables) {
+            // The engine has said its last word of it.
+            self.given_up.remove(request);
+            return Err(error);
+        }
         let term = self.term;
         self.growing(request)?.seal(now, term);
         Ok(())
@@ -328,13 +369,28 @@ impl Leases {
 
     /// How far a request's lease has come; `None` where there is none.
     pub fn frontier(&self, request: &str) -> Option<Frontier<'_>> {
-        let Lease { nonce, grant, sealed } = self.open.get(request)?;
+        let Lease { nonce, grant, sealed, .. } = self.open.get(request)?;
         Some(Frontier { nonce: *nonce, grant, sealed: sealed.is_some() })
     }
 
+    /// How far a lease has come, or why it is not held.
+    pub fn look(&self, key: &LeaseKey) -> Result<Frontier<'_>, Loss> {
+        let frontier = self.frontier(&key.request).filter(|frontier| frontier.nonce == key.nonce);
+        frontier.ok_or_else(|| self.loss(key))
+    }
+
+    /// Whether a request's lease was given up while it grew, and the engine is not done with it yet.
+    pub fn given_up(&self, request: &str) -> bool {
+        self.given_up.contains(request)
+    }
+
     fn growing(&mut self, request: &str) -> Result<&mut Lease, NotGrown> {
+        let given_up = self.given_up(request);
         let lease = self.open.get_mut(request).filter(|lease| lease.sealed.is_none());
-        lease.ok_or_else(|| NotGrown::NoLease(request.to_owned()))
+        lease.ok_or_else(|| match given_up {
+            true => NotGrown::GivenUp(request.to_owned()),
+            false => NotGrown::NoLease(request.to_owned()),
+        })
     }
 
     /// A reader still wants the request. Answers whether the lease is held.
@@ -405,6 +461,7 @@ impl Leases {
 
     /// The engine takes its promise back. Answers whether there was one.
     pub fn revoke(&mut self, request: &str, now: Duration) -> bool {
+        self.given_up.remove(request);
         let open = self.open.contains_key(request);
         if open {
             self.end(request, Ended::Revoked, now);
@@ -418,6 +475,7 @@ impl Leases {
         for request in all {
             self.end(&request, Ended::Revoked, now);
         }
+        self.given_up.clear();
     }
 
     /// Ends what nobody extended, and forgets what ended long ago.
@@ -441,11 +499,18 @@ impl Leases {
     fn end(&mut self, request: &str, why: Ended, now: Duration) {
         let Some((request, lease)) = self.open.remove_entry(request) else { return };
         let key = LeaseKey { request: request.clone(), nonce: lease.nonce };
+        if let Some(name) = &lease.name
+            && self.names.get(name) == Some(&request)
+        {
+            self.names.remove(name);
+        }
         let mut readers = Readers::new();
         if let Some(sealed) = lease.sealed {
             readers = sealed.readers;
             let after = now.saturating_sub(sealed.since);
             self.released.push(Released { request, why, after });
+        } else if why != Ended::Revoked {
+            self.given_up.insert(request);
         }
         self.ended.insert(key, Tombstone { why, readers, forget: now + self.term });
     }

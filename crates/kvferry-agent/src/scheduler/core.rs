@@ -4,10 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
+use kvferry_plan::BlockTable;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
+use super::bells::{Bells, Of};
 use super::holds::Holds;
 use super::options::SchedulerOptions;
 use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
@@ -15,7 +17,7 @@ use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
 use crate::rules::grant::Grant;
-use crate::rules::lease::{Ended, LeaseKey, Leases, Released};
+use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::wire::door::Door;
 use crate::wire::message::{Card, Incarnation, Ticket};
 
@@ -28,6 +30,7 @@ pub(super) struct Core {
     pub(super) holds: Arc<Holds>,
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
+    pub(super) bells: Bells,
     started: Instant,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
@@ -47,6 +50,11 @@ pub(super) struct Published {
     pub(super) ranks: Vec<(Card, Manifest)>,
 }
 
+/// Nobody can make up a ticket from another one.
+fn new_key(request: &str) -> Result<LeaseKey, Error> {
+    Ok(LeaseKey { request: request.to_owned(), nonce: getrandom::u64()? })
+}
+
 impl Core {
     pub(super) fn new(
         options: SchedulerOptions,
@@ -62,6 +70,7 @@ impl Core {
             holds,
             metrics,
             released: Mailbox::default(),
+            bells: Bells::default(),
             started: Instant::now(),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),
@@ -105,26 +114,122 @@ impl Core {
         // Under the lock: no lease of the new life can be among those that end.
         self.leases().revoke_all(self.now());
         drop(present);
+        self.bells.ring_all();
         self.collect();
         Ok(())
     }
 
+    /// Promises to keep a request's blocks; seals its lease, if it has one that grows.
     pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+        self.check_tables(request, &grant.tables)?;
         let present = self.present.lock();
-        // Nobody can make up a ticket from another one.
-        let nonce = getrandom::u64()?;
-        let key = LeaseKey { request: request.to_owned(), nonce };
-        self.leases().grant(key, grant, self.now())?;
+        let mut leases = self.leases();
+        let growing = leases.frontier(request).filter(|frontier| !frontier.sealed);
+        let nonce = match growing.map(|frontier| frontier.nonce) {
+            Some(nonce) => {
+                leases.seal(request, grant.tokens, grant.tables, self.now())?;
+                nonce
+            }
+            None if leases.given_up(request) => {
+                // Nobody wants it: the engine has heard of that now.
+                leases.revoke(request, self.now());
+                return Err(NotGrown::GivenUp(request.to_owned()).into());
+            }
+            None => {
+                let key = new_key(request)?;
+                let nonce = key.nonce;
+                leases.grant(key, Grant { epoch: 0, ..grant }, self.now())?;
+                nonce
+            }
+        };
+        drop(leases);
         self.metrics.granted.add(1);
         debug!(request, "granted");
-        Ok(Ticket {
+        self.bells.ring(&Of::Request(request.to_owned()));
+        Ok(self.ticket(&present, request, nonce))
+    }
+
+    /// Begins a lease that grows.
+    pub(super) fn open(&self, request: &str, name: Option<&str>) -> Result<Ticket, Error> {
+        let present = self.present.lock();
+        let key = new_key(request)?;
+        let nonce = key.nonce;
+        self.leases().begin(key, name)?;
+        debug!(request, name, "opened");
+        if let Some(name) = name {
+            self.bells.ring(&Of::Name(name.to_owned()));
+        }
+        Ok(self.ticket(&present, request, nonce))
+    }
+
+    /// More of an open request is complete.
+    pub(super) fn advance(&self, request: &str, grant: Grant) -> Result<(), Error> {
+        self.check_tables(request, &grant.tables)?;
+        let Grant { tokens, mut tables, .. } = grant;
+        if let Some(published) = self.published() {
+            // What moves on or is rewritten while the request grows is granted at the end.
+            for (index, table) in tables.iter_mut().enumerate() {
+                let of_rank = |(_, manifest): &(Card, Manifest)| {
+                    manifest.groups().get(index).is_some_and(|group| {
+                        group.window.tokens.is_some() || group.tokens_per_block.is_none()
+                    })
+                };
+                if published.ranks.iter().any(of_rank) {
+                    *table = BlockTable::default();
+                }
+            }
+        }
+        self.leases().advance(request, tokens, tables)?;
+        self.bells.ring(&Of::Request(request.to_owned()));
+        Ok(())
+    }
+
+    /// The engine starts an open request over.
+    pub(super) fn restart(&self, request: &str) -> Result<(), Error> {
+        self.leases().restart(request)?;
+        debug!(request, "starts over");
+        self.bells.ring(&Of::Request(request.to_owned()));
+        Ok(())
+    }
+
+    pub(super) fn revoke(&self, request: &str) -> bool {
+        let revoked = self.leases().revoke(request, self.now());
+        self.bells.ring(&Of::Request(request.to_owned()));
+        self.collect();
+        revoked
+    }
+
+    /// No table can have more blocks than there are.
+    fn check_tables(&self, request: &str, tables: &[BlockTable]) -> Result<(), Error> {
+        let Some(published) = self.published() else { return Ok(()) };
+        for (_, manifest) in &published.ranks {
+            for (group, (table, facts)) in tables.iter().zip(manifest.groups()).enumerate() {
+                if table.blocks.len() <= facts.blocks as usize {
+                    continue;
+                }
+                let named = table.blocks.iter().filter(|id| facts.null_block != Some(**id)).count();
+                if named > facts.blocks as usize {
+                    return Err(Error::TableTooLong {
+                        request: request.to_owned(),
+                        group,
+                        named,
+                        blocks: facts.blocks,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn ticket(&self, present: &Present, request: &str, nonce: u64) -> Ticket {
+        Ticket {
             engine: self.options.engine.clone(),
             address: self.address.clone(),
             incarnation: present.incarnation,
             request: request.to_owned(),
             nonce,
             term_ms: self.term_ms(),
-        })
+        }
     }
 
     /// Moves what the table has released to where the engine finds it.

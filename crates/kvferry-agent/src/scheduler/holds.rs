@@ -21,8 +21,10 @@ use crate::wire::message::{Incarnation, Question, Reply, Ticket};
 /// A request of this engine whose blocks elsewhere are gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
-    /// The ticket that was held.
-    pub ticket: Ticket,
+    /// The ticket that was held; `None` where the other engine never heard of the request.
+    pub ticket: Option<Ticket>,
+    /// The name by which this engine followed the request, if it did.
+    pub follows: Option<String>,
     /// Why.
     pub why: LostWhy,
 }
@@ -47,6 +49,12 @@ pub enum LostWhy {
     /// What to do: raise `patience`, or give this engine fewer requests.
     #[error("it has waited for too long")]
     Patience,
+    /// The engine never heard of the request that was to be followed by its name.
+    ///
+    /// What to do: compute the request here. If it happens often, check that the router sends the request
+    /// to both engines under the same name, or raise `patience`.
+    #[error("the engine never heard of it")]
+    NeverHeardOf,
 }
 
 /// All leases that are kept alive. A ticket names a lease: engines choose the names of their requests
@@ -56,12 +64,14 @@ pub(super) struct Holds {
     held: Mutex<HashMap<Ticket, Hold>>,
     changed: Notify,
     lost: Mailbox<Lost>,
-    links: Links,
+    pub(super) links: Links,
     metrics: Arc<SchedulerMetrics>,
 }
 
 #[derive(Clone, Debug)]
 struct Hold {
+    /// The name by which this engine follows the request, if it does.
+    follows: Option<String>,
     since: Instant,
     reading: bool,
     until: Instant,
@@ -82,8 +92,18 @@ impl Holds {
     }
 
     pub(super) fn hold(&self, ticket: &Ticket, patience: Duration) {
+        self.insert(ticket, patience, None);
+    }
+
+    /// The same, for a request that is followed by this name.
+    pub(super) fn hold_followed(&self, ticket: &Ticket, patience: Duration, request: &str) {
+        self.insert(ticket, patience, Some(request.to_owned()));
+    }
+
+    fn insert(&self, ticket: &Ticket, patience: Duration, follows: Option<String>) {
         let now = Instant::now();
         let hold = Hold {
+            follows,
             since: now,
             reading: false,
             until: after(patience),
@@ -93,6 +113,17 @@ impl Holds {
         };
         self.held.lock().insert(ticket.clone(), hold);
         self.changed.notify_one();
+    }
+
+    /// There is news: from here on it waits for as long again.
+    pub(super) fn wait_on(&self, ticket: &Ticket, patience: Duration) {
+        if let Some(hold) = self.held.lock().get_mut(ticket) {
+            hold.until = after(patience);
+        }
+    }
+
+    pub(super) fn holds(&self, ticket: &Ticket) -> bool {
+        self.held.lock().contains_key(ticket)
     }
 
     pub(super) fn reading(&self, ticket: &Ticket) {
@@ -167,7 +198,7 @@ impl Holds {
             }
             let now = Instant::now();
             for ticket in self.out_of_patience(now) {
-                self.lose(ticket, LostWhy::Patience);
+                self.lose(&ticket, LostWhy::Patience);
             }
             let (due, deadline) = self.due(now);
             for (address, tickets) in due {
@@ -180,17 +211,11 @@ impl Holds {
         }
     }
 
-    /// Takes out those that have waited for as long as they may.
+    /// Those that have waited for as long as they may.
     fn out_of_patience(&self, now: Instant) -> Vec<Ticket> {
-        let mut tired = vec![];
-        self.held.lock().retain(|ticket, hold| {
-            let patient = now < hold.until;
-            if !patient {
-                tired.push(ticket.clone());
-            }
-            patient
-        });
-        tired
+        let held = self.held.lock();
+        let tired = held.iter().filter(|(_, hold)| now >= hold.until);
+        tired.map(|(ticket, _)| ticket.clone()).collect()
     }
 
     /// Those whose turn it is, by address, and until when the answers must be there.
@@ -228,7 +253,7 @@ impl Holds {
             for (i, ticket) in tickets.into_iter().enumerate() {
                 let answer = answer.as_ref().map(|answers| answers[i]);
                 if let Some(why) = self.answered(&ticket, answer) {
-                    self.lose(ticket, why);
+                    self.lose(&ticket, why);
                 }
             }
         }
@@ -248,8 +273,11 @@ impl Holds {
                 return None;
             }
             // Every rank has read it: the engine has only not heard of it yet.
-            Ok(Answer::NotHeld(Loss::Ended(Ended::Confirmed))) => None,
-            Ok(Answer::NotHeld(loss)) => Some(LostWhy::NotHeld(loss)),
+            Ok(Answer::NotHeld(Loss::Ended(Ended::Confirmed))) => {
+                holds.remove(ticket);
+                return None;
+            }
+            Ok(Answer::NotHeld(loss)) => LostWhy::NotHeld(loss),
             Err(error) => {
                 hold.next_beat = now + ticket.term() / 6;
                 // Once a whole term has passed without an answer the lease may be gone. Whoever
@@ -257,16 +285,23 @@ impl Holds {
                 if now.duration_since(hold.last_answer) < ticket.term() {
                     return None;
                 }
-                Some(LostWhy::Unreachable(error.clone()))
+                LostWhy::Unreachable(error.clone())
             }
         };
-        holds.remove(ticket);
-        why
+        Some(why)
     }
 
-    fn lose(&self, ticket: Ticket, why: LostWhy) {
-        warn!(request = ticket.request, engine = ticket.engine, %why, "a lease of another engine is lost");
+    /// A lease is lost, unless nobody holds it any more.
+    pub(super) fn lose(&self, ticket: &Ticket, why: LostWhy) {
+        let Some(hold) = self.held.lock().remove(ticket) else { return };
+        self.report(Lost { ticket: Some(ticket.clone()), follows: hold.follows, why });
+    }
+
+    pub(super) fn report(&self, lost: Lost) {
+        let Lost { ticket, follows, why } = &lost;
+        let ticket = ticket.as_ref().map(|ticket| (&ticket.engine, &ticket.request));
+        warn!(?ticket, follows, %why, "what another engine was to keep is lost");
         self.metrics.lost.add(1);
-        self.lost.put(Lost { ticket, why });
+        self.lost.put(lost);
     }
 }

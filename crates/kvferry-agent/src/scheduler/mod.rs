@@ -1,11 +1,14 @@
 //! The half of the agent that lives where an engine owns its blocks.
 //!
 //! As a source it listens on the engine's one address ([`server`]), tells peers what the engine's ranks
-//! hold, and keeps the leases ([`core`]). As a destination it keeps alive the leases of requests that
-//! wait or are being read, and gives up those that are not wanted any more ([`holds`]). What it is
-//! doing can be asked for ([`status`]).
+//! hold, and keeps the leases ([`core`]); whoever follows one is woken when it grows ([`bells`]). As a
+//! destination it keeps alive the leases of requests that wait or are being read, gives up those that are
+//! not wanted any more ([`holds`]), and knows how far those are that are still computed ([`follows`]).
+//! What it is doing can be asked for ([`status`]).
 
+mod bells;
 mod core;
+mod follows;
 mod holds;
 mod options;
 mod server;
@@ -15,10 +18,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
+use kvferry_plan::BlockTable;
 use tokio::net::TcpListener;
 use tracing::{info, warn};
 
 use self::core::Core;
+use self::follows::Follows;
+pub use self::follows::{Following, Progress};
 use self::holds::Holds;
 pub use self::holds::{Lost, LostWhy};
 pub use self::options::SchedulerOptions;
@@ -37,6 +43,7 @@ use crate::wire::trust::Trust;
 #[derive(Debug)]
 pub struct Scheduler {
     core: Arc<Core>,
+    follows: Arc<Follows>,
     background: Background,
 }
 
@@ -78,8 +85,9 @@ impl Scheduler {
         let core = Arc::new(core);
         background.spawn(door.serve(listener, core.clone()));
         background.spawn(core.clone().expire());
+        let follows = Arc::new(Follows::new(holds.clone()));
         background.spawn(holds.beat());
-        Ok(Self { core, background })
+        Ok(Self { core, follows, background })
     }
 
     /// Where peers find this engine: `host:port`.
@@ -117,16 +125,47 @@ impl Scheduler {
     }
 
     /// Promises to keep a request's blocks as they are, and gives the ticket to read them. Peers may use
-    /// what they read by exactly these tokens and tables, and nothing else.
+    /// what they read by exactly these tokens and tables, and nothing else. Where the request was
+    /// [opened](Self::open), the ticket is the same as then, and the grant must go on from what it has
+    /// [advanced](Self::advance) to. The epoch is the agent's own: see [`granted`](Self::granted).
     pub fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
         self.core.grant(request, grant)
     }
 
+    /// Lets peers follow a request while it is computed, and gives the ticket to do so. Those who have no
+    /// ticket find it by its name; of several requests with one name the latest. It must be
+    /// [granted](Self::grant) in the end, or [taken back](Self::revoke); until then its blocks are the
+    /// engine's own, and nothing is reported when nobody wants it any more.
+    pub fn open(&self, request: &str, name: Option<&str>) -> Result<Ticket, Error> {
+        self.core.open(request, name)
+    }
+
+    /// More of an open request is complete: all of its tokens and tables so far, whose blocks stay as they
+    /// are until it is granted or [starts over](Self::restart). Tables of windows and states may change
+    /// meanwhile, and count only at the end.
+    pub fn advance(
+        &self,
+        request: &str,
+        tokens: u64,
+        tables: Vec<BlockTable>,
+    ) -> Result<(), Error> {
+        self.core.advance(request, Grant { epoch: 0, tokens, tables })
+    }
+
+    /// An open request starts over: nothing that it has advanced to holds any more. To be called before
+    /// its blocks can change.
+    pub fn restart(&self, request: &str) -> Result<(), Error> {
+        self.core.restart(request)
+    }
+
+    /// What is granted of a request at this moment; `None` where it has no lease.
+    pub fn granted(&self, request: &str) -> Option<Grant> {
+        self.core.leases().frontier(request).map(|frontier| frontier.grant.clone())
+    }
+
     /// Takes a promise back. The blocks are reported as released. Answers whether there was one.
     pub fn revoke(&self, request: &str) -> bool {
-        let revoked = self.core.leases().revoke(request, self.core.now());
-        self.core.collect();
-        revoked
+        self.core.revoke(request)
     }
 
     /// The requests whose blocks are the engine's again, since the last call.
@@ -151,6 +190,32 @@ impl Scheduler {
         self.core.holds.hold(ticket, patience);
     }
 
+    /// Follows a request that another engine computes for this one, and holds its lease from when there is
+    /// one. It is [lost](Self::lost) when there is nothing new for `patience`: neither has the engine
+    /// heard of it, nor are more tokens complete, nor, once all are, is it settled.
+    pub fn follow(
+        &self,
+        request: &str,
+        following: Following,
+        patience: Duration,
+    ) -> Result<(), Error> {
+        self.follows.follow(request, following, patience, self.background.handle())
+    }
+
+    /// How far a request is that is followed; `None` while the engine that computes it has not been heard
+    /// from, and when it is lost or not followed any more.
+    pub fn frontier(&self, request: &str) -> Option<Progress> {
+        self.follows.progress(request)
+    }
+
+    /// A request that is followed is not wanted any more, whether or not its ticket is known: tells the
+    /// engine that computes it.
+    pub fn unfollow(&self, request: &str) {
+        if let Some(ticket) = self.follows.forget(request) {
+            self.give_up(ticket);
+        }
+    }
+
     /// The request waits no more: its ranks read it. Only the [status](Self::status) tells them apart.
     pub fn reading(&self, ticket: &Ticket) {
         self.core.holds.reading(ticket);
@@ -158,19 +223,29 @@ impl Scheduler {
 
     /// The request was read and confirmed by all ranks: its lease needs no more care.
     pub fn settle(&self, ticket: &Ticket) {
+        self.follows.forget_ticket(ticket);
         self.core.holds.let_go(ticket);
     }
 
     /// The request is not wanted any more: tells the engine that holds the blocks.
     pub fn abandon(&self, ticket: &Ticket) {
-        self.core.holds.let_go(ticket);
-        let (holds, ticket) = (self.core.holds.clone(), ticket.clone());
+        self.settle(ticket);
+        self.give_up(ticket.clone());
+    }
+
+    fn give_up(&self, ticket: Ticket) {
+        let holds = self.core.holds.clone();
         self.background.spawn(async move { holds.abandon(&ticket).await });
     }
 
     /// The requests whose blocks elsewhere are gone, since the last call: do not wait for them.
     pub fn lost(&self) -> Vec<Lost> {
-        self.core.holds.lost()
+        let lost = self.core.holds.lost();
+        // Where there was no ticket, it is forgotten already.
+        for one in lost.iter().filter(|one| one.ticket.is_some()) {
+            one.follows.as_deref().map(|request| self.follows.forget(request));
+        }
+        lost
     }
 
     /// What the agent is doing.

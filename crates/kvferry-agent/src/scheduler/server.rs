@@ -1,15 +1,22 @@
 //! What peers are told at the engine's one address.
 
+use std::time::Duration;
+
 use kvferry_layout::Manifest;
 use kvferry_plan::Plan;
+use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use super::bells::Of;
 use super::core::{Core, Published};
 use crate::rules::grant::Fingerprint;
-use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
+use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey, Loss};
 use crate::wire::door::Host;
-use crate::wire::message::{Card, Incarnation, Question, Reply, Welcome};
+use crate::wire::message::{Card, Incarnation, Known, News, Question, Reply, Sought, Welcome};
 use crate::wire::version::Version;
+
+/// How long a peer waits for something new before it is told that there is none.
+const LONGEST_POLL: Duration = Duration::from_secs(1);
 
 impl Host for Core {
     fn welcome(&self) -> Welcome {
@@ -68,9 +75,10 @@ impl Host for Core {
             }
             Question::Abandon { incarnation, keys } => {
                 if incarnation == self.incarnation() {
-                    for key in &keys {
-                        if self.leases().abandon(key, self.now()) {
+                    for key in keys {
+                        if self.leases().abandon(&key, self.now()) {
                             debug!(who, %key, "abandoned");
+                            self.bells.ring(&Of::Request(key.request));
                         }
                     }
                     self.collect();
@@ -84,11 +92,57 @@ impl Host for Core {
             Question::Status => {
                 Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())
             }
+            Question::Follow { .. } if version < Version::FRONTIERS => {
+                Reply::Refused(format!("protocol {version} has no such question"))
+            }
+            Question::Follow { sought, known } => self.follow(sought, &known).await,
         }
     }
 }
 
 impl Core {
+    /// Tells how far a request is, as soon as that is more than is known.
+    async fn follow(&self, sought: Sought, known: &Known) -> Reply {
+        let until = Instant::now() + LONGEST_POLL;
+        let (incarnation, key) = match sought {
+            Sought::Lease { incarnation, key } => (incarnation, key),
+            Sought::Name(name) => {
+                let named = || {
+                    let incarnation = self.incarnation();
+                    self.leases().named(&name).map(|key| (incarnation, key))
+                };
+                match self.bells.look(Of::Name(name.clone()), until, named).await {
+                    Some(found) => found,
+                    None => return Reply::NotReady,
+                }
+            }
+        };
+        let more = || match self.tell(incarnation, &key, known) {
+            Reply::Frontier(news) => {
+                let more = news.sealed
+                    || known.nonce != Some(key.nonce)
+                    || (news.epoch, news.tokens) != (known.epoch, known.tokens);
+                more.then_some(Reply::Frontier(news))
+            }
+            other => Some(other),
+        };
+        let told = self.bells.look(Of::Request(key.request.clone()), until, more).await;
+        // That there is nothing new is an answer, too.
+        told.unwrap_or_else(|| self.tell(incarnation, &key, known))
+    }
+
+    fn tell(&self, incarnation: Incarnation, key: &LeaseKey, known: &Known) -> Reply {
+        if incarnation != self.incarnation() {
+            return Reply::Lease(Answer::NotHeld(Loss::Restarted));
+        }
+        match self.leases().look(key) {
+            Ok(Frontier { grant, sealed, .. }) => {
+                Reply::Frontier(News::of(incarnation, key.clone(), grant, sealed, known))
+            }
+            Err(loss) => Reply::Lease(Answer::NotHeld(loss)),
+        }
+    }
+
     fn confirm(
         &self,
         who: &str,

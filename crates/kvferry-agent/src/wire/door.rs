@@ -4,8 +4,10 @@
 //! bounded by [`Limits`].
 
 use std::collections::{BTreeMap, VecDeque};
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -22,6 +24,10 @@ use super::trust::Trust;
 use super::version::Version;
 use crate::error::PeerError;
 use crate::metrics::DoorCounts;
+
+/// So many answers of one connection may wait for something to happen while others are given; the next
+/// holds up the connection, for as long as it waits.
+const ASIDE: usize = 4096;
 
 /// What a stranger can take of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,7 +168,7 @@ impl Door {
             strangers.push_back(stranger);
             all.spawn(async move {
                 if let Ok((door, host, opened)) = is_known.await {
-                    door.talk(opened, from, &*host).await;
+                    door.talk(opened, from, &host).await;
                 }
             });
         }
@@ -185,8 +191,8 @@ impl Door {
     }
 
     /// Answers a guest until it leaves or breaks the protocol.
-    async fn talk(&self, opened: Opened, from: SocketAddr, host: &impl Host) {
-        let Opened { mut sender, mut receiver, who, version } = opened;
+    async fn talk<H: Host>(&self, opened: Opened, from: SocketAddr, host: &Arc<H>) {
+        let Opened { sender, mut receiver, who, version } = opened;
         let Some(stay) = self.enter(Guest { who: who.clone(), from, version }) else {
             self.counts.turned_away.add(1);
             warn!(%from, who, "turned a peer away: there are too many connections");
@@ -194,6 +200,9 @@ impl Door {
         };
         self.counts.connections.add(1);
         debug!(%from, who, %version, "a peer has connected");
+        let sender = Arc::new(tokio::sync::Mutex::new(sender));
+        // Answers that wait for something to happen; they end with the connection.
+        let mut aside = JoinSet::new();
         let error = loop {
             let message = match timeout(self.limits.idle, receiver.receive(MAX_QUESTION)).await {
                 Ok(Ok(message)) => message,
@@ -204,8 +213,22 @@ impl Door {
                 Ok(question) => question,
                 Err(error) => break error,
             };
-            let reply = host.answer(&who, version, question).await;
-            if let Err(error) = sender.send(&encode(&(number, reply))).await {
+            while aside.try_join_next().is_some() {}
+            let waits = matches!(question, Question::Follow { .. }) && aside.len() < ASIDE;
+            let (host, sender, name) = (host.clone(), sender.clone(), who.clone());
+            let mut answer = Box::pin(async move {
+                let reply = host.answer(&name, version, question).await;
+                sender.lock().await.send(&encode(&(number, reply))).await
+            });
+            if waits {
+                // Most often there is something to tell at once.
+                match poll_fn(|context| Poll::Ready(answer.as_mut().poll(context))).await {
+                    Poll::Ready(Ok(())) => {}
+                    Poll::Ready(Err(error)) => break error,
+                    // If it cannot be sent, the next question cannot be heard either.
+                    Poll::Pending => _ = aside.spawn(answer),
+                }
+            } else if let Err(error) = answer.await {
                 break error;
             }
         };
@@ -233,8 +256,8 @@ impl Door {
 
     /// One whole connection, from the first byte to the last: the same as `serve` does, without a
     /// listener and without clocks. Answers whether the peer proved itself.
-    pub(crate) async fn visit(&self, stream: impl Stream, host: &impl Host) -> bool {
-        match self.open(stream, host).await {
+    pub(crate) async fn visit<H: Host>(&self, stream: impl Stream, host: &Arc<H>) -> bool {
+        match self.open(stream, &**host).await {
             Ok(opened) => {
                 self.talk(opened, ([127, 0, 0, 1], 0).into(), host).await;
                 true

@@ -14,12 +14,14 @@ use tracing::{debug, warn};
 
 use super::channel::{self, MAX_OPENING, MAX_REPLY, Receiver, Sender, io_error};
 use super::message::{
-    Hello, Question, Reply, Ticket, Welcome, decode, decode_opening, encode, encode_opening,
+    Hello, Known, News, Question, Reply, Sought, Ticket, Welcome, decode, decode_opening, encode,
+    encode_opening,
 };
 use super::trust::Trust;
 use super::version::Version;
 use crate::background::after;
-use crate::error::PeerError;
+use crate::error::{Misbehaviour, PeerError};
+use crate::rules::lease::{Answer, Loss};
 
 /// How this side presents itself.
 #[derive(Clone, Debug)]
@@ -170,6 +172,19 @@ struct Dial {
     last: Option<PeerError>,
 }
 
+/// What an engine says of a request that is followed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    /// How far it is, whether or not that is new.
+    News(News),
+    /// It has not heard of the name yet.
+    NotHeardOf,
+    /// The lease is not held.
+    Lost(Loss),
+}
+
+/// How long an answer may take that waits for something to happen, and for the connection before it.
+const PATIENT_ANSWER: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
@@ -204,6 +219,30 @@ impl Links {
         let link = self.get(&ticket.address, deadline).await?;
         let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);
         link.ask(Question::Abandon { incarnation, keys }, deadline).await.map(|_| ())
+    }
+
+    /// Asks an engine once how far a request is. The answer may take a while.
+    pub(crate) async fn follow(
+        &self,
+        address: &str,
+        sought: Sought,
+        known: Known,
+    ) -> Result<(Arc<Welcome>, Told), PeerError> {
+        let deadline = after(PATIENT_ANSWER).into();
+        let link = self.get(address, deadline).await?;
+        if link.version() < Version::FRONTIERS {
+            let (theirs, needed) = (link.version(), Version::FRONTIERS);
+            let what = "following a request while it is computed";
+            return Err(PeerError::TooOld { what, theirs, needed });
+        }
+        let told = match link.ask(Question::Follow { sought, known }, deadline).await? {
+            Reply::Frontier(news) => Told::News(news),
+            Reply::NotReady => Told::NotHeardOf,
+            Reply::Lease(Answer::NotHeld(loss)) => Told::Lost(loss),
+            Reply::Refused(reason) => return Err(PeerError::Refused(reason)),
+            _ => return Err(PeerError::Misbehaved(Misbehaviour::Answer)),
+        };
+        Ok((link.welcome.clone(), told))
     }
 
     /// A peer that is gone is forgotten, once nobody waits for it.
@@ -259,6 +298,6 @@ impl Links {
 }
 
 /// Whether trying again at once is of no use.
-fn is_final(error: &PeerError) -> bool {
+pub(crate) fn is_final(error: &PeerError) -> bool {
     !matches!(error, PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed)
 }

@@ -14,11 +14,13 @@ pub struct Version {
 
 impl Version {
     /// What this release speaks.
-    pub const CURRENT: Self = Self { major: 1, minor: 2 };
+    pub const CURRENT: Self = Self { major: 1, minor: 3 };
     /// From here on a side can be asked for its status.
     pub(crate) const STATUS: Self = Self { major: 1, minor: 1 };
     /// From here on a confirmation says what was read by.
     pub(crate) const GRANTS: Self = Self { major: 1, minor: 2 };
+    /// From here on a lease can be followed while it grows.
+    pub(crate) const FRONTIERS: Self = Self { major: 1, minor: 3 };
 }
 
 impl fmt::Display for Version {

@@ -20,7 +20,7 @@ pub(super) const QUARANTINED: &str = "quarantined";
 
 #[derive(Debug)]
 pub(super) struct Core {
-    pub(super) peers: Peers,
+    pub(super) peers: Arc<Peers>,
     /// Who may read now; the others wait in the queue.
     pub(super) turns: Arc<Semaphore>,
     pub(super) notices: Mailbox<Notice>,
@@ -44,7 +44,7 @@ impl Core {
         metrics: Arc<WorkerMetrics>,
     ) -> Result<Self, Error> {
         Ok(Self {
-            peers,
+            peers: Arc::new(peers),
             turns: Arc::new(Semaphore::new(concurrent.clamp(1, Semaphore::MAX_PERMITS))),
             notices: Mailbox::default(),
             metrics,

@@ -11,6 +11,7 @@ use tokio::time::sleep_until;
 use tracing::{Instrument, debug, warn};
 
 use super::core::{Core, QUARANTINED, Running};
+use super::growth::{Growing, Heard, follow};
 use super::load::{Ending, Load, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
 use super::peers::SourceEngine;
@@ -18,7 +19,7 @@ use crate::background::after;
 use crate::metrics::Timings;
 use crate::rules::failure::Failure;
 use crate::rules::lease::{Answer, Loss};
-use crate::rules::life::{Action, Event, Life};
+use crate::rules::life::{Action, Event, Life, Stage};
 
 /// Lives one load, from the queue until nothing can land in its blocks any more.
 pub(super) async fn drive(
@@ -28,7 +29,7 @@ pub(super) async fn drive(
     handshake: Duration,
 ) {
     let began = Instant::now();
-    let deadline = after(load.patience);
+    let deadline = after(load.deadline);
     let (steps, mut happened) = unbounded_channel();
     let mut one = Drive {
         attempt: core.attempt(),
@@ -40,17 +41,18 @@ pub(super) async fn drive(
         handshake,
         deadline,
         turn: None,
+        queued: false,
         engine: None,
+        growing: None,
+        following: None,
+        lost: None,
         moved: Moved::default(),
         timings: Timings::default(),
         since: began,
         task: None,
         quarantined: false,
     };
-    one.spawn({
-        let turns = core.turns.clone();
-        async move { turns.acquire_owned().await.ok().map(Step::Admitted) }
-    });
+    one.wait_for_turn();
     loop {
         let alive = !one.life.stage().is_end();
         if !alive && !one.life.landing() {
@@ -62,7 +64,7 @@ pub(super) async fn drive(
                 None => break,
             },
             () = running.abort.notified(), if alive => one.happen(Event::Abort),
-            () = sleep_until(deadline.into()), if alive => one.happen(Event::Deadline),
+            () = sleep_until(one.deadline.into()), if alive => one.happen(Event::Deadline),
         }
     }
 }
@@ -73,8 +75,8 @@ enum Step {
     Known(Arc<SourceEngine>),
     /// The handshake broke.
     Failed(Failure),
-    /// There is something to read.
-    Grown,
+    /// Something was heard of a lease that is followed.
+    Heard(Heard),
     Moving(Progress),
     Answered(Answer),
 }
@@ -91,7 +93,15 @@ struct Drive {
     handshake: Duration,
     deadline: Instant,
     turn: Option<OwnedSemaphorePermit>,
+    /// It waits for its turn.
+    queued: bool,
     engine: Option<Arc<SourceEngine>>,
+    /// What is known and read of the request; as soon as the engine is known.
+    growing: Option<Growing>,
+    /// The task that follows the lease.
+    following: Option<AbortHandle>,
+    /// That it is lost, until what is read has settled.
+    lost: Option<Event>,
     moved: Moved,
     timings: Timings,
     since: Instant,
@@ -127,21 +137,33 @@ impl Drive {
         let event = match step {
             Step::Admitted(turn) => {
                 self.turn = Some(turn);
+                self.queued = false;
+                if self.life.stage() == &Stage::Following {
+                    return self.follow();
+                }
                 self.timings.queue = self.lap();
                 Event::Admitted
             }
             Step::Known(engine) => {
+                self.growing = Some(Growing::new(&self.load, &engine.plan));
                 self.engine = Some(engine);
                 self.timings.handshake = self.lap();
+                if self.load.grant.is_none() {
+                    self.hear_of_growth();
+                }
                 Event::Known
             }
             Step::Failed(failure) => Event::Failed(failure),
-            Step::Grown => Event::Grown { last: true },
+            Step::Heard(heard) => return self.heard(heard),
             Step::Moving(Progress::Arrived(moved)) => {
                 self.lap();
-                (self.timings.plan, self.timings.post) = (moved.plan, moved.post);
-                self.timings.wire = moved.wire;
-                self.moved = moved;
+                self.timings.plan += moved.plan;
+                self.timings.post += moved.post;
+                self.timings.wire += moved.wire;
+                self.moved.bytes += moved.bytes;
+                self.moved.copies += moved.copies;
+                self.moved.rest = moved.rest;
+                self.growing.iter_mut().for_each(Growing::arrived);
                 Event::Arrived
             }
             Step::Moving(Progress::Failed(failure)) => {
@@ -155,16 +177,85 @@ impl Drive {
                 self.timings.confirm = self.lap();
                 match answer {
                     Answer::Held => Event::Held,
-                    Answer::NotHeld(loss) => {
-                        if let (Loss::Restarted, Some(engine)) = (loss, &self.engine) {
-                            self.core.peers.forget(engine);
-                        }
-                        Event::NotHeld(loss)
-                    }
+                    Answer::NotHeld(loss) => self.not_held(loss),
                 }
             }
         };
         self.happen(event);
+    }
+
+    fn not_held(&self, loss: Loss) -> Event {
+        if let (Loss::Restarted, Some(engine)) = (loss, &self.engine) {
+            self.core.peers.forget(engine);
+        }
+        Event::NotHeld(loss)
+    }
+
+    /// Something was heard of a lease that is followed, whatever this load does at the moment.
+    fn heard(&mut self, heard: Heard) {
+        let following = self.life.stage() == &Stage::Following;
+        match heard {
+            Heard::Grown(grant, sealed) => {
+                self.deadline = after(self.load.deadline);
+                if let Some(growing) = &mut self.growing {
+                    growing.hear(grant, sealed);
+                }
+                // While a part is read it waits.
+                if following {
+                    self.follow();
+                }
+            }
+            Heard::Lost(loss) => {
+                let event = self.not_held(loss);
+                match following {
+                    true => self.happen(event),
+                    // What is read must settle first; then there is nothing to follow.
+                    false => self.lost = Some(event),
+                }
+            }
+            Heard::Failed(failure) => self.happen(Event::Failed(failure)),
+        }
+    }
+
+    /// Reads what is new, or waits for it.
+    fn follow(&mut self) {
+        if let Some(event) = self.lost.take() {
+            return self.happen(event);
+        }
+        let Some(growing) = &mut self.growing else { return };
+        match growing.next() {
+            Ok(true) if self.turn.is_none() => self.wait_for_turn(),
+            Ok(true) => {
+                let last = growing.last();
+                self.happen(Event::Grown { last });
+            }
+            Ok(false) => {
+                // Others may read meanwhile.
+                self.turn = None;
+                self.deadline = after(self.load.patience);
+            }
+            Err(contradiction) => {
+                self.happen(Event::Failed(Failure::PeerGone(contradiction.to_string())));
+            }
+        }
+    }
+
+    fn wait_for_turn(&mut self) {
+        if std::mem::replace(&mut self.queued, true) {
+            return;
+        }
+        let turns = self.core.turns.clone();
+        self.spawn(async move { turns.acquire_owned().await.ok().map(Step::Admitted) });
+    }
+
+    /// Follows the lease, for as long as the load lives.
+    fn hear_of_growth(&mut self) {
+        let (peers, ticket) = (self.core.peers.clone(), self.load.ticket.clone());
+        let (steps, unreachable) = (self.steps.clone(), self.handshake);
+        let task = follow(peers, ticket, unreachable, move |heard| {
+            _ = steps.send(Step::Heard(heard));
+        });
+        self.following = Some(tokio::spawn(task.in_current_span()).abort_handle());
     }
 
     fn happen(&mut self, event: Event) {
@@ -181,13 +272,12 @@ impl Drive {
         match action {
             Action::ShakeHands => self.shake_hands(),
             Action::Read => self.read(),
-            // What the ticket came with is all there is to read.
-            Action::Follow => _ = self.steps.send(Step::Grown),
+            Action::Follow => self.follow(),
             Action::Confirm => {
                 let (core, load) = (self.core.clone(), self.load.clone());
                 let (attempt, deadline) = (self.attempt, self.deadline);
+                let Some(read_by) = self.growing.as_ref().map(Growing::read_by) else { return };
                 self.spawn(async move {
-                    let read_by = load.grant.fingerprint();
                     let answer = core.peers.confirm(&load.ticket, attempt, read_by, deadline).await;
                     answer.map(Step::Answered)
                 });
@@ -228,10 +318,12 @@ impl Drive {
 
     fn read(&mut self) {
         let Some(engine) = &self.engine else { return };
+        let portion = self.growing.as_ref().and_then(|growing| growing.portion(&self.load));
+        let Some(portion) = portion else { return };
         let steps = self.steps.clone();
         self.core.read(Job {
             attempt: self.attempt,
-            load: self.load.clone(),
+            load: portion,
             plan: engine.plan.clone(),
             sources: engine.sources.clone(),
             deadline: self.deadline,
@@ -240,7 +332,7 @@ impl Drive {
     }
 
     fn report(&mut self) {
-        if let Some(task) = self.task.take() {
+        for task in [self.task.take(), self.following.take()].into_iter().flatten() {
             task.abort();
         }
         self.turn = None;

@@ -22,18 +22,40 @@ pub struct Load {
     /// What the ticket came with: the tokens that the source engine computed, and its block tables. They
     /// may have passed through a router and a client, so the source engine is asked whether they are
     /// what it granted before anything that was read by them is used.
-    pub grant: Grant,
-    /// How many tokens to read, at most as many as were granted.
+    ///
+    /// `None`: the source engine is asked for them. It may still be computing the request; what is
+    /// complete is read meanwhile.
+    pub grant: Option<Grant>,
+    /// How many tokens to read, at most as many as are granted in the end.
     pub tokens: u64,
     /// For every group of this engine: how many of the first tokens it holds already.
     pub cached: Vec<u64>,
     /// This engine's block tables, one for every group.
     pub destination: Vec<BlockTable>,
-    /// How long it may take in all.
+    /// How long it may take in all; where the source engine is followed, from when it last had something
+    /// new to give.
+    pub deadline: Duration,
+    /// How long to wait, where the source engine is followed, while it has nothing new to give.
     pub patience: Duration,
     /// Whether to report what is left of the request's own blocks, for engines that zero it. If so,
     /// they must: the last blocks may be read whole, which takes fewer copies.
     pub rest: bool,
+}
+
+/// What is read at once: all of a load, or what has been computed since the last time.
+#[derive(Clone, Debug)]
+pub(super) struct Portion {
+    /// What is granted at this moment.
+    pub(super) grant: Grant,
+    /// How far to read.
+    pub(super) tokens: u64,
+    /// For every group: from where.
+    pub(super) cached: Vec<u64>,
+    /// What the engine held of each group before the load: the blocks after it are the request's own.
+    pub(super) before: Vec<u64>,
+    pub(super) destination: Vec<BlockTable>,
+    /// Whether what is left of the request's own blocks is wanted, and may be overwritten.
+    pub(super) rest: bool,
 }
 
 /// What a worker tells its engine.

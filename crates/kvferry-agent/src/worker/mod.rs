@@ -3,10 +3,12 @@
 //! As a source it only makes a [`Card`]: the transport serves the memory by itself. As a destination
 //! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
 //! reads ([`mover`]), and asks for confirmation. Each request ([`load`]) lives by the rules of
-//! [`life`](crate::rules::life) ([`drive`]).
+//! [`life`](crate::rules::life) ([`drive`]). Where the source still computes it, it is read as it grows
+//! ([`growth`]).
 
 mod core;
 mod drive;
+mod growth;
 mod load;
 mod mover;
 mod options;

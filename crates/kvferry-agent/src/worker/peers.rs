@@ -17,8 +17,8 @@ use crate::metrics::WorkerMetrics;
 use crate::rules::failure::Failure;
 use crate::rules::grant::Fingerprint;
 use crate::rules::lease::{Answer, Consumer, Loss};
-use crate::wire::link::{Caller, Links};
-use crate::wire::message::{Card, Incarnation, Question, Reply, Ticket};
+use crate::wire::link::{Caller, Links, Told};
+use crate::wire::message::{Card, Incarnation, Known, Question, Reply, Sought, Ticket};
 use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.
@@ -194,6 +194,15 @@ impl Peers {
                 Version::GRANTS
             );
         }
+        if version < Version::FRONTIERS {
+            info!(
+                address,
+                %version,
+                "requests cannot be followed while they are computed, because one of the sides is too old: \
+                 they are read when all of them is complete. Protocol {} or later on both sides follows",
+                Version::FRONTIERS
+            );
+        }
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
         let (plan, sources) = (Arc::new(plan), Arc::new(sources));
@@ -301,6 +310,17 @@ impl Peers {
                 }
             }
         }
+    }
+
+    /// Asks once how far the request of a ticket is.
+    pub(super) async fn ask_how_far(
+        &self,
+        ticket: &Ticket,
+        known: Known,
+    ) -> Result<Told, PeerError> {
+        let sought = Sought::Lease { incarnation: ticket.incarnation, key: ticket.key() };
+        let (_, told) = self.links.follow(&ticket.address, sought, known).await?;
+        Ok(told)
     }
 
     /// Tells P that it need not keep the blocks for this rank's engine.

@@ -184,9 +184,10 @@ pub fn load(name: &str, ticket: &Ticket, grant: Grant, destination: &[u32]) -> L
         request: name.to_owned(),
         ticket: ticket.clone(),
         tokens: grant.tokens,
-        grant,
+        grant: Some(grant),
         cached: vec![0],
         destination: table(destination),
+        deadline: LONG,
         patience: LONG,
         rest: false,
     }
@@ -265,9 +266,9 @@ impl Engine {
         source: &[u32],
         destination: &[u32],
         tokens: u64,
-        patience: Duration,
+        deadline: Duration,
     ) {
-        let load = Load { patience, ..load(name, ticket, granted(source, tokens), destination) };
+        let load = Load { deadline, ..load(name, ticket, granted(source, tokens), destination) };
         self.load(&load);
     }
 

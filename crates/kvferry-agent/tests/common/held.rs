@@ -34,6 +34,11 @@ impl Held {
         Self { reads: Arc::default(), price }
     }
 
+    /// Whether nothing was asked for that [`next`](Self::next) has not given.
+    pub fn is_empty(&self) -> bool {
+        self.reads.lock().unwrap().is_empty()
+    }
+
     pub fn next(&self) -> Arc<HeldRead> {
         let taken = Mutex::new(None);
         eventually("a read", || {

@@ -108,10 +108,11 @@ impl Show<'_> {
             let load = Load {
                 request: request.name.clone(),
                 ticket,
-                grant: request.grant(),
+                grant: Some(request.grant()),
                 tokens: request.tokens,
                 cached: request.cached.clone(),
                 destination: request.destination.clone(),
+                deadline: self.patience,
                 patience: self.patience,
                 rest: false,
             };

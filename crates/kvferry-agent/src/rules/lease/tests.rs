@@ -149,7 +149,7 @@ fn what_was_not_granted_is_not_held_and_ends_nothing() {
 #[test]
 fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1)).unwrap();
+    leases.begin(key(1), None).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), NOT_GRANTED);
     leases.expire(at(100));
@@ -171,7 +171,7 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
 #[test]
 fn what_was_granted_cannot_change_within_an_epoch() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1)).unwrap();
+    leases.begin(key(1), None).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     for (tokens, blocks) in [(15, &[3][..]), (16, &[4]), (20, &[4, 3]), (20, &[])] {
         let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: tokens };
@@ -196,9 +196,38 @@ fn what_was_granted_cannot_change_within_an_epoch() {
 #[test]
 fn what_is_given_up_while_it_grows_is_not_kept() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1)).unwrap();
+    leases.begin(key(1), None).unwrap();
     assert!(leases.abandon(&key(1), at(1)));
     assert_eq!(leases.take_released(), [], "the engine never promised to keep them");
-    let gone = NotGrown::NoLease("r".to_owned());
+    let gone = NotGrown::GivenUp("r".to_owned());
+    assert_eq!(leases.advance("r", 16, table(&[3])), Err(gone.clone()));
+    assert_eq!(leases.restart("r"), Err(gone.clone()));
     assert_eq!(leases.seal("r", 20, table(&[3, 4]), at(2)), Err(gone));
+    leases.expire(at(100));
+    assert_eq!(leases.remembered(), 0, "the engine has said its last word of it");
+    leases.begin(key(2), None).unwrap();
+    assert!(leases.abandon(&key(2), at(1)));
+    leases.begin(key(3), None).unwrap();
+    leases.advance("r", 16, table(&[3])).unwrap();
+    assert!(leases.abandon(&key(3), at(1)) && !leases.revoke("r", at(1)));
+    assert_eq!(leases.advance("r", 16, table(&[3])), Err(NotGrown::NoLease("r".to_owned())));
+}
+
+#[test]
+fn a_name_stands_for_the_latest_lease_that_was_begun_by_it() {
+    let other = |nonce| LeaseKey { request: "retried".to_owned(), nonce };
+    let mut leases = Leases::new(TERM, TERM * 3);
+    assert_eq!(leases.named("n"), None);
+    leases.begin(key(1), Some("n")).unwrap();
+    assert_eq!(leases.named("n"), Some(key(1)));
+    leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
+    assert_eq!(leases.named("n"), Some(key(1)), "whoever comes late finds it");
+    leases.begin(other(2), Some("n")).unwrap();
+    assert_eq!(leases.named("n"), Some(other(2)));
+    assert!(leases.revoke("r", at(2)));
+    assert_eq!(leases.named("n"), Some(other(2)), "the earlier one's end does not touch it");
+    assert!(leases.abandon(&other(2), at(2)));
+    assert_eq!(leases.named("n"), None);
+    assert_eq!(leases.look(&key(1)), Err(Loss::Ended(Ended::Revoked)));
+    assert_eq!(leases.look(&other(9)), Err(Loss::Unknown));
 }

@@ -5,7 +5,7 @@ use kvferry_plan::{Plan, Request, RequestError, Table, Transfer};
 use kvferry_transport::{ByteCopy, Loops, Price};
 
 use crate::carrier::Source;
-use crate::worker::load::Load;
+use crate::worker::load::Portion;
 
 /// A way to carry out a plan's part for one source.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,7 +20,7 @@ pub(super) enum Lowering {
 }
 
 impl Lowering {
-    fn choose(load: &Load, source: &dyn Source) -> Self {
+    fn choose(load: &Portion, source: &dyn Source) -> Self {
         if source.executes_loops() {
             return Self::Loops;
         }
@@ -71,6 +71,8 @@ pub(super) struct Lowered<'p> {
     chosen: Vec<(Lowering, usize)>,
     /// At least one. With a price, the last blocks may be read whole; without, nothing is read too much.
     transfers: Vec<(Option<Price>, Transfer<'p>)>,
+    /// By which the rest is told, where that is none of those.
+    own: Option<Transfer<'p>>,
 }
 
 impl<'p> Lowered<'p> {
@@ -78,7 +80,7 @@ impl<'p> Lowered<'p> {
     /// read from.
     pub(super) fn new(
         plan: &'p Plan,
-        load: &Load,
+        load: &Portion,
         sources: &[Option<Box<dyn Source>>],
     ) -> Result<Self, RequestError> {
         let source: Vec<Table<'_>> = load.grant.tables.iter().map(|table| table.borrow()).collect();
@@ -111,7 +113,12 @@ impl<'p> Lowered<'p> {
         if chosen.is_empty() {
             prepare(Lowering::Direct)?;
         }
-        Ok(Self { chosen, transfers })
+        let own = match load.rest && load.cached != load.before {
+            // Blocks that were filled before are the request's own, too.
+            true => Some(plan.transfer(&Request { cached: &load.before, ..request })?),
+            false => None,
+        };
+        Ok(Self { chosen, transfers, own })
     }
 
     /// What is read from one source.
@@ -129,6 +136,8 @@ impl<'p> Lowered<'p> {
 
     /// What is left of the request's own blocks: the same, whatever was chosen.
     pub(super) fn rest(&self) -> Vec<kvferry_plan::Area> {
-        self.transfers.first().map_or_else(Vec::new, |(_, transfer)| transfer.rest().collect())
+        let read = self.transfers.first().map(|(_, transfer)| transfer);
+        let transfer = self.own.as_ref().or(read);
+        transfer.map_or_else(Vec::new, |transfer| transfer.rest().collect())
     }
 }

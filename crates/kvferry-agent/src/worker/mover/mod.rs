@@ -13,7 +13,7 @@ use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
 use self::lowering::{Lowered, Reads};
-use super::load::Load;
+use super::load::Portion;
 use crate::carrier::Source;
 use crate::error::Error;
 use crate::rules::failure::Failure;
@@ -26,7 +26,7 @@ const GLANCE: Duration = Duration::from_micros(500);
 pub(super) struct Job {
     /// Names it, so that it can be cancelled.
     pub(super) attempt: u64,
-    pub(super) load: Arc<Load>,
+    pub(super) load: Portion,
     pub(super) plan: Arc<Plan>,
     /// For every source of the plan; `None` where nothing is read.
     pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
@@ -274,7 +274,7 @@ impl Reading {
 
 /// What a job reads, or why it cannot be read by what it was given.
 fn lower(job: &Job) -> Result<Lowered<'_>, String> {
-    let Load { tokens, grant, .. } = &*job.load;
+    let Portion { tokens, grant, .. } = &job.load;
     if *tokens > grant.tokens {
         // Their blocks may be there; what is in them is not theirs.
         return Err(format!("{tokens} tokens are to be read, but {} were granted", grant.tokens));

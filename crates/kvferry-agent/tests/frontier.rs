@@ -1,0 +1,579 @@
+//! A lease that grows: what is read while prefill computes, and what can go wrong meanwhile.
+
+mod common;
+
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::*;
+use kvferry_agent::lease::NotGrown;
+use kvferry_agent::{
+    Ended, Error, Failure, Following, Load, Loss, Lost, LostWhy, Notice, Outcome, PeerError,
+    Progress, Ticket, Version,
+};
+
+const SHORT: Duration = Duration::from_millis(300);
+
+/// A load that follows the lease of a ticket.
+fn follow(name: &str, ticket: &Ticket, destination: &[u32], tokens: u64) -> Load {
+    Load { grant: None, ..load(name, ticket, granted(&[], tokens), destination) }
+}
+
+/// So much of a request is computed, in these blocks.
+fn advance(p: &Engine, request: u64, name: &str, blocks: &[u32], tokens: u64) {
+    p.prefill(request, blocks, tokens);
+    let blocks = &blocks[..tokens.div_ceil(TOKENS_PER_BLOCK) as usize];
+    p.scheduler.advance(name, tokens, table(blocks)).unwrap();
+}
+
+fn lost(d: &Engine) -> Vec<Lost> {
+    let lost = Mutex::new(vec![]);
+    eventually("something is lost", || {
+        lost.lock().unwrap().extend(d.scheduler.lost());
+        !lost.lock().unwrap().is_empty()
+    });
+    lost.into_inner().unwrap()
+}
+
+fn heard(d: &Engine, request: &str, what: impl Fn(&Progress) -> bool) -> Progress {
+    eventually("it is heard of", || d.scheduler.frontier(request).is_some_and(|p| what(&p)));
+    d.scheduler.frontier(request).unwrap()
+}
+
+/// What is complete is read while the rest is computed, whatever the two sides look like, and all of it is
+/// right in the end.
+#[test]
+fn what_is_complete_is_read_while_the_rest_is_computed() {
+    for by in [By::Tcp, By::Local, By::Looping] {
+        for (p_ranks, d_ranks) in [(1, 1), (1, 2), (2, 1), (4, 2)] {
+            let p = Recipe::new("p", p_ranks).by(by).start();
+            let d = Recipe::new("d", d_ranks).by(by).start();
+            let (source, destination) = ([3, 7, 5, 6], [9, 12, 10, 20]);
+            let ticket = p.scheduler.open("r", None).unwrap();
+            d.load(&follow("r", &ticket, &destination, 14));
+            for (tokens, readable) in [(3, 0), (6, 4), (12, 12)] {
+                advance(&p, 1, "r", &source, tokens);
+                eventually("what is complete is read", || {
+                    d.ranks.iter().all(|rank| rank.wrong(1, &destination, readable) == 0)
+                });
+            }
+            for rank in &d.ranks {
+                eventually("it waits for the rest", || {
+                    rank.worker.loads() == [("r".to_owned(), "following")]
+                });
+                assert_eq!(rank.touched() as u64, 12 * (HEADS / d_ranks) * DIM, "and nothing else");
+                assert_eq!(rank.worker.notices(), [], "nothing is good before all of it is here");
+            }
+            assert_eq!(p.scheduler.released(), []);
+            p.prefill(1, &source, 14);
+            assert_eq!(p.grant("r", &source, 14), ticket, "the ticket is still the same");
+            for rank in &d.ranks {
+                let ending = rank.wait_end("r");
+                assert_eq!(ending.outcome, Outcome::Done);
+                assert_eq!(ending.bytes, 14 * (HEADS / d_ranks) * DIM, "every byte once");
+                assert_eq!(rank.wrong(1, &destination, 14), 0);
+                assert_eq!(rank.touched() as u64, 14 * (HEADS / d_ranks) * DIM);
+            }
+            assert_eq!(p.wait_released().why, Ended::Confirmed);
+        }
+    }
+}
+
+/// Whoever comes late reads all at once.
+#[test]
+fn a_lease_that_is_sealed_already_can_be_followed_too() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    p.prefill(1, &[3, 4], 8);
+    let ticket = p.grant("r", &[3, 4], 8);
+    d.load(&follow("r", &ticket, &[9, 10], 7));
+    assert_eq!(d.wait_ends("r"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10], 7), 0);
+    assert_eq!(d.ranks[0].touched() as u64, 7 * HEADS * DIM, "no more than it wants");
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
+/// What decode holds already is neither read nor touched.
+#[test]
+fn what_is_held_already_is_not_read() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let (source, destination) = ([3, 4, 5], [9, 10, 11]);
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&Load { cached: vec![6], ..follow("r", &ticket, &destination, 12) });
+    advance(&p, 1, "r", &source, 4);
+    advance(&p, 1, "r", &source, 8);
+    eventually("two tokens are read", || d.ranks[0].touched() as u64 == 2 * HEADS * DIM);
+    p.prefill(1, &source, 12);
+    p.grant("r", &source, 12);
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, 6 * HEADS * DIM));
+    assert_eq!(d.ranks[0].touched() as u64, 6 * HEADS * DIM);
+}
+
+/// P starts over in mid-read: what is in flight lands before anything is read anew, and nothing of the
+/// first try is used.
+#[test]
+fn a_request_that_starts_over_is_read_anew() {
+    let (p, d) = held_pair();
+    let (first, second, destination) = ([3, 4, 5], [13, 14, 15], [9, 10, 11]);
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&follow("r", &ticket, &destination, 12));
+    advance(&p, 1, "r", &first, 8);
+    let held = d.ranks[0].held.as_ref().unwrap();
+    let read = held.next();
+    p.scheduler.restart("r").unwrap();
+    // Its blocks go to another request at once.
+    p.prefill(9, &first, 12);
+    advance(&p, 1, "r", &second, 8);
+    thread::sleep(SHORT);
+    assert!(held.is_empty(), "nothing is read while bytes may still land");
+    read.land(0, read.copies.len());
+    read.finish();
+    let again = held.next();
+    assert_eq!(d.ranks[0].wrong(9, &destination, 8), 0, "the danger: another request's bytes");
+    again.land(0, again.copies.len());
+    again.finish();
+    eventually("it is read anew", || d.ranks[0].wrong(1, &destination, 8) == 0);
+    p.prefill(1, &second, 12);
+    let granted = p.grant("r", &second, 12);
+    assert_eq!(granted, ticket);
+    assert_eq!(p.scheduler.granted("r").unwrap().epoch, 1);
+    let last = held.next();
+    last.land(0, last.copies.len());
+    last.finish();
+    assert_eq!(d.wait_ends("r"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &destination, 12), 0);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
+/// Tables that a router carried are those of the last epoch: whoever does not say so is refused.
+#[test]
+fn tables_of_an_earlier_epoch_are_not_granted() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    p.scheduler.open("r", None).unwrap();
+    advance(&p, 1, "r", &[3, 4], 4);
+    p.scheduler.restart("r").unwrap();
+    p.prefill(1, &[3, 4], 8);
+    let ticket = p.grant("r", &[3, 4], 8);
+    d.load(&load("old", &ticket, granted(&[3, 4], 8), &[9, 10]));
+    assert_eq!(d.wait_ends("old"), [Outcome::Expired(Loss::NotGranted)]);
+    d.load(&load("new", &ticket, p.scheduler.granted("r").unwrap(), &[9, 10]));
+    assert_eq!(d.wait_ends("new"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10], 8), 0);
+}
+
+/// P goes away while it computes, or starts again at its old address.
+#[test]
+fn prefill_dies_while_it_computes() {
+    for comes_back in [false, true] {
+        let p = Recipe::new("p", 1).start();
+        let mut d = Recipe::new("d", 1);
+        d.worker.handshake = SHORT;
+        let d = d.start();
+        let ticket = p.scheduler.open("r", None).unwrap();
+        d.load(&follow("r", &ticket, &[9, 10], 8));
+        d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+        advance(&p, 1, "r", &[3], 4);
+        eventually("it is read", || d.ranks[0].wrong(1, &[9], 4) == 0);
+        drop(p);
+        let again = comes_back.then(|| {
+            let mut again = Recipe::new("p", 1);
+            again.scheduler.bind = ticket.address.parse().unwrap();
+            again.start()
+        });
+        let ending = d.ranks[0].wait_end("r");
+        match comes_back {
+            true => {
+                assert_eq!(ending.outcome, Outcome::Expired(Loss::Restarted));
+                let why = LostWhy::NotHeld(Loss::Restarted);
+                let follows = Some("r".to_owned());
+                assert_eq!(lost(&d), [Lost { ticket: Some(ticket), follows, why }]);
+            }
+            false => {
+                let gone = matches!(ending.outcome, Outcome::Failed(Failure::PeerGone(_)));
+                assert!(gone, "{:?}", ending.outcome);
+                let lost = lost(&d);
+                assert!(matches!(lost[0].why, LostWhy::Unreachable(_)), "{lost:?}");
+                assert_eq!(d.scheduler.frontier("r"), None);
+            }
+        }
+        assert!(!ending.quarantined);
+        assert_eq!(d.ranks[0].worker.loads(), []);
+        drop(again);
+    }
+}
+
+/// A connection that breaks is made again, and what was heard before counts.
+#[test]
+fn the_link_is_cut_while_a_lease_is_followed() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let wire = Wire::to(p.scheduler.address());
+    let mut ticket = p.scheduler.open("r", None).unwrap();
+    ticket.address = wire.address.clone();
+    d.load(&follow("r", &ticket, &[9, 10, 11], 12));
+    d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    for tokens in [4, 8] {
+        advance(&p, 1, "r", &[3, 4, 5], tokens);
+        heard(&d, "r", |progress| progress.tokens == tokens);
+        eventually("it is read", || d.ranks[0].wrong(1, &[9, 10], tokens) == 0);
+        wire.cut();
+    }
+    p.prefill(1, &[3, 4, 5], 12);
+    p.grant("r", &[3, 4, 5], 12);
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, 12 * HEADS * DIM));
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10, 11], 12), 0);
+    assert_eq!(d.scheduler.lost(), []);
+}
+
+/// D does not want it any more: P hears of that when it next speaks of the request.
+#[test]
+fn decode_gives_up_what_is_still_computed() {
+    for reading in [false, true] {
+        let (p, d) = held_pair();
+        let ticket = p.scheduler.open("r", Some("n")).unwrap();
+        d.load(&follow("r", &ticket, &[9, 10], 8));
+        let mut read = None;
+        if reading {
+            advance(&p, 1, "r", &[3], 4);
+            read = Some(d.ranks[0].held.as_ref().unwrap().next());
+        } else {
+            eventually("it follows", || {
+                d.ranks[0].worker.loads() == [("r".to_owned(), "following")]
+            });
+        }
+        d.ranks[0].worker.abort("r");
+        let ending = d.ranks[0].wait_end("r");
+        assert_eq!((ending.outcome, ending.quarantined), (Outcome::Aborted, reading));
+        if let Some(read) = read {
+            eventually("it is cancelled", || read.cancelled.load(Ordering::SeqCst));
+            read.settle(kvferry_transport::Error::Cancelled);
+            let settled = Notice::Settled { request: "r".to_owned() };
+            assert_eq!(d.ranks[0].worker.wait(Instant::now() + LONG), [settled]);
+        }
+        let gone = Error::NotGrown(NotGrown::GivenUp("r".to_owned()));
+        eventually("P hears of it", || {
+            p.scheduler.advance("r", 8, table(&[3, 4])) == Err(gone.clone())
+        });
+        assert_eq!(p.scheduler.grant("r", granted(&[3, 4], 8)), Err(gone));
+        assert_eq!(p.scheduler.released(), [], "P never promised to keep the blocks");
+        // The engine is done with it: the next of that name is another request.
+        p.grant("r", &[3, 4], 8);
+    }
+}
+
+/// P takes back what it computes, because its client has left for instance.
+#[test]
+fn prefill_takes_back_what_it_still_computes() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&follow("r", &ticket, &[9, 10], 8));
+    d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    advance(&p, 1, "r", &[3], 4);
+    heard(&d, "r", |progress| progress.tokens == 4);
+    let began = Instant::now();
+    assert!(p.scheduler.revoke("r"));
+    let revoked = Loss::Ended(Ended::Revoked);
+    assert_eq!(d.wait_ends("r"), [Outcome::Expired(revoked)]);
+    let why = LostWhy::NotHeld(revoked);
+    assert_eq!(lost(&d), [Lost { ticket: Some(ticket), follows: Some("r".to_owned()), why }]);
+    assert!(began.elapsed() < Duration::from_millis(900), "it is told at once");
+    assert_eq!(p.scheduler.released(), [], "P never promised to keep the blocks");
+    let gone = Error::NotGrown(NotGrown::NoLease("r".to_owned()));
+    assert_eq!(p.scheduler.advance("r", 8, table(&[3, 4])), Err(gone));
+}
+
+/// The load's deadline counts from when P has something to give, and the wait for that has a bound of its
+/// own.
+#[test]
+fn a_deadline_does_not_run_while_prefill_computes() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("r", None).unwrap();
+    let patient = follow("r", &ticket, &[9, 10, 11], 12);
+    d.load(&Load { deadline: SHORT, patience: LONG, ..patient });
+    for tokens in [4, 8] {
+        thread::sleep(SHORT * 2);
+        advance(&p, 1, "r", &[3, 4, 5], tokens);
+    }
+    thread::sleep(SHORT * 2);
+    p.prefill(1, &[3, 4, 5], 12);
+    p.grant("r", &[3, 4, 5], 12);
+    assert_eq!(d.wait_ends("r"), [Outcome::Done]);
+
+    let ticket = p.scheduler.open("never", None).unwrap();
+    let began = Instant::now();
+    let impatient = follow("never", &ticket, &[9, 10, 11], 12);
+    d.load(&Load { deadline: LONG, patience: SHORT, ..impatient });
+    let late = Failure::Deadline { stage: "following".to_owned() };
+    assert_eq!(d.wait_ends("never"), [Outcome::Failed(late)]);
+    assert!(began.elapsed() >= SHORT);
+}
+
+/// Fewer tokens than decode wants: an error, before the last byte.
+#[test]
+fn prefill_ends_before_what_decode_wants() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&follow("r", &ticket, &[9, 10, 11], 12));
+    p.grant("r", &[3, 4], 8);
+    let reason = "12 tokens are to be read, but 8 were granted".to_owned();
+    assert_eq!(d.wait_ends("r"), [Outcome::Failed(Failure::BadRequest(reason))]);
+    assert_eq!(p.wait_released().why, Ended::Abandoned);
+}
+
+/// Loads that wait for P leave their turn to others.
+#[test]
+fn many_are_followed_at_once_and_none_waits_for_another() {
+    let p = Recipe::new("p", 1).start();
+    let mut d = Recipe::new("d", 1);
+    d.worker.concurrent = 2;
+    let d = d.start();
+    // Backwards: those that were asked for last are computed first.
+    let names: Vec<String> = (0..32).rev().map(|n| format!("r{n}")).collect();
+    let blocks = |n: usize| [2 * n as u32, 2 * n as u32 + 1];
+    for (n, name) in names.iter().enumerate().rev() {
+        let ticket = p.scheduler.open(name, None).unwrap();
+        d.load(&follow(name, &ticket, &blocks(n), 8));
+    }
+    for (n, name) in names.iter().enumerate() {
+        advance(&p, n as u64, name, &blocks(n), 4);
+    }
+    eventually("all first halves are read", || d.ranks[0].touched() as u64 == 32 * 4 * HEADS * DIM);
+    for (n, name) in names.iter().enumerate() {
+        p.prefill(n as u64, &blocks(n), 8);
+        p.grant(name, &blocks(n), 8);
+        assert_eq!(d.wait_ends(name), [Outcome::Done]);
+        assert_eq!(d.ranks[0].wrong(n as u64, &blocks(n), 8), 0);
+    }
+}
+
+/// Two engines follow one ticket: one of them has it, and what the other has is right or not used.
+#[test]
+fn one_ticket_is_followed_by_two_engines() {
+    let p = Recipe::new("p", 1).start();
+    let readers = [Recipe::new("d1", 1).start(), Recipe::new("d2", 2).start()];
+    let (source, destination) = ([3, 4, 5], [9, 10, 11]);
+    for round in 0..10 {
+        let name = format!("r{round}");
+        let ticket = p.scheduler.open(&name, None).unwrap();
+        for d in &readers {
+            d.load(&follow(&name, &ticket, &destination, 10));
+        }
+        advance(&p, round, &name, &source, 8);
+        p.prefill(round, &source, 10);
+        p.grant(&name, &source, 10);
+        let ends = readers.each_ref().map(|d| d.wait_ends(&name));
+        assert!(ends.iter().any(|ends| ends.iter().all(|end| *end == Outcome::Done)), "{ends:?}");
+        for (d, ends) in readers.iter().zip(&ends) {
+            for (rank, end) in d.ranks.iter().zip(ends) {
+                match end {
+                    Outcome::Done => assert_eq!(rank.wrong(round, &destination, 10), 0),
+                    end => assert_eq!(*end, Outcome::Expired(Loss::Ended(Ended::Confirmed))),
+                }
+            }
+        }
+        assert_eq!(p.wait_released().why, Ended::Confirmed);
+    }
+}
+
+fn named(p: &Engine, name: &str) -> Following {
+    Following::Name {
+        engine: "p".to_owned(),
+        address: p.scheduler.address().to_owned(),
+        name: name.to_owned(),
+    }
+}
+
+/// D hears of a request before P does, knows nothing but its name, and loads it all the same.
+#[test]
+fn decode_comes_first_and_knows_only_a_name() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
+    let again = d.scheduler.follow("d-1", named(&p, "n"), LONG);
+    assert_eq!(again, Err(Error::Duplicate("d-1".to_owned())));
+    thread::sleep(Duration::from_millis(1500));
+    assert_eq!(d.scheduler.frontier("d-1"), None, "P has not heard of it");
+    let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
+    let progress = heard(&d, "d-1", |_| true);
+    assert_eq!(
+        progress,
+        Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
+    );
+    d.load(&follow("d-1", &ticket, &[9, 10, 11], 12));
+    for (tokens, known) in [(4, false), (8, true)] {
+        thread::sleep(Duration::from_millis(50));
+        advance(&p, 1, "p-1", &[3, 4, 5], tokens);
+        let progress = heard(&d, "d-1", |progress| progress.tokens == tokens);
+        assert_eq!(progress.speed.is_some(), known, "{progress:?}");
+        assert!(progress.speed.is_none_or(|speed| speed > 1.0 && speed < 100.0), "{progress:?}");
+    }
+    p.prefill(1, &[3, 4, 5], 12);
+    p.grant("p-1", &[3, 4, 5], 12);
+    assert_eq!(d.wait_ends("d-1"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10, 11], 12), 0);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+    d.scheduler.settle(&ticket);
+    assert_eq!(d.scheduler.frontier("d-1"), None);
+    assert_eq!((d.scheduler.lost(), d.scheduler.status().holds), (vec![], vec![]));
+    d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
+}
+
+/// P never hears of it, is another engine, or speaks an older protocol: D need not wait for ever.
+#[test]
+fn a_name_that_is_never_heard_of_is_lost() {
+    let d = Recipe::new("d", 1).start();
+    let p = Recipe::new("p", 1).start();
+    d.scheduler.follow("r", named(&p, "n"), SHORT).unwrap();
+    let follows = Some("r".to_owned());
+    let never = Lost { ticket: None, follows: follows.clone(), why: LostWhy::NeverHeardOf };
+    assert_eq!(lost(&d), [never]);
+    d.scheduler.unfollow("r");
+
+    let mut old = Recipe::new("p", 1);
+    old.scheduler.version = Version { major: 1, minor: 2 };
+    let old = old.start();
+    d.scheduler.follow("r", named(&old, "n"), LONG).unwrap();
+    let found = lost(&d);
+    assert!(matches!(&found[0].why, LostWhy::Unreachable(PeerError::TooOld { .. })), "{found:?}");
+    old.prefill(1, &[3], 4);
+    let ticket = old.grant("r", &[3], 4);
+    d.load(&follow("r", &ticket, &[9], 4));
+    let outcome = d.wait_ends("r").remove(0);
+    assert!(
+        matches!(&outcome, Outcome::Failed(Failure::Refused(why)) if why.contains("1.3")),
+        "{outcome:?}"
+    );
+
+    let other = Recipe::new("other", 1).start();
+    d.scheduler.follow("r", named(&other, "n"), LONG).unwrap();
+    let found = lost(&d);
+    assert!(
+        matches!(&found[0].why, LostWhy::Unreachable(PeerError::Refused(why)) if why.contains("'other', not 'p'")),
+        "{found:?}"
+    );
+    let nobody = Following::Name {
+        engine: "p".to_owned(),
+        address: "127.0.0.1:1".to_owned(),
+        name: "n".to_owned(),
+    };
+    d.scheduler.follow("r", nobody, Duration::from_secs(8)).unwrap();
+    let found = lost(&d);
+    assert!(matches!(&found[0].why, LostWhy::Unreachable(PeerError::Io { .. })), "{found:?}");
+}
+
+/// A client tries again under the same name: whoever asks from then on gets the new request, and whoever
+/// has the old one keeps it or hears of its end.
+#[test]
+fn a_name_is_used_again() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let first = p.scheduler.open("p-1", Some("n")).unwrap();
+    d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
+    assert_eq!(heard(&d, "d-1", |_| true).ticket, first);
+    // The client has left, and tries again. P hears of the second before it is told of the first's end.
+    let second = p.scheduler.open("p-2", Some("n")).unwrap();
+    d.scheduler.follow("d-2", named(&p, "n"), LONG).unwrap();
+    assert_eq!(heard(&d, "d-2", |_| true).ticket, second);
+    advance(&p, 1, "p-1", &[3], 4);
+    advance(&p, 2, "p-2", &[5, 6], 8);
+    assert_eq!(heard(&d, "d-1", |progress| progress.tokens > 0).tokens, 4);
+    assert_eq!(heard(&d, "d-2", |progress| progress.tokens > 0).tokens, 8);
+    d.scheduler.unfollow("d-1");
+    let gone = Error::NotGrown(NotGrown::GivenUp("p-1".to_owned()));
+    eventually("P hears that nobody wants the first", || {
+        p.scheduler.advance("p-1", 8, table(&[3, 4])) == Err(gone.clone())
+    });
+    p.prefill(2, &[5, 6], 8);
+    p.grant("p-2", &[5, 6], 8);
+    d.load(&follow("d-2", &second, &[9, 10], 8));
+    assert_eq!(d.wait_ends("d-2"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(2, &[9, 10], 8), 0);
+    // Nothing is left of the name.
+    d.scheduler.follow("d-3", named(&p, "n"), SHORT).unwrap();
+    let found = lost(&d);
+    assert_eq!(found[0].why, LostWhy::NeverHeardOf, "{found:?}");
+}
+
+/// A followed lease is kept alive when it is sealed, and lost when nothing happens for too long.
+#[test]
+fn what_is_followed_is_held() {
+    let term = Duration::from_millis(400);
+    let p = Recipe::new("p", 1).term(term).start();
+    let d = Recipe::new("d", 1).start();
+    d.scheduler.follow("r", named(&p, "n"), Duration::from_millis(1500)).unwrap();
+    let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
+    heard(&d, "r", |_| true);
+    thread::sleep(term * 2);
+    advance(&p, 1, "p-1", &[3], 4);
+    thread::sleep(term * 2);
+    p.prefill(1, &[3, 4], 8);
+    p.grant("p-1", &[3, 4], 8);
+    assert!(heard(&d, "r", |progress| progress.sealed).sealed);
+    thread::sleep(term * 2);
+    assert_eq!(p.scheduler.released(), [], "it is kept alive");
+    let lost = lost(&d);
+    let patience = LostWhy::Patience;
+    assert_eq!(lost, [Lost { ticket: Some(ticket), follows: Some("r".to_owned()), why: patience }]);
+    assert_eq!(p.wait_released().why, Ended::Expired);
+}
+
+/// Heartbeats and confirmations do not wait behind a question that waits for news.
+#[test]
+fn a_long_question_does_not_hold_up_the_others() {
+    let term = Duration::from_millis(250);
+    let p = Recipe::new("p", 1).term(term).start();
+    let d = Recipe::new("d", 1).start();
+    let quiet = p.scheduler.open("quiet", None).unwrap();
+    d.scheduler.follow("quiet", Following::Ticket(quiet.clone()), LONG).unwrap();
+    d.load(&follow("quiet", &quiet, &[9, 10], 8));
+    heard(&d, "quiet", |_| true);
+    let kept = p.grant("kept", &[1], 4);
+    d.scheduler.hold(&kept, LONG);
+    thread::sleep(term * 8);
+    assert_eq!(p.scheduler.released(), [], "it was kept alive on the same connection");
+    let began = Instant::now();
+    d.start_load("kept", &kept, &[1], &[11], 4, LONG);
+    assert_eq!(d.wait_ends("kept"), [Outcome::Done]);
+    assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+}
+
+/// What an engine may not say of a request that it computes.
+#[test]
+fn what_does_not_go_on_is_an_error() {
+    let p = Recipe::new("p", 1).start();
+    let none = |name: &str| Err(Error::NotGrown(NotGrown::NoLease(name.to_owned())));
+    assert_eq!(p.scheduler.advance("r", 4, table(&[1])), none("r"));
+    assert_eq!(p.scheduler.restart("r"), none("r"));
+    p.scheduler.open("r", None).unwrap();
+    let twice = p.scheduler.open("r", None).unwrap_err();
+    assert_eq!(twice.to_string(), "request 'r' has a lease already");
+    p.scheduler.advance("r", 8, table(&[1, 2])).unwrap();
+    let changed = |after| {
+        Err(Error::NotGrown(NotGrown::Changed { request: "r".to_owned(), before: 8, after }))
+    };
+    assert_eq!(p.scheduler.advance("r", 7, table(&[1, 2])), changed(7));
+    assert_eq!(p.scheduler.advance("r", 12, table(&[1, 3, 4])), changed(12));
+    assert_eq!(p.scheduler.advance("r", 12, table(&[1])), changed(12));
+    assert_eq!(p.scheduler.grant("r", granted(&[2, 1], 8)).map(|_| ()), changed(8));
+    let long: Vec<u32> = (0..=BLOCKS).collect();
+    let too_long = Error::TableTooLong {
+        request: "r".to_owned(),
+        group: 0,
+        named: BLOCKS as usize + 1,
+        blocks: BLOCKS,
+    };
+    assert_eq!(p.scheduler.advance("r", 12, table(&long)), Err(too_long.clone()));
+    assert_eq!(p.scheduler.grant("r", granted(&long, 12)).unwrap_err(), too_long);
+    // Nothing of that has changed anything.
+    assert_eq!(p.scheduler.granted("r"), Some(granted(&[1, 2], 8)));
+    p.scheduler.restart("r").unwrap();
+    p.scheduler.advance("r", 4, table(&[7])).unwrap();
+    p.grant("r", &[7, 8], 8);
+    assert_eq!(p.scheduler.advance("r", 12, table(&[7, 8, 9])), none("r"));
+    assert_eq!(p.scheduler.restart("r"), none("r"));
+    assert!(p.scheduler.revoke("r"));
+}
+
+fn held_pair() -> (Engine, Engine) {
+    (Recipe::new("p", 1).by(By::Held).start(), Recipe::new("d", 1).by(By::Held).start())
+}
