@@ -51,6 +51,7 @@ def request(**params):
         num_prompt_tokens=40,
         num_computed_tokens=40,
         num_in_flight_tokens=0,
+        num_preemptions=0,
     )
 
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from . import logs
-from .messages import Card, Orders
+from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
 from .options import Options
 from .scheduler import SchedulerSide
@@ -63,7 +63,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -76,8 +78,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.failed_recving or ()
+        told = connector_output.kv_connector_worker_meta
+        moved = told.seconds if isinstance(told, Moved) else {}
         for request in connector_output.finished_recving or ():
-            self.scheduler.ended(request, failed=request in failed)
+            self.scheduler.ended(request, request in failed, moved.get(request, 0.0))
         self.scheduler.turns.freed(connector_output.finished_sending or ())
 
     def has_pending_block_frees(self) -> bool:
@@ -106,6 +110,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(orders, Orders)
         return orders
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.prepare(self._orders())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.obey(self._orders())
 
@@ -114,6 +122,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results()
+
+    def build_connector_worker_meta(self) -> Moved | None:
+        return self.worker.told()
 
     # Whole requests move, between steps: there is nothing to do for a layer.
 

@@ -30,6 +30,10 @@ class Groups:
             1 if self._needs_last_token() else 0, vllm_config.num_prefill_lookahead_tokens - 1
         )
 
+    def agreed(self, prompt: int) -> int:
+        """What P and D must agree on, for a prompt of so many tokens."""
+        return prompt - self.held_back if any(self.recurrent) else prompt
+
     def _needs_last_token(self) -> bool:
         everything = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
         return (
@@ -51,6 +55,19 @@ class Groups:
             first.append(dead)
             tables.append(table[dead:])
         return tables, first
+
+    def grown(self, manager: Any, request: str, tokens: int) -> list[list[int]]:
+        """The tables of a request that is still computed, as far as it is complete. What a window or a
+        state holds may change: it comes at the end."""
+        ids = manager.get_block_ids(request)
+        tables: list[list[int]] = []
+        for group, index in enumerate(self.cache.transfer_group_ids):
+            if self.recurrent[group] or keeps_window(self.specs[group]):
+                tables.append([])
+                continue
+            size = manager.coordinator.single_type_managers[index].block_size
+            tables.append(list(ids[index][: -(-tokens // size)]))
+        return tables
 
     def table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
         """A group's table. For a state it is the one slot that is current after so many tokens,

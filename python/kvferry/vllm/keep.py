@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
+from .._errors import AgentError
 from .groups import Groups
 from .logs import logger
 from .params import Offer
@@ -37,7 +38,13 @@ class Keep:
         if not any(tables):
             return None
         name = request.request_id
-        ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
+        try:
+            ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
+        except AgentError as error:
+            if error.kind != "given_up":
+                # Not what was said while it was computed: nobody may use it.
+                logger.error("kvferry: %s cannot be handed over: %s", name, error)
+            return None
         self.kept[name] = ticket
         return Offer(ticket, tokens, tables, first)
 

@@ -47,6 +47,10 @@ class Options:
     deadline: float = _option(60.0, least=1e-3)
     #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
     patience: float = _option(480.0, least=1e-3)
+    #: P tells the router to send requests to both engines at once, and D reads while P computes.
+    push: bool = _option(True)
+    #: Seconds that D waits for P to hear of a request that was sent to both.
+    meet: float = _option(30.0, least=1e-3)
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
     #: all.
     next_turn: float = _option(0.0, least=0)

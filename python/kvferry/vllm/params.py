@@ -3,6 +3,7 @@ contract, and our part of it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,10 @@ class Offer:
             None if ours.get("hash") is None else _field(ours, "hash", str, f"{KEY}.hash"),
         )
 
-    def write(self, request: str, address: str, tp: int, pp: int) -> dict[str, Any]:
+    def write(
+        self, request: str, address: str, tp: int, pp: int, push: bool = False
+    ) -> dict[str, Any]:
+        """`push` tells routers to send later requests to both engines at once."""
         host, _, port = address.rpartition(":")
         answered = self.hash is not None
         return {
@@ -54,10 +58,41 @@ class Offer:
             "tp_size": tp,
             "pp_size": pp,
             "remote_num_tokens": self.tokens,
+            **({"transfer_mode": "push"} if push else {}),
             KEY: {"ticket": self.ticket, "tokens": self.tokens, "first": self.first}
             | ({"hash": self.hash} if answered else {}),
         }
 
+
+@dataclass(frozen=True)
+class Source:
+    """The engine that computes a request, where a router has sent it to both at once: everything else is
+    to be asked for there."""
+
+    engine: str
+    address: str
+
+    @classmethod
+    def read(cls, params: dict[str, Any]) -> Source | None:
+        """None for other parameters. Raises `ValueError` for what can be of no use."""
+        if params.get(KEY) is not None or params.get("remote_block_ids"):
+            return None
+        if not all(params.get(f"remote_{name}") for name in ("engine_id", "host", "port", "request_id")):
+            return None
+        host = _field(params, "remote_host", str, "remote_host")
+        port = _field(params, "remote_port", int, "remote_port")
+        engine = _field(params, "remote_engine_id", str, "remote_engine_id")
+        return cls(engine, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def shared_name(request: str, tokens: int) -> str:
+    """The name of a request that two engines have in common: vLLM makes its own from the one that the
+    router has given to it, and adds eight digits. With it goes what they must agree on, a number of
+    tokens: a state is of use after so many only."""
+    return f"{_ADDED.sub('', request)}:{tokens}"
+
+
+_ADDED = re.compile(r"-[0-9a-f]{8}$")
 
 _NAMES = {dict: "an object", list: "a list", (list, tuple): "a list", int: "a whole number", str: "text"}
 

@@ -34,7 +34,8 @@ class SchedulerSide:
         logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
-        self.prefill = Prefill(self.keep, groups)
+        self.push = options.push
+        self.prefill = Prefill(self.agent, self.keep, groups, options.push)
         self.decode = Decode(self.agent, groups, options)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.
@@ -42,7 +43,7 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """vLLM's manager of all blocks, as soon as there is one."""
-        self.decode.manager = manager
+        self.prefill.manager = self.decode.manager = manager
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
@@ -52,15 +53,18 @@ class SchedulerSide:
         if params.get("do_remote_prefill") or params.get("do_remote_decode") and params.get(KEY):
             self.decode.begin(request)
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        self.turns.without_blocks.add(request.request_id)
-        return self.decode.matched(request, computed)
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        count, any_ = self.decode.matched(request, computed)
+        if count is not None:
+            self.turns.without_blocks.add(request.request_id)
+        return count, any_
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         self.turns.without_blocks.discard(request.request_id)
         self.decode.allocated(request, blocks, external)
 
     def orders(self, scheduled: Iterable[str]) -> Orders:
+        self.prefill.advance()
         orders = self.decode.orders()
         self.turns.make_room()
         orders.released = self.keep.released()
@@ -68,8 +72,8 @@ class SchedulerSide:
         orders.hands_over = self.prefill.may_finish(scheduled)
         return orders
 
-    def ended(self, request: str, failed: bool) -> None:
-        self.decode.ended(request, failed)
+    def ended(self, request: str, failed: bool, seconds: float) -> None:
+        self.decode.ended(request, failed, seconds)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -84,6 +88,7 @@ class SchedulerSide:
             self.agent.address,
             self.parallel.tensor_parallel_size,
             self.parallel.pipeline_parallel_size,
+            self.push,
         )
 
     def stats(self) -> Stats:

@@ -98,3 +98,23 @@ def give_up(engine, params):
 
 def leases(engine):
     return side(engine).agent.status()["leases"]
+
+
+def where(engine):
+    """What a router tells D about P when it sends a request to both at once."""
+    agent = side(engine).agent
+    host, _, port = agent.address.rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": agent.status()["engine"],
+        "remote_host": host,
+        "remote_port": int(port),
+        "tp_size": 1,
+        "remote_request_id": "any",
+    }
+
+
+def waiting(engine):
+    """Requests that wait for another engine, and the workers know nothing of."""
+    return [name for name, wanted in side(engine).decode.wanted.items() if not wanted.loading]
