@@ -84,6 +84,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.ended(request, request in failed, moved.get(request, 0.0))
         self.scheduler.turns.freed(connector_output.finished_sending or ())
 
+    def has_pending_push_work(self) -> bool:
+        # vLLM goes on with its steps.
+        return bool(self.scheduler.decode.unwanted)
+
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.turns.can_make_room()
 

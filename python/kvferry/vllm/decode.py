@@ -58,6 +58,9 @@ class Decode:
         self.spent: deque[dict[str, Any]] = deque(maxlen=256)
         #: What the workers are told in the next step.
         self.next = Orders()
+        #: Requests that are not wanted any more, of which the other engine could not be told because it
+        #: has not heard of them yet, and until when it is worth while.
+        self.unwanted: dict[str, float] = {}
         self.pace = Pace()
         #: vLLM's manager of all blocks.
         self.manager: Any = None
@@ -120,7 +123,7 @@ class Decode:
         if wanted is None or wanted.loading:
             return 0, False
         self.hear_of_lost()
-        if wanted.follows is not None and wanted.lost is None and not wanted.twin:
+        if wanted.tokens > computed and wanted.follows is not None and wanted.lost is None:
             if not self._is_time(name, wanted):
                 return None, False
         usable = min(wanted.tokens, request.num_prompt_tokens - self.groups.held_back)
@@ -230,6 +233,7 @@ class Decode:
 
     def orders(self) -> Orders:
         """What has come up for the workers since the last call."""
+        self._tell_of_unwanted()
         orders, self.next = self.next, Orders()
         return orders
 
@@ -262,7 +266,17 @@ class Decode:
         wanted = self.wanted.pop(request)
         if wanted.ticket is not None:
             self.spent.append(wanted.ticket)
-        if wanted.follows is not None:
+        if wanted.follows is None:
+            if wanted.ticket is not None:
+                self.agent.abandon(wanted.ticket)
+        elif wanted.lost is None and self.agent.frontier(request) is None:
+            self.unwanted[request] = time.monotonic() + self.options.meet
+        else:
             self.agent.unfollow(request)
-        elif wanted.ticket is not None:
-            self.agent.abandon(wanted.ticket)
+
+    def _tell_of_unwanted(self) -> None:
+        now = time.monotonic()
+        for request, until in list(self.unwanted.items()):
+            if now > until or self.agent.frontier(request) is not None:
+                self.agent.unfollow(request)
+                del self.unwanted[request]

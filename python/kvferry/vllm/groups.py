@@ -32,7 +32,7 @@ class Groups:
 
     def agreed(self, prompt: int) -> int:
         """What P and D must agree on, for a prompt of so many tokens."""
-        return prompt - self.held_back if any(self.recurrent) else prompt
+        return prompt - self.held_back if any(self.recurrent) and prompt > self.held_back else prompt
 
     def _needs_last_token(self) -> bool:
         everything = (group.kv_cache_spec for group in self.cache.kv_cache_groups)

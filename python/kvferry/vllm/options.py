@@ -47,8 +47,9 @@ class Options:
     deadline: float = _option(60.0, least=1e-3)
     #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
     patience: float = _option(480.0, least=1e-3)
-    #: P tells the router to send requests to both engines at once, and D reads while P computes.
-    push: bool = _option(True)
+    #: Whether P tells the router to send requests to both engines at once, and D reads while P computes:
+    #: `auto` is `always`, but for data-parallel engines, one of which a router cannot tell D in advance.
+    push: str = _option("auto", one_of=("auto", "always", "never"))
     #: Seconds that D waits for P to hear of a request that was sent to both.
     meet: float = _option(30.0, least=1e-3)
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at

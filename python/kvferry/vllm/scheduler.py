@@ -34,8 +34,9 @@ class SchedulerSide:
         logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
-        self.push = options.push
-        self.prefill = Prefill(self.agent, self.keep, groups, options.push)
+        alone = parallel.data_parallel_size == 1
+        self.push = options.push == "always" or (options.push == "auto" and alone)
+        self.prefill = Prefill(self.agent, self.keep, groups, self.push)
         self.decode = Decode(self.agent, groups, options)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.

@@ -55,6 +55,9 @@ def whats_left(engine):
         "prefilling": scheduler.prefill.prefilling,
         "kept": list(scheduler.keep.kept),
         "wanted": list(scheduler.decode.wanted),
+        "unwanted": list(scheduler.decode.unwanted),
+        "growing": list(scheduler.prefill.growing),
+        "answers": list(scheduler.turns.answers),
         "leases": status["leases"],
         "holds": status["holds"],
         "loads": counter(engine, "kvferry_loads_in_flight"),
@@ -118,3 +121,12 @@ def where(engine):
 def waiting(engine):
     """Requests that wait for another engine, and the workers know nothing of."""
     return [name for name, wanted in side(engine).decode.wanted.items() if not wanted.loading]
+
+
+def take_at_once(engine, at_once):
+    """Whether D takes blocks as soon as P has heard of a request."""
+    pace = side(engine).decode.pace
+    if at_once:
+        pace.is_time = lambda frontier, tokens, free: True
+    elif "is_time" in vars(pace):
+        del pace.is_time

@@ -18,6 +18,7 @@ from .inside import (
     pump,
     side,
     steps,
+    take_at_once,
     turn,
     waiting,
     where,
@@ -59,7 +60,10 @@ def test_answers_are_those_of_one_engine(pair, kind, p, d):
         assert prefill.call(forget)
     # One after the other, and all at once.
     for prompt, expected in zip(some[:3], alone):
+        began = time.monotonic()
         assert push(prefill, decode, [prompt]) == [expected], len(prompt)
+        # Nobody has waited for what does not come.
+        assert time.monotonic() - began < 15, len(prompt)
     assert push(prefill, decode, some) == alone
     # The control: only P's state leads to this answer.
     other = prompts(draw, [199])[0] + some[0][-1:]
@@ -71,8 +75,7 @@ def test_what_is_computed_is_read_while_p_goes_on(pair, kind, length):
     prefill, decode = pair(kind, None, CHUNKS)
     (prompt,) = prompts(random.Random(f"early {kind}"), [length])
     alone = prefill.generate(prompt)[0]
-    # D learns from the first how long P takes.
-    assert push(prefill, decode, [prompt]) == [alone]
+    decode.call(take_at_once, True)
     before = decode.call(content)
     (name,) = start(prefill, decode, [prompt])
     # All but two chunks, and then P rests.
@@ -82,6 +85,7 @@ def test_what_is_computed_is_read_while_p_goes_on(pair, kind, length):
     # D computes nothing itself.
     eventually(lambda: decode.call(content) != before)
     ((made, _),) = answers(prefill, decode, [name])
+    decode.call(take_at_once, False)
     assert made == alone
 
 
@@ -148,6 +152,7 @@ def test_a_request_that_is_started_over_while_it_is_read(pair):
     draw = random.Random(32)
     prompt, other = prompts(draw, [300, 300])
     alone = prefill.generate(prompt)[0]
+    decode.call(take_at_once, True)
     (name,) = start(prefill, decode, [prompt])
     prefill.call(steps, 4)
     eventually(lambda: decode.call(steps, 1) or not decode.call(waiting))
@@ -157,6 +162,7 @@ def test_a_request_that_is_started_over_while_it_is_read(pair):
     prefill.call(steps, 3)
     decode.call(steps, 3)
     ((made, _),) = answers(prefill, decode, [name])
+    decode.call(take_at_once, False)
     assert made == alone
     prefill.call(pump)
 
@@ -208,6 +214,14 @@ def test_whoever_comes_late_or_never(pair, policy):
         prefill.call(abort, name)
         ends("left", False)
         assert prefill.idle() == 0
+    # D's client leaves before P has heard of it.
+    decode.call(begin, "unheard", prompt, 12, dict(there))
+    decode.call(steps, 2)
+    decode.call(abort, "unheard")
+    prefill.call(begin, "unheard", prompt, 1, dict(REMOTE_DECODE))
+    assert decode.idle() == 0
+    prefill.call(pump)
+    assert prefill.idle() == 0
     # D's client leaves: P computes it, and keeps nothing.
     for count in (0, 3):
         (name,) = start(prefill, decode, [prompt], prefix=f"gone{count}-")
@@ -312,7 +326,7 @@ def test_routers_that_ask_p_first_keep_working(pair):
     del params["kvferry"], params["remote_block_ids"]
     decode.call(begin, "first", prompt, 12, params)
     assert answers(prefill, decode, ["first"])[0][0] == alone
-    quiet, _ = pair("qwen3", None, CHUNKS | {"extra": {"push": False}})
+    quiet, _ = pair("qwen3", None, CHUNKS | {"extra": {"push": "never"}})
     (params,) = quiet.prefill([prompt])
     assert "transfer_mode" not in params
     assert decode.generate(prompt, params=params)[0] == alone
