@@ -34,6 +34,8 @@ class Wanted:
     #: Another request has the same ticket: this one is computed here.
     twin: bool = False
     since: float = field(default_factory=time.monotonic)
+    #: How far it was when there was last something new, and when that was.
+    news: tuple[int, float] = (0, 0.0)
     #: Tokens that this engine holds already.
     computed: int = 0
     #: The workers know of it: only they can say that it has ended.
@@ -158,7 +160,10 @@ class Decode:
         if wanted.offer is None and frontier["sealed"]:
             # It may have computed fewer, or a state for another position than this engine's.
             wanted.tokens = frontier["tokens"]
-        return self.pace.is_time(frontier, wanted.tokens, self._free_share())
+        now = time.monotonic()
+        if wanted.news[0] != frontier["tokens"]:
+            wanted.news = (frontier["tokens"], now)
+        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, self._free_share())
 
     def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:
         """Whether a ticket that was found by a name is nobody else's."""
@@ -246,7 +251,8 @@ class Decode:
             self._give_up(request)
             return
         del self.wanted[request]
-        self.pace.moved(wanted.tokens - wanted.computed, seconds)
+        frontier = self.agent.frontier(request) if wanted.follows is not None else None
+        self.pace.learn(frontier, wanted.tokens - wanted.computed, seconds)
         self.spent.append(wanted.ticket)
         self.agent.settle(wanted.ticket)
 

@@ -19,15 +19,13 @@ SHORT, PLENTY = 0.125, 0.5
 
 class Pace:
     def __init__(self) -> None:
-        #: Tokens a second: of transfers, and of the engines that compute.
-        self.rate: float | None = None
-        self.speeds: dict[str, float] = {}
+        #: Seconds a token: of transfers, and of the engines that compute.
+        self.transfer: float | None = None
+        self.compute: dict[str, float] = {}
 
-    def is_time(self, frontier: dict[str, Any], tokens: int, free: float) -> bool:
-        """Whether to take blocks for a request of so many tokens; `free` is the share that is free."""
-        engine = frontier["ticket"]["engine"]
-        if frontier["speed"]:
-            self.speeds[engine] = _blend(self.speeds.get(engine), frontier["speed"])
+    def is_time(self, frontier: dict[str, Any], age: float, tokens: int, free: float) -> bool:
+        """Whether to take blocks for a request of so many tokens. The frontier was news `age` seconds ago;
+        `free` is the share of blocks that is free."""
         if frontier["sealed"]:
             return True
         if free < SHORT:
@@ -36,17 +34,22 @@ class Pace:
         if not begun and free < PLENTY:
             # It may wait on P for long.
             return False
-        speed = frontier["speed"] or self.speeds.get(engine)
-        if speed is None:
-            # The first one: whatever it costs, there is something to learn from it.
-            return begun or free >= PLENTY
-        left: float = max(0, tokens - frontier["tokens"]) / speed
-        return left <= AHEAD + (tokens / self.rate if self.rate else 0.0)
+        speed, known = frontier["speed"], self.compute.get(frontier["ticket"]["engine"])
+        each = 1 / speed if speed else known
+        if each is None:
+            # The first one: there is something to learn from it.
+            return True
+        # P tells of whole steps, and computes meanwhile.
+        left: float = (tokens - frontier["tokens"]) * each - (age if begun else 0.0)
+        return left <= AHEAD + tokens * (self.transfer or 0.0)
 
-    def moved(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long on the wire."""
-        if seconds > 0:
-            self.rate = _blend(self.rate, tokens / seconds)
+    def learn(self, frontier: dict[str, Any] | None, tokens: int, seconds: float) -> None:
+        """A request was loaded: so many tokens took so long on the wire."""
+        if seconds > 0 and tokens > 0:
+            self.transfer = _blend(self.transfer, seconds / tokens)
+        if frontier is not None and frontier["speed"]:
+            engine = frontier["ticket"]["engine"]
+            self.compute[engine] = _blend(self.compute.get(engine), 1 / frontier["speed"])
 
 
 def _blend(known: float | None, new: float) -> float:

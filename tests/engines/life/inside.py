@@ -127,6 +127,6 @@ def take_at_once(engine, at_once):
     """Whether D takes blocks as soon as P has heard of a request."""
     pace = side(engine).decode.pace
     if at_once:
-        pace.is_time = lambda frontier, tokens, free: True
+        pace.is_time = lambda frontier, age, tokens, free: True
     elif "is_time" in vars(pace):
         del pace.is_time
