@@ -167,6 +167,37 @@ def test_a_request_that_is_started_over_while_it_is_read(pair):
     prefill.call(pump)
 
 
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_an_epoch_of_the_past(pair, policy):
+    """What P has started over is another grant: nobody reads by the one before."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prompt, other = prompts(random.Random(37), [300, 300])
+    alone = decode.generate(prompt)[0]
+    made = {}
+    for change in ({"epoch": 0}, {"epoch": 2}, {}):
+        prefill.call(begin, "r", prompt, 1, dict(REMOTE_DECODE))
+        prefill.call(steps, 3)
+        prefill.call(preempt, other)
+        while "r" not in made:
+            made |= prefill.call(pump)
+        _, params, _ = made.pop("r")
+        assert params["kvferry"]["ticket"]["epoch"] == 1
+        params["kvferry"]["ticket"] |= change
+        before = prefill.call(refused)
+        decode.call(begin, "r", prompt, 12, params)
+        ((tokens, _, how),) = decode.call(pump).values()
+        if change and policy == "fail":
+            assert how == "error"
+        else:
+            assert tokens == alone, change
+        assert prefill.call(refused) - before == bool(change)
+        assert decode.idle() == prefill.idle() == 0
+
+
+def refused(engine):
+    return side(engine).agent.counts()["confirmations_not_granted"]
+
+
 def preempt(engine, prompt):
     """As vLLM does when blocks are short; another request comes first then."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
