@@ -310,6 +310,18 @@ fn a_deadline_does_not_run_while_prefill_computes() {
     assert!(began.elapsed() >= SHORT);
 }
 
+/// More tokens than there are cannot be held already.
+#[test]
+fn what_cannot_be_held_is_refused() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&Load { cached: vec![9], ..follow("r", &ticket, &[9, 10], 8) });
+    advance(&p, 1, "r", &[3, 4], 4);
+    p.grant("r", &[3, 4], 8);
+    let outcome = d.wait_ends("r").remove(0);
+    assert!(matches!(outcome, Outcome::Failed(Failure::BadRequest(_))), "{outcome:?}");
+}
+
 /// Fewer tokens than decode wants: an error, before the last byte.
 #[test]
 fn prefill_ends_before_what_decode_wants() {
@@ -503,6 +515,7 @@ fn what_is_followed_is_held() {
     d.scheduler.follow("r", named(&p, "n"), Duration::from_millis(1500)).unwrap();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     heard(&d, "r", |_| true);
+    d.scheduler.hold(&ticket, Duration::from_millis(1500));
     thread::sleep(term * 2);
     advance(&p, 1, "p-1", &[3], 4);
     thread::sleep(term * 2);

@@ -111,7 +111,13 @@ impl Holds {
             last_answer: now,
             beating: false,
         };
-        self.held.lock().insert(ticket.clone(), hold);
+        let mut held = self.held.lock();
+        let before = held.insert(ticket.clone(), hold);
+        if let (Some(before), Some(now)) = (before, held.get_mut(ticket)) {
+            // Who holds what it follows goes on following it.
+            now.follows = now.follows.take().or(before.follows);
+        }
+        drop(held);
         self.changed.notify_one();
     }
 

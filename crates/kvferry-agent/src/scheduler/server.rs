@@ -178,6 +178,9 @@ fn fit(published: &Published, manifest: &[u8], transport: &str) -> Result<Vec<Ca
     }
     let sources: Vec<&Manifest> = published.ranks.iter().map(|(_, manifest)| manifest).collect();
     let plan = Plan::compile(&destination, &sources).map_err(|error| error.to_string())?;
-    let needed = published.ranks.iter().enumerate().filter(|(i, _)| plan.reads(*i));
+    // By one at least a destination that needs nothing knows the source's groups.
+    let nothing = !(0..published.ranks.len()).any(|rank| plan.reads(rank));
+    let ranks = published.ranks.iter().enumerate();
+    let needed = ranks.filter(|(rank, _)| plan.reads(*rank) || (nothing && *rank == 0));
     Ok(needed.map(|(_, (card, _))| card.clone()).collect())
 }

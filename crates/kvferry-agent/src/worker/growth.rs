@@ -78,7 +78,8 @@ impl Growing {
         let Part { tokens, held, last } = self.part?;
         let groups = self.growth.groups.iter().zip(&load.cached);
         let cached = groups.map(|(grows, cached)| match (grows, last) {
-            (true, _) => (*cached).max(held).min(tokens),
+            (true, false) => (*cached).max(held).min(tokens),
+            (true, true) => (*cached).max(held),
             (false, true) => *cached,
             // It waits for the end.
             (false, false) => tokens,

@@ -3,6 +3,7 @@
 mod contender;
 mod gpu;
 mod memory;
+mod overlap;
 mod transfer;
 
 use std::process::ExitCode;
@@ -20,6 +21,7 @@ pub(crate) struct Bench {
 enum Command {
     Transfer(transfer::Transfer),
     Gpu(Gpu),
+    Overlap(overlap::Overlap),
     /// One side of a pair of processes that is being measured.
     #[command(hide = true)]
     Worker(contender::Worker),
@@ -60,6 +62,7 @@ impl Bench {
         let done = match self.command {
             Command::Transfer(transfer) => transfer.run(),
             Command::Gpu(gpu) => gpu.run(),
+            Command::Overlap(overlap) => overlap.run(),
             Command::Worker(worker) => worker.run(),
         };
         match done {

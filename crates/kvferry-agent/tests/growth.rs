@@ -1,0 +1,361 @@
+//! Random models, engines and requests, read while prefill computes them: in chunks of any length, with
+//! restarts in other blocks, windows and states that change until the end. Whatever happens in between,
+//! every byte of decode's memory is in the end what a model of the truth says, and nothing else has changed.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::looping::Looping;
+use common::memory::{Memory, UNTOUCHED};
+use common::*;
+use kvferry_agent::{
+    Carrier, Ended, Ending, Grant, Load, Notice, Outcome, Scheduler, SchedulerOptions, Worker,
+    WorkerOptions, carry,
+};
+use kvferry_layout::{Manifest, Region};
+use kvferry_plan::{Plan, Request, Table};
+use kvferry_testkit::drive::Drawn;
+use kvferry_testkit::engine as truth;
+use kvferry_testkit::judge::compatible;
+use kvferry_testkit::random::Dice;
+use kvferry_testkit::request::{OwnedRequest, OwnedTable, Shape, draw, entries, places, with_room};
+use kvferry_transport::Transport;
+use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::tcp::{Tcp, TcpOptions};
+
+const SEEDS: u64 = 120;
+
+/// An engine with real memory where the testkit's has numbers.
+struct Running<'a> {
+    truth: &'a truth::Engine,
+    scheduler: Scheduler,
+    ranks: Vec<Rank>,
+}
+
+struct Rank {
+    worker: Worker,
+    manifest: Manifest,
+    /// Where each region is in truth, and the memory that stands for it.
+    regions: Vec<(u64, Arc<Memory>)>,
+}
+
+impl Rank {
+    fn at(&self, address: u64) -> (&Memory, usize) {
+        let region = self.regions.iter().find(|(base, memory)| {
+            address.checked_sub(*base).is_some_and(|offset| offset < memory.bytes as u64)
+        });
+        let (base, memory) = region.expect("an address in a region");
+        (memory, (address - base) as usize)
+    }
+
+    fn write(&self, address: u64, value: u8) {
+        let (memory, offset) = self.at(address);
+        memory.write(offset, value);
+    }
+}
+
+impl<'a> Running<'a> {
+    fn start(truth: &'a truth::Engine, by: By) -> Self {
+        let name = truth.ranks[0].manifest.engine();
+        let scheduler = Scheduler::start(SchedulerOptions::new(name)).unwrap();
+        let ranks = truth.ranks.iter().map(|rank| {
+            let mut draft = rank.manifest.clone().into_draft();
+            let mut regions = vec![];
+            for region in &mut draft.regions {
+                let memory = Memory::new(region.bytes as usize);
+                regions.push((region.base, memory.clone()));
+                region.base = memory.base();
+            }
+            let manifest = Manifest::new(draft).unwrap();
+            let options = WorkerOptions::new(truth.ranks.len() as u32);
+            let carrier = carrier(by, manifest.regions());
+            let worker = Worker::start(options, manifest.clone(), carrier).unwrap();
+            Rank { worker, manifest, regions }
+        });
+        let ranks: Vec<Rank> = ranks.collect();
+        scheduler.publish(ranks.iter().map(|rank| rank.worker.card().unwrap()).collect()).unwrap();
+        Self { truth, scheduler, ranks }
+    }
+
+    /// Everything is overwritten by what other requests leave.
+    fn scramble(&self, dice: &mut Dice) {
+        for (_, memory) in self.ranks.iter().flat_map(|rank| &rank.regions) {
+            memory.fill(201 + dice.within(0, 20) as u8);
+        }
+    }
+
+    /// What prefill leaves after `tokens` of a request: of what only grows alone, or of everything.
+    fn compute(&self, request: &OwnedRequest, tokens: u64, all: bool) {
+        for (index, group) in self.truth.recipe.groups.iter().enumerate() {
+            let table = &request.source[index];
+            for (rank, truth) in self.ranks.iter().zip(&self.truth.ranks) {
+                for holding in &truth.holdings[index] {
+                    if !all && !grows(self.truth, index) {
+                        continue;
+                    }
+                    let live = group.reach().live(holding.law, tokens);
+                    for (entry, position, slot) in places(holding, &live) {
+                        let Some(block) = table.at(position, group.null_block) else { continue };
+                        for_bytes(holding, entry, block, slot, |at, value| rank.write(at, value));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn carrier(by: By, regions: &[Region]) -> Arc<dyn Carrier> {
+    match by {
+        By::Tcp => {
+            let transport = Tcp::new(TcpOptions::default()).unwrap();
+            for region in regions {
+                // SAFETY: test memory is never freed, and accessed without references.
+                unsafe { transport.register(*region) }.unwrap();
+            }
+            carry(Arc::new(transport))
+        }
+        By::Local => {
+            let transport = Local::new(LocalOptions::default()).unwrap();
+            for region in regions {
+                // SAFETY: as above.
+                unsafe { transport.register(*region) }.unwrap();
+            }
+            carry(Arc::new(transport))
+        }
+        _ => Arc::new(Looping),
+    }
+}
+
+/// Whether a group's blocks only get more, whatever the request's length.
+fn grows(engine: &truth::Engine, group: usize) -> bool {
+    let facts = &engine.ranks[0].manifest.groups()[group];
+    facts.window.tokens.is_none() && facts.tokens_per_block.is_some()
+}
+
+/// Every byte of an entry: its address and what it must be, wherever it lies.
+fn for_bytes(
+    holding: &truth::Holding,
+    entry: u64,
+    block: u32,
+    slot: u64,
+    mut each: impl FnMut(u64, u8),
+) {
+    for element in 0..holding.volume() {
+        let address = holding.address(block, slot, element);
+        for byte in 0..holding.element {
+            let name =
+                holding.state.bytes().fold(7_u64, |hash, b| hash.wrapping_mul(31) + u64::from(b));
+            let place = holding.whole(element) * 16 + byte;
+            each(address + byte, value(name, entry, place / 251, place));
+        }
+    }
+}
+
+/// The tables as far as they are known after `tokens`. Those of what moves on are anything.
+fn known_tables(
+    engine: &truth::Engine,
+    tables: &[OwnedTable],
+    (tokens, spare): (u64, u64),
+    dice: &mut Dice,
+) -> Vec<kvferry_agent::BlockTable> {
+    let known = tables.iter().enumerate().map(|(index, table)| {
+        let mut blocks = table.blocks.clone();
+        match engine.recipe.groups[index].tokens_per_block {
+            Some(block) if grows(engine, index) => {
+                // Some engines have a block more than they need.
+                let end = tokens.div_ceil(block) + spare;
+                blocks.truncate(end.saturating_sub(table.first) as usize);
+            }
+            _ => dice.shuffle(&mut blocks),
+        }
+        kvferry_agent::BlockTable { first: table.first, blocks }
+    });
+    known.collect()
+}
+
+fn all_tables(tables: &[OwnedTable]) -> Vec<kvferry_agent::BlockTable> {
+    let tables = tables.iter();
+    tables
+        .map(|table| kvferry_agent::BlockTable { first: table.first, blocks: table.blocks.clone() })
+        .collect()
+}
+
+fn borrowed(tables: &[OwnedTable]) -> Vec<Table<'_>> {
+    let tables = tables.iter();
+    tables.map(|table| Table { first: table.first, blocks: &table.blocks }).collect()
+}
+
+#[test]
+fn whatever_happens_while_it_grows_every_byte_is_right_in_the_end() {
+    let (mut requests, mut epochs, mut parts) = (0, 0, 0);
+    for seed in 0..SEEDS {
+        let pair = Drawn::new(seed);
+        let all: Vec<usize> = (0..pair.source.ranks.len()).collect();
+        let fits = |rank| compatible(&pair.source, &all, &pair.destination, rank).is_ok();
+        if !(0..pair.destination.ranks.len()).all(fits) {
+            continue;
+        }
+        let by = [By::Looping, By::Tcp, By::Local][seed as usize % 3];
+        let p = Running::start(&pair.source, by);
+        let d = Running::start(&pair.destination, by);
+        let mut dice = Dice::new(seed ^ 0x6167_656e_7473);
+        for round in 0..2 {
+            let shape = if dice.chance(50) { Shape::Ascending } else { Shape::Scattered };
+            let request = draw(&pair.source, &pair.destination, 60, shape, &mut dice);
+            if request.tokens == 0 {
+                continue;
+            }
+            let (restarts, steps) = serve(&p, &d, &format!("{seed}/{round}"), request, &mut dice);
+            (requests, epochs, parts) = (requests + 1, epochs + restarts, parts + steps);
+        }
+    }
+    println!("{requests} requests, {epochs} restarts, {parts} steps");
+    assert!(requests > 50 && epochs > 20 && parts > 150, "little was tried");
+}
+
+/// One request, from the first chunk to the last byte. Answers how often it started over, and in how many
+/// steps it was computed.
+fn serve(
+    p: &Running<'_>,
+    d: &Running<'_>,
+    name: &str,
+    mut request: OwnedRequest,
+    dice: &mut Dice,
+) -> (u64, u64) {
+    let tokens = request.tokens;
+    p.scramble(dice);
+    for (_, memory) in d.ranks.iter().flat_map(|rank| &rank.regions) {
+        memory.fill(UNTOUCHED);
+    }
+    let rest = dice.chance(50);
+    let ticket = p.scheduler.open(name, None).unwrap();
+    let load = Load {
+        request: name.to_owned(),
+        ticket,
+        grant: None,
+        tokens,
+        cached: request.cached.clone(),
+        destination: all_tables(&request.destination),
+        deadline: LONG,
+        patience: LONG,
+        rest,
+    };
+    let (late, spare) = (dice.chance(20), dice.within(0, 1));
+    let start = || d.ranks.iter().for_each(|rank| rank.worker.load(load.clone()).unwrap());
+    if !late {
+        start();
+    }
+    let (mut frontier, mut restarts, mut steps) = (0, 0, 0);
+    while frontier < tokens {
+        steps += 1;
+        frontier = (frontier + dice.within(1, 20)).min(tokens);
+        p.compute(&request, frontier, false);
+        let tables = known_tables(p.truth, &request.source, (frontier, spare), dice);
+        p.scheduler.advance(name, frontier, tables).unwrap();
+        match dice.within(0, 2) {
+            0 => thread::sleep(Duration::from_millis(dice.within(0, 3))),
+            1 if !late => wait_until_idle(d),
+            _ => {}
+        }
+        if restarts < 2 && dice.chance(15) {
+            restarts += 1;
+            p.scheduler.restart(name).unwrap();
+            // At once others overwrite everything, and it is computed again elsewhere.
+            p.scramble(dice);
+            let again =
+                with_room(p.truth, d.truth, tokens, request.cached.clone(), Shape::Scattered, dice);
+            if let Some(again) = again {
+                request.source = again.source;
+            }
+            frontier = 0;
+        }
+    }
+    if late {
+        start();
+    }
+    p.compute(&request, tokens, true);
+    let tables = all_tables(&request.source);
+    p.scheduler.grant(name, Grant { epoch: 0, tokens, tables }).unwrap();
+    let end = |rank: &Rank| match rank.worker.wait(Instant::now() + LONG).as_slice() {
+        [Notice::Ended(ending)] => ending.clone(),
+        other => panic!("{name}: {other:?}"),
+    };
+    let endings: Vec<Ending> = d.ranks.iter().map(end).collect();
+    let outcomes: Vec<&Outcome> = endings.iter().map(|ending| &ending.outcome).collect();
+    assert!(outcomes.iter().all(|outcome| **outcome == Outcome::Done), "{name}: {outcomes:?}");
+    for (index, ending) in endings.iter().enumerate() {
+        check_rank(p, d, index, &request, rest.then_some(&ending.rest), name);
+    }
+    let released = p.scheduler.wait_released(Instant::now() + LONG);
+    assert_eq!(released.len(), 1);
+    assert_eq!(released[0].why, Ended::Confirmed);
+    (restarts, steps)
+}
+
+/// Until all that is complete is read.
+fn wait_until_idle(d: &Running<'_>) {
+    let doing = |rank: &Rank| rank.worker.loads().iter().all(|(_, doing)| *doing == "following");
+    eventually("it follows", || d.ranks.iter().all(doing));
+}
+
+/// Compares all of a rank's memory with what must be there.
+fn check_rank(
+    p: &Running<'_>,
+    d: &Running<'_>,
+    index: usize,
+    request: &OwnedRequest,
+    rest: Option<&Vec<kvferry_plan::Area>>,
+    name: &str,
+) {
+    let (rank, truth) = (&d.ranks[index], &d.truth.ranks[index]);
+    let mut expected: BTreeMap<u64, u8> = BTreeMap::new();
+    for (number, group) in d.truth.recipe.groups.iter().enumerate() {
+        let (table, cached) = (&request.destination[number], request.cached[number]);
+        for holding in &truth.holdings[number] {
+            let needed = group.copied(holding, p.truth).needed(holding.law, cached, request.tokens);
+            assert!(needed.end <= entries(holding.law, request.tokens));
+            for (entry, position, slot) in places(holding, &needed) {
+                let block = table.at(position, group.null_block).expect("there is room");
+                for_bytes(holding, entry, block, slot, |at, value| {
+                    expected.insert(at, value);
+                });
+            }
+        }
+    }
+    if let Some(rest) = rest {
+        let sources: Vec<&Manifest> = p.ranks.iter().map(|rank| &rank.manifest).collect();
+        let plan = Plan::compile(&rank.manifest, &sources).unwrap();
+        let whole = Request {
+            tokens: request.tokens,
+            cached: &request.cached,
+            source: &borrowed(&request.source),
+            destination: &borrowed(&request.destination),
+        };
+        let at_once: Vec<_> = plan.transfer(&whole).unwrap().rest().collect();
+        assert_eq!(*rest, at_once, "{name}: what is left is what is left of a load at once");
+        for area in rest {
+            for at in area.address..area.address + area.bytes {
+                let (base, memory) = rank
+                    .regions
+                    .iter()
+                    .find(|(_, memory)| {
+                        (memory.base()..memory.base() + memory.bytes as u64).contains(&at)
+                    })
+                    .expect("inside");
+                memory.write((at - memory.base()) as usize, 0);
+                expected.insert(base + (at - memory.base()), 0);
+            }
+        }
+    }
+    for (base, memory) in &rank.regions {
+        for offset in 0..memory.bytes {
+            let wanted = expected.get(&(base + offset as u64)).copied().unwrap_or(UNTOUCHED);
+            let found = memory.read(offset);
+            assert_eq!(found, wanted, "{name}: rank {index}, byte {offset} at {base:#x}");
+        }
+    }
+}
