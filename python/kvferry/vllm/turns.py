@@ -4,6 +4,7 @@ comes, so that nobody computes it again."""
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,8 +24,8 @@ class Turns:
     def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, config: Any, seconds: float) -> None:
         self.agent, self.keep, self.groups, self.seconds = agent, keep, groups, seconds
         self.drafts = config.speculative_config is not None
-        #: Answers that are kept, the oldest first.
-        self.answers: dict[str, Offer] = {}
+        #: Answers that are kept, the oldest first: their tickets, and until when.
+        self.answers: dict[str, tuple[dict[str, Any], float]] = {}
         #: Those among them that were let go, and whose blocks vLLM has not got back yet.
         self.leaving: set[str] = set()
         #: Requests that vLLM has asked about in this step and has not found blocks for.
@@ -45,15 +46,18 @@ class Turns:
         offer = self.keep.keep(request, block_ids)
         if offer is None:
             return None
-        # Nobody reads it for a while: this engine itself keeps its lease alive.
-        self.agent.hold(offer.ticket, patience=self.seconds)
-        offer = self.answers[request.request_id] = replace(offer, hash=said)
-        return offer
+        # Nobody reads it for a while: this engine itself keeps its lease alive, and ends it.
+        self.agent.hold(offer.ticket, patience=2 * self.seconds + 60)
+        self.answers[request.request_id] = (offer.ticket, time.monotonic() + self.seconds)
+        return replace(offer, hash=said)
 
     def make_room(self) -> None:
-        """At the end of each of the scheduler's turns."""
-        if self.without_blocks and not self.leaving:
-            self._let_go()
+        """At the end of each of the scheduler's turns: lets go what was kept for long enough, or what
+        stands in a request's way."""
+        if not self.leaving and self.answers:
+            _, until = next(iter(self.answers.values()))
+            if self.without_blocks or time.monotonic() > until:
+                self._let_go()
         self.without_blocks.clear()
 
     def can_make_room(self) -> bool:
@@ -65,7 +69,7 @@ class Turns:
     def _let_go(self) -> None:
         oldest = next(iter(self.answers), None)
         if oldest is not None and self.agent.revoke(oldest):
-            logger.debug("kvferry: blocks are short: %s is not kept for a next turn", oldest)
+            logger.debug("kvferry: %s is not kept for a next turn any more", oldest)
             self.leaving.add(oldest)
 
     def released(self, requests: list[str]) -> None:
@@ -73,7 +77,7 @@ class Turns:
         for request in requests:
             answer = self.answers.pop(request, None)
             if answer is not None:
-                self.agent.settle(answer.ticket)
+                self.agent.settle(answer[0])
 
     def freed(self, requests: Iterable[str]) -> None:
         """vLLM gets the blocks of these back."""

@@ -1,6 +1,7 @@
 """Several turns of a dialogue: P continues from what D has answered, and computes only what is new."""
 
 import random
+import time
 
 import pytest
 from environment import REMOTE_DECODE
@@ -167,3 +168,20 @@ def test_nothing_is_kept_that_was_not_asked_for(pair):
     assert params is None
     prefill, decode = pair("qwen3", KEPT)
     assert decode.generate(prompt)[1] is None
+
+
+def test_an_answer_that_nobody_continues_from(pair):
+    """Its time is over: that is no loss to anybody."""
+    prefill, decode = pair("qwen3", {"extra": {"next_turn": 1.5}})
+    (prompt,) = prompts(random.Random(22), [70])
+    answered(prefill, decode, prompt)
+    began = time.monotonic()
+    assert decode.used_blocks() == 3
+    assert decode.idle() == 0
+    assert 1 < time.monotonic() - began < 15
+    counts = decode.call(counts_of)
+    assert (counts["leases_revoked"], counts["leases_expired"], counts["holds_lost"]) == (1, 0, 0)
+
+
+def counts_of(engine):
+    return side(engine).agent.counts()
