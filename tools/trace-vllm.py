@@ -69,7 +69,7 @@ def scheduler(module):
     before(side, "matched", lambda self, request, computed: note("matched", request.request_id))
     before(side, "allocated", lambda self, request, blocks, external:
            note("allocated", request.request_id))
-    before(side, "ended", lambda self, request, failed: note("ended", request))
+    before(side, "ended", lambda self, request, *how: note("ended", request))
     before(side, "finished", lambda self, request, blocks: note("finished", request.request_id))
 
 def connector(module):
