@@ -1,11 +1,16 @@
-"""How soon a decode engine speaks, with kvferry and with vLLM's own NixlConnector, in the same run.
+"""Times how long a handover keeps D from its first token, side by side with vLLM's own connector.
 
-    tools/bench-vllm.sh [--model qwen3|nemotron-h] [--rounds N] [--starts N] [--lengths N,N,…] [--json]
+    tools/bench-vllm.sh [--model qwen3|nemotron-h] [--rounds N] [--starts N] [--lengths N,N,…]
+                        [--contenders NAME,NAME,…] [--concurrent N] [--chunk N] [--json]
 
 A pair of real vLLM engines (TP 1, CPU) per contender, all alive at once. In every round each pair gets
-one request of each length, in random order: P computes the prompt, and the clock runs from the moment D
-takes the request until its first token. Ratios are of medians over the same rounds; below 1 kvferry is
-faster. The first request of a pair, which includes the handshake, is counted apart.
+one request of each length, or `--concurrent` of them at once, in random order. The clock runs from the
+moment P has finished the prompt until D's first token: what a user waits for beyond prefill. Ratios are
+of medians over the same rounds; below 1 kvferry is faster. The first request of a pair, which includes
+the handshake, is counted apart. A second table has the whole time to the first token, prefill included.
+
+Requests go to P, and to D when P has answered. With `+push` behind a transport's name they go to both
+at once, as `vllm-router` sends them, and D reads while P computes.
 
 Each engine steps as vLLM's own loop does: it blocks when idle, and sleeps a millisecond after a step
 that ran nothing while a request waits.
@@ -23,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engines"))
@@ -40,7 +46,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
 RIVAL = "NixlConnector"
-CONTENDERS = ("nixl", "tcp", "local", RIVAL)
+CONTENDERS = ("nixl", "nixl+push", "tcp", "tcp+push", "local", "local+push", RIVAL)
 #: Seconds to wait for an engine.
 PATIENCE = 300
 #: Tokens of a block.
@@ -72,64 +78,67 @@ MODELS = {
 class Engine:
     """An engine in a process of its own, forked from this one."""
 
-    def __init__(self, contender, role, model, longest):
+    def __init__(self, contender, role, model, arguments):
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, contender, role, model, longest), daemon=True
+            target=_serve, args=(theirs, contender, role, model, arguments), daemon=True
         )
         self.process.start()
         theirs.close()
 
     def ready(self):
-        self._answer()
+        """What a router tells D about this engine, if it is one of ours."""
+        return self.answer()
 
-    def ask(self, prompt, params):
-        """Seconds to the first token, and what goes to the router."""
-        self._pipe.send((prompt, params))
-        return self._answer()
+    def ask(self, name, prompt, params):
+        self.pipe.send((name, prompt, params))
 
     def rest(self):
         """Waits until it has nothing left to do."""
-        self._pipe.send(())
-        self._answer()
+        self.pipe.send(())
+        self.answer()
 
-    def _answer(self):
-        if not self._pipe.poll(PATIENCE):
+    def answer(self):
+        """For a request: its name, when it had its token, and what goes to the router."""
+        if not self.pipe.poll(PATIENCE):
             raise TimeoutError(f"no answer within {PATIENCE} s")
-        answer = self._pipe.recv()
+        answer = self.pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(answer)
         return answer
 
     def close(self):
         with contextlib.suppress(BrokenPipeError):
-            self._pipe.send(None)
+            self.pipe.send(None)
         self.process.join(30)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
 
 
-def _serve(pipe, contender, role, model, longest):
+def _serve(pipe, contender, role, model, arguments):
     try:
-        _loop(pipe, _engine(contender, role, model, longest))
+        _loop(pipe, _engine(contender, role, model, arguments))
     except BaseException:
         pipe.send(traceback.format_exc())
     os._exit(0)
 
 
-def _engine(contender, role, model, longest):
+def _engine(contender, role, model, arguments):
     if contender == RIVAL:
         port = 5600 if role == "kv_producer" else 5700
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port + os.getpid() % 90)
         how = dict(kv_connector=RIVAL, kv_buffer_device="cpu")
     else:
+        transport, _, push = contender.partition("+")
         how = dict(
             kv_connector="FerryConnector",
-            kv_connector_extra_config={"transport": contender},
+            kv_connector_extra_config={"transport": transport, "push": "always" if push else "never"},
         )
     hybrid = "nemotron" in Path(model).name
+    longest, count = max(arguments.lengths), arguments.concurrent
+    each = longest // BLOCK + 2
     return LLM(
         model=str(model),
         dtype="float32",
@@ -137,45 +146,63 @@ def _engine(contender, role, model, longest):
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=longest + 64,
-        max_num_seqs=4,
+        max_num_seqs=max(4, count),
         disable_log_stats=True,
         enable_prefix_caching=False,
-        num_gpu_blocks_override=48 if hybrid else 2 * (longest // BLOCK) + 16,
+        num_gpu_blocks_override=max(48, 8 * count) if hybrid else (count + 1) * each + 16,
         **({} if hybrid else {"block_size": BLOCK}),
+        **({"max_num_batched_tokens": arguments.chunk} if arguments.chunk else {}),
         kv_transfer_config=KVTransferConfig(kv_role=role, **how),
     )
 
 
+def _where(core):
+    """What a router tells D about P when it sends a request to both at once."""
+    scheduler = getattr(core.scheduler.connector, "_scheduler", None)
+    if scheduler is None:
+        return None
+    host, _, port = scheduler.agent.address.rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": scheduler.agent.status()["engine"],
+        "remote_host": host,
+        "remote_port": int(port),
+        "remote_request_id": "any",
+    }
+
+
 def _loop(pipe, engine):
     core = engine.llm_engine.engine_core.engine_core
-    pipe.send(())
-    count, began, resting = 0, 0.0, False
+    pipe.send(_where(core))
+    resting = False
     while True:
         if resting and not core.scheduler.has_requests():
             pipe.send(())
             resting = False
-        if not core.scheduler.has_requests() or pipe.poll():
+        while not core.scheduler.has_requests() or pipe.poll():
             question = pipe.recv()
             if question is None:
                 return
             if not question:
                 resting = True
-                continue
-            prompt, params = question
+                break
+            name, prompt, params = question
             sampling = SamplingParams(
                 max_tokens=1,
                 temperature=0.0,
                 detokenize=False,
                 extra_args={"kv_transfer_params": params},
             )
-            count += 1
-            began = time.perf_counter()
-            engine.llm_engine.add_request(str(count), {"prompt_token_ids": prompt}, sampling)
+            engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        if not core.scheduler.has_requests():
+            continue
         outputs, executed = core.step_fn()
         for output in (one for all_ in (outputs or {}).values() for one in all_.outputs):
             if not output.new_token_ids:
                 raise RuntimeError(f"the request ended without a token: {output.finish_reason}")
-            pipe.send((time.perf_counter() - began, output.kv_transfer_params))
+            # The clock of the machine: the same for all.
+            name = output.request_id.rpartition("-")[0]
+            pipe.send((name, time.monotonic(), output.kv_transfer_params))
             engine.llm_engine.output_processor.abort_requests([output.request_id], internal=True)
         core.post_step(executed)
         if not executed and core.scheduler.has_requests():
@@ -183,25 +210,46 @@ def _loop(pipe, engine):
 
 
 class Pair:
-    def __init__(self, contender, model, longest):
-        self.contender = contender
-        self.prefill = Engine(contender, "kv_producer", model, longest)
-        self.decode = Engine(contender, "kv_consumer", model, longest)
+    def __init__(self, contender, model, arguments):
+        self.contender, self.pushes = contender, contender.endswith("+push")
+        self.prefill = Engine(contender, "kv_producer", model, arguments)
+        self.decode = Engine(contender, "kv_consumer", model, arguments)
+        self.where, self.asked = None, 0
 
     def ready(self):
-        for engine in (self.prefill, self.decode):
-            engine.ready()
+        self.where, _ = [engine.ready() for engine in (self.prefill, self.decode)]
         self._signal(signal.SIGSTOP)
 
-    def first_token(self, prompt):
+    def first_tokens(self, prompts):
+        """For each prompt, all asked at once: seconds from P's end to D's first token, and from asking."""
         self._signal(signal.SIGCONT)
-        _, params = self.prefill.ask(prompt, dict(environment.REMOTE_DECODE))
-        assert params, f"{self.contender}: P hands nothing over"
-        seconds, _ = self.decode.ask(prompt, params)
+        began, ended, firsts = {}, {}, {}
+        by_name = {}
+        for prompt in prompts:
+            self.asked += 1
+            name = f"r{self.asked}"
+            by_name[name], began[name] = prompt, time.monotonic()
+            self.prefill.ask(name, prompt, dict(environment.REMOTE_DECODE))
+            if self.pushes:
+                self.decode.ask(name, prompt, dict(self.where))
+        engines = {engine.pipe: engine for engine in (self.prefill, self.decode)}
+        while len(firsts) < len(prompts) or len(ended) < len(prompts):
+            ready = wait(list(engines), PATIENCE)
+            if not ready:
+                raise TimeoutError(f"{self.contender}: no answer within {PATIENCE} s")
+            for pipe in ready:
+                name, at, params = engines[pipe].answer()
+                if pipe is self.decode.pipe:
+                    firsts[name] = at
+                    continue
+                assert params, f"{self.contender}: P hands nothing over"
+                ended[name] = at
+                if not self.pushes:
+                    self.decode.ask(name, by_name[name], params)
         for engine in (self.prefill, self.decode):
             engine.rest()
         self._signal(signal.SIGSTOP)
-        return seconds
+        return [(firsts[name] - ended[name], firsts[name] - began[name]) for name in by_name]
 
     def _signal(self, number):
         # NIXL's progress thread, as the rival sets it up, keeps a core busy even when idle. It does
@@ -217,29 +265,33 @@ class Pair:
 
 
 def measure(arguments, model, draw):
-    """Seconds by contender and length; the length 0 stands for a pair's first request."""
-    longest = max(arguments.lengths)
+    """By contender and length: seconds of each round, after P's end and in all. The length 0 stands for a
+    pair's first request; of several at once the median counts."""
     measured = {contender: {} for contender in arguments.contenders}
 
-    def prompt(length):
-        return [draw.randrange(1, 500) for _ in range(length)]
+    def ask(pair, length, prompts, count):
+        seconds = pair.first_tokens(prompts)
+        if count:
+            middle = tuple(statistics.median(one) for one in zip(*seconds))
+            measured[pair.contender].setdefault(length, []).append(middle)
+
+    def prompts(length, count):
+        return [[draw.randrange(1, 500) for _ in range(length)] for _ in range(count)]
 
     for start in range(arguments.starts):
-        pairs = [Pair(contender, model, longest) for contender in arguments.contenders]
+        pairs = [Pair(contender, model, arguments) for contender in arguments.contenders]
         try:
             for pair in pairs:
                 pair.ready()
             for pair in draw.sample(pairs, len(pairs)):
-                seconds = pair.first_token(prompt(arguments.lengths[0]))
-                measured[pair.contender].setdefault(0, []).append(seconds)
+                ask(pair, 0, prompts(arguments.lengths[0], 1), True)
                 for length in arguments.lengths:
-                    pair.first_token(prompt(length))
+                    ask(pair, length, prompts(length, arguments.concurrent), False)
             for _ in range(start, arguments.rounds, arguments.starts):
                 for length in arguments.lengths:
-                    asked = prompt(length)
+                    asked = prompts(length, arguments.concurrent)
                     for pair in draw.sample(pairs, len(pairs)):
-                        seconds = pair.first_token(asked)
-                        measured[pair.contender].setdefault(length, []).append(seconds)
+                        ask(pair, length, asked, True)
         finally:
             for pair in pairs:
                 pair.close()
@@ -272,6 +324,8 @@ def main():
     parser.add_argument("--starts", type=int, default=3, help="how often the engines start anew")
     parser.add_argument("--lengths", default="100,512,1000,2048", help="tokens of the prompts")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--concurrent", type=int, default=1, help="requests of a round")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="every time measured, in seconds")
     arguments = parser.parse_args()
@@ -287,18 +341,26 @@ def main():
     if arguments.json:
         print(json.dumps(measured))
         return
-    print(f"{arguments.model}: D's request to its first token, ms: median (quartiles)")
+    at_once = f", {arguments.concurrent} at once" if arguments.concurrent > 1 else ""
+    for which, what in enumerate(("P's end to D's first token", "request to first token")):
+        print(f"{arguments.model}{at_once}: {what}, ms: median (quartiles)")
+        table(arguments, measured, which, draw)
+
+
+def table(arguments, measured, which, draw):
+    def of(contender, length):
+        return [seconds[which] for seconds in measured[contender][length]]
+
     ours = [contender for contender in arguments.contenders if contender != RIVAL]
     titles = ["prompt", *(title for name in ours for title in (name, "ratio")), RIVAL]
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for length in [0, *arguments.lengths]:
-        rival = measured[RIVAL][length]
         cells = [f"{length} tokens" if length else f"first, {arguments.lengths[0]} tokens"]
         for contender in (*ours, RIVAL):
-            low, middle, high = spread(measured[contender][length])
+            low, middle, high = spread(of(contender, length))
             cells.append(f"{middle:.1f} ({low:.1f}–{high:.1f})")
             if contender != RIVAL:
-                value, least, most = ratio(measured[contender][length], rival, draw)
+                value, least, most = ratio(of(contender, length), of(RIVAL, length), draw)
                 cells.append(f"**{value:.2f}** ({least:.2f}–{most:.2f})")
         print("| " + " | ".join(cells) + " |")
 

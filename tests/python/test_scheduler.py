@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 def start(caplog):
     made = []
 
-    def start(role, **options):
+    def start(role, ranks=1, **options):
         spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(
             num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
@@ -26,9 +26,13 @@ def start(caplog):
         config = SimpleNamespace(
             kv_transfer_config=KVTransferConfig(kv_connector="FerryConnector", kv_role=role),
             parallel_config=SimpleNamespace(
-                data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
+                data_parallel_index=0,
+                data_parallel_size=ranks,
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
             ),
             num_prefill_lookahead_tokens=0,
+            speculative_config=None,
         )
         made.append(SchedulerSide(config, cache, Options.read(options)))
         return made[-1]
@@ -50,6 +54,7 @@ def request(**params):
         num_prompt_tokens=40,
         num_computed_tokens=40,
         num_in_flight_tokens=0,
+        num_preemptions=0,
     )
 
 
@@ -72,7 +77,7 @@ def test_parameters_decide_whatever_the_role(start, role):
     deadline = time.monotonic() + 30
     while not (released := prefill.orders([]).released):
         assert time.monotonic() < deadline
-    assert released == ["request-1"] and not prefill.prefill.kept
+    assert released == ["request-1"] and not prefill.keep.kept
 
 
 def test_an_engine_keeps_nothing_that_nobody_asked_for(start):
@@ -98,3 +103,15 @@ def test_parameters_of_another_connector_are_named(start, caplog):
 def test_a_host_that_does_not_resolve_is_an_option_s_fault(start):
     with pytest.raises(ValueError, match="the option 'host' of kv_connector_extra_config is 'no host'"):
         start("kv_both", host="no host")
+
+
+@pytest.mark.parametrize(
+    "push, ranks, pushes", [("auto", 1, True), ("auto", 2, False), ("always", 2, True), ("never", 1, False)]
+)
+def test_whether_the_router_is_told_to_send_to_both(start, push, ranks, pushes):
+    side = start("kv_producer", ranks, push=push)
+    asked = request(do_remote_decode=True)
+    side.on_new_request(asked)
+    _, params = side.finished(asked, ([3, 5],))
+    assert ("transfer_mode" in params) == pushes
+    side.agent.revoke("request-1")

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from . import logs, neighbours
-from .messages import Card, Orders
+from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
 from .options import Options
 from .scheduler import SchedulerSide
@@ -54,6 +54,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         by_stage = zip(*(metadata[rank].cards for rank in sorted(metadata)), strict=True)
         self.scheduler.agent.publish([card for stage in by_stage for card in stage])
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind(kv_cache_manager)
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         # Whatever is left out here would be zeroed while the read lands.
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -61,7 +65,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -74,8 +80,18 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.failed_recving or ()
+        told = connector_output.kv_connector_worker_meta
+        moved = told.seconds if isinstance(told, Moved) else {}
         for request in connector_output.finished_recving or ():
-            self.scheduler.ended(request, failed=request in failed)
+            self.scheduler.ended(request, request in failed, moved.get(request, 0.0))
+        self.scheduler.turns.freed(connector_output.finished_sending or ())
+
+    def has_pending_push_work(self) -> bool:
+        # vLLM goes on with its steps.
+        return bool(self.scheduler.decode.unwanted)
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.turns.can_make_room()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -108,6 +124,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(orders, Orders)
         return orders
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.prepare(self._orders())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.obey(self._orders())
 
@@ -116,6 +136,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results()
+
+    def build_connector_worker_meta(self) -> Moved | None:
+        return self.worker.told()
 
     # Whole requests move, between steps: there is nothing to do for a layer.
 

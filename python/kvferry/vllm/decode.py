@@ -1,26 +1,41 @@
-"""D: a request whose blocks are on another engine waits, is loaded by the workers, and is confirmed."""
+"""D: a request whose blocks are on another engine waits, is loaded by the workers, and is confirmed. So
+does P, when a dialogue goes on with what D has answered."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._core import Scheduler
+from .._errors import AgentError
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
 from .options import Options
-from .params import Offer
+from .pace import Pace
+from .params import Offer, Source, shared_name
+from .turns import hash_tokens
 
 
 @dataclass
 class Wanted:
     """A request from when it comes until it is loaded."""
 
-    offer: Offer
-    #: Tokens of the offer that this engine can use.
+    #: What came through the router; None where the other engine is asked for all of it.
+    offer: Offer | None
+    #: Tokens that this engine can use, at most.
     tokens: int
+    #: The ticket to read it by, as soon as it is known.
+    ticket: dict[str, Any] | None = None
+    #: The other engine is asked how far it is: what to ask it for.
+    follows: dict[str, Any] | None = None
+    #: Another request has the same ticket: this one is computed here.
+    twin: bool = False
+    since: float = field(default_factory=time.monotonic)
+    #: How far it was when there was last something new, and when that was.
+    news: tuple[int, float] = (0, 0.0)
     #: Tokens that this engine holds already.
     computed: int = 0
     #: The workers know of it: only they can say that it has ended.
@@ -28,9 +43,14 @@ class Wanted:
     #: Why the blocks are gone.
     lost: str | None = None
 
+    @property
+    def next_turn(self) -> bool:
+        """An answer of D's, which P continues from."""
+        return self.offer is not None and self.offer.hash is not None
+
 
 class Decode:
-    """The half of the scheduler's side that takes requests over."""
+    """The part of the scheduler's side that takes requests over."""
 
     def __init__(self, agent: Scheduler, groups: Groups, options: Options) -> None:
         self.agent, self.groups, self.options = agent, groups, options
@@ -40,18 +60,19 @@ class Decode:
         self.spent: deque[dict[str, Any]] = deque(maxlen=256)
         #: What the workers are told in the next step.
         self.next = Orders()
+        #: Requests that are not wanted any more, of which the other engine could not be told because it
+        #: has not heard of them yet, and until when it is worth while.
+        self.unwanted: dict[str, float] = {}
+        self.pace = Pace()
+        #: vLLM's manager of all blocks.
+        self.manager: Any = None
 
     def begin(self, request: Any) -> None:
-        """A request that another engine has computed. What cannot be used is computed here."""
+        """A request that another engine has computed, or computes. What cannot be used is computed
+        here."""
         try:
-            offer = Offer.read(request.kv_transfer_params)
-            if any(offer.ticket == other.offer.ticket for other in self.wanted.values()):
-                # The answers of one prompt (`n`): the lease ends when the first of them has read.
-                raise ValueError("another request is reading the same blocks")
-            if offer.ticket in self.spent:
-                raise ValueError("they have been used already, and the blocks are gone")
-            self.agent.hold(offer.ticket, patience=self.options.patience)
-        except ValueError as error:
+            wanted = self._begin(request)
+        except (ValueError, AgentError) as error:
             logger.warning(
                 "kvferry: cannot use the transfer parameters of %s: %s. This engine computes the "
                 "prompt itself",
@@ -59,34 +80,123 @@ class Decode:
                 error,
             )
             return
-        self.wanted[request.request_id] = Wanted(offer, offer.tokens)
+        self.wanted[request.request_id] = wanted
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens can be loaded after those that are held already, and whether any can."""
-        wanted = self.wanted.get(request.request_id)
+    def _begin(self, request: Any) -> Wanted:
+        name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
+        source = Source.read(params)
+        if source is not None:
+            # As many as that engine will have: it has the same prompt.
+            tokens = request.num_prompt_tokens - self.groups.held_back
+            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens))
+            where: dict[str, Any] = {
+                "engine": source.engine,
+                "address": source.address,
+                "name": shared,
+            }
+            self.agent.follow(name, **where, patience=patience)
+            return Wanted(None, tokens, follows=where)
+        offer = Offer.read(params)
+        if any(offer.ticket == other.ticket for other in self.wanted.values()):
+            # The answers of one prompt (`n`): the lease ends when the first of them has read.
+            raise ValueError("another request is reading the same blocks")
+        if offer.ticket in self.spent:
+            raise ValueError("they have been used already, and the blocks are gone")
+        if params.get("do_remote_decode") or offer.hash is not None:
+            said = hash_tokens(request, offer.tokens)
+            if said is None or offer.hash != said:
+                # D need not be told: it keeps them for whoever does continue.
+                raise ValueError(
+                    f"the first {offer.tokens} tokens of this prompt are not those of the answer that "
+                    "they are for"
+                )
+            # Whether D still has it is asked first: P can compute it, so it must not fail for that.
+            where = {"ticket": offer.ticket}
+            self.agent.follow(name, **where, patience=patience)
+            return Wanted(offer, offer.tokens, offer.ticket, follows=where)
+        self.agent.hold(offer.ticket, patience=patience)
+        return Wanted(offer, offer.tokens, offer.ticket)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded after those that are held already, and whether any can. None: not
+        known yet, or not yet to be given blocks."""
+        name = request.request_id
+        wanted = self.wanted.get(name)
         if wanted is None or wanted.loading:
             return 0, False
         self.hear_of_lost()
+        if wanted.tokens > computed and wanted.follows is not None and wanted.lost is None:
+            if not self._is_time(name, wanted):
+                return None, False
         usable = min(wanted.tokens, request.num_prompt_tokens - self.groups.held_back)
-        if 0 < usable < wanted.tokens and any(self.groups.recurrent):
-            # A state is that of one position.
+        if 0 < usable < wanted.tokens and self._has_moved_on(wanted):
             logger.warning(
                 "kvferry: the states of %s are those after %d tokens, but this engine needs them "
                 "after %d. It computes the prompt itself",
-                request.request_id,
+                name,
                 wanted.tokens,
                 usable,
             )
+            wanted.tokens = usable = 0
+        if wanted.lost is not None and wanted.next_turn:
+            # To compute prompts is what P is for.
             wanted.tokens = usable = 0
         wanted.computed = computed
         count = max(0, usable - computed)
         return count, count > 0
 
+    def _is_time(self, name: str, wanted: Wanted) -> bool:
+        """Whether to take blocks for a request that is followed."""
+        frontier = self.agent.frontier(name)
+        if frontier is None:
+            waited = time.monotonic() - wanted.since
+            if waited < self.options.meet:
+                return False
+            wanted.lost = f"the other engine has not heard of it within {waited:.0f} s"
+            return True
+        if wanted.ticket is None and not self._is_new(name, wanted, frontier["ticket"]):
+            return wanted.twin
+        wanted.ticket = frontier["ticket"]
+        if wanted.offer is None and frontier["sealed"]:
+            # It may have computed fewer, or a state for another position than this engine's.
+            wanted.tokens = frontier["tokens"]
+        now = time.monotonic()
+        if wanted.news[0] != frontier["tokens"]:
+            wanted.news = (frontier["tokens"], now)
+        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, self._free_share())
+
+    def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:
+        """Whether a ticket that was found by a name is nobody else's."""
+        if ticket in self.spent:
+            # That of a request that was given up and is tried again: P has not heard of it yet.
+            assert wanted.follows is not None
+            self.agent.unfollow(name)
+            self.agent.follow(name, **wanted.follows, patience=self.options.patience)
+            return False
+        if any(ticket == other.ticket for other in self.wanted.values()):
+            wanted.twin, wanted.tokens = True, 0
+            return False
+        return True
+
+    def _free_share(self) -> float:
+        pool = self.manager.block_pool
+        share: float = pool.get_num_free_blocks() / pool.num_gpu_blocks
+        return share
+
+    def _has_moved_on(self, wanted: Wanted) -> bool:
+        """Whether nothing shorter than the offer can be had of it. P has held its windows back for the
+        token that D needs; an answer has not."""
+        if wanted.next_turn:
+            return self.groups.of_one_position
+        return any(self.groups.recurrent)
+
     def hear_of_lost(self) -> None:
         for ticket, why in self.agent.lost():
-            for wanted in self.wanted.values():
+            followed = ticket.pop("follows", None)
+            for name, wanted in self.wanted.items():
                 # What a router adds to a ticket means nothing to us.
-                if ticket.items() <= wanted.offer.ticket.items():
+                same = wanted.ticket is not None and ticket.items() <= wanted.ticket.items()
+                if name == followed or (followed is None and same):
                     wanted.lost = why
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
@@ -96,8 +206,9 @@ class Decode:
         if wanted is None or wanted.loading:
             return
         if external == 0:
-            # Everything is here, or nothing can be had: P need not keep it.
-            self._give_up(name)
+            # Everything is here, or nothing can be had: P need not keep it. A twin's other half needs it.
+            if not wanted.twin:
+                self._give_up(name)
             return
         wanted.loading = True
         if wanted.lost is not None:
@@ -105,38 +216,45 @@ class Decode:
             logger.warning("kvferry: the blocks of %s are gone: %s", name, wanted.lost)
             self.next.refused.append(name)
             return
-        offer = wanted.offer
-        self.agent.reading(offer.ticket)
+        assert wanted.ticket is not None
+        self.agent.reading(wanted.ticket)
         tokens = wanted.computed + external
-        self.next.loads.append(
-            {
-                "request": name,
-                "ticket": offer.ticket,
-                "tokens": tokens,
-                "granted": offer.tokens,
-                "cached": self.groups.cached(blocks.blocks, wanted.computed),
-                "source_blocks": offer.blocks,
-                "source_first": offer.first,
-                "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
-                "deadline": self.options.deadline,
-            }
-        )
+        if self.manager is not None:
+            self.groups.cache_what_is_loaded(self.manager, name, tokens)
+        load = {
+            "request": name,
+            "ticket": wanted.ticket,
+            "tokens": tokens,
+            "cached": self.groups.cached(blocks.blocks, wanted.computed),
+            "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
+            "deadline": self.options.deadline,
+        }
+        if wanted.offer is None:
+            load["patience"] = self.options.patience
+        else:
+            load["granted"] = wanted.offer.tokens
+            load["source_blocks"], load["source_first"] = wanted.offer.blocks, wanted.offer.first
+        self.next.loads.append(load)
 
     def orders(self) -> Orders:
         """What has come up for the workers since the last call."""
+        self._tell_of_unwanted()
         orders, self.next = self.next, Orders()
         return orders
 
-    def ended(self, request: str, failed: bool) -> None:
-        """All ranks have reported the end of a load."""
-        if request not in self.wanted:
+    def ended(self, request: str, failed: bool, seconds: float) -> None:
+        """All ranks have reported the end of a load, which was on the wire for so long."""
+        wanted = self.wanted.get(request)
+        if wanted is None:
             return
-        if failed:
+        if failed or wanted.ticket is None:
             self._give_up(request)
             return
-        wanted = self.wanted.pop(request)
-        self.spent.append(wanted.offer.ticket)
-        self.agent.settle(wanted.offer.ticket)
+        del self.wanted[request]
+        frontier = self.agent.frontier(request) if wanted.follows is not None else None
+        self.pace.learn(frontier, wanted.tokens - wanted.computed, seconds)
+        self.spent.append(wanted.ticket)
+        self.agent.settle(wanted.ticket)
 
     def finish(self, request: Any) -> None:
         """vLLM has done with a request, which may not have been loaded yet."""
@@ -152,5 +270,19 @@ class Decode:
 
     def _give_up(self, request: str) -> None:
         wanted = self.wanted.pop(request)
-        self.spent.append(wanted.offer.ticket)
-        self.agent.abandon(wanted.offer.ticket)
+        if wanted.ticket is not None:
+            self.spent.append(wanted.ticket)
+        if wanted.follows is None:
+            if wanted.ticket is not None:
+                self.agent.abandon(wanted.ticket)
+        elif wanted.lost is None and self.agent.frontier(request) is None:
+            self.unwanted[request] = time.monotonic() + self.options.meet
+        else:
+            self.agent.unfollow(request)
+
+    def _tell_of_unwanted(self) -> None:
+        now = time.monotonic()
+        for request, until in list(self.unwanted.items()):
+            if now > until or self.agent.frontier(request) is not None:
+                self.agent.unfollow(request)
+                del self.unwanted[request]

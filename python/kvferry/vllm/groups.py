@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .specs import current_slot, is_replayed, is_state_group, keeps_window
+from .specs import (
+    FULL,
+    all_specs,
+    current_slot,
+    first_spec,
+    is_replayed,
+    is_state_group,
+    keeps_window,
+    sight_of,
+)
 
 
 class Groups:
@@ -19,6 +28,9 @@ class Groups:
             for group in kv_cache_config.transfer_group_ids
         ]
         self.recurrent = [is_state_group(spec) for spec in self.specs]
+        #: Whether what is kept of a request is of use at no other position than its last: states, and
+        #: windows that have moved on.
+        self.of_one_position = any(self.recurrent) or any(keeps_window(spec) for spec in self.specs)
         #: How many of a prompt's last tokens are D's to compute: a recurrent state must not have seen
         #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
         #: it for the one after them), a cache that is replayed must be laid out for them, and what
@@ -26,6 +38,10 @@ class Groups:
         self.held_back = max(
             1 if self._needs_last_token() else 0, vllm_config.num_prefill_lookahead_tokens - 1
         )
+
+    def agreed(self, prompt: int) -> int:
+        """What P and D must agree on, for a prompt of so many tokens."""
+        return prompt - self.held_back if any(self.recurrent) and prompt > self.held_back else prompt
 
     def _needs_last_token(self) -> bool:
         everything = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
@@ -40,6 +56,28 @@ class Groups:
         chosen = self.cache.select_transfer_block_ids(block_ids)
         return [self.table(group, ids, tokens) for group, ids in enumerate(chosen)]
 
+    def alive(self, block_ids: Any, tokens: int) -> tuple[list[list[int]], list[int]]:
+        """The same without what a window has left behind, and the position that each table starts with."""
+        tables, first = [], []
+        for table in self.tables(block_ids, tokens):
+            dead = next((at for at, block in enumerate(table) if block), len(table))
+            first.append(dead)
+            tables.append(table[dead:])
+        return tables, first
+
+    def grown(self, manager: Any, request: str, tokens: int) -> list[list[int]]:
+        """The tables of a request that is still computed, as far as it is complete. What a window or a
+        state holds may change: it comes at the end."""
+        ids = manager.get_block_ids(request)
+        tables: list[list[int]] = []
+        for group, index in enumerate(self.cache.transfer_group_ids):
+            if self.recurrent[group] or keeps_window(self.specs[group]):
+                tables.append([])
+                continue
+            size = manager.coordinator.single_type_managers[index].block_size
+            tables.append(list(ids[index][: -(-tokens // size)]))
+        return tables
+
     def table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
         """A group's table. For a state it is the one slot that is current after so many tokens,
         without former states before it and the scratch of speculative tokens behind it."""
@@ -48,6 +86,17 @@ class Groups:
             return blocks
         at = current_slot(self.specs[group], tokens)
         return blocks[at : at + 1]
+
+    def cache_what_is_loaded(self, manager: Any, request: str, tokens: int) -> None:
+        """Keeps vLLM from taking blocks for the prefix of other requests that are not loaded whole: of
+        a window only what the next token sees is, wherever in a block that begins."""
+        for group, index in enumerate(self.cache.transfer_group_ids):
+            seen = max(_first_seen(spec, tokens) for spec in all_specs(self.specs[group]))
+            if seen:
+                of_group = manager.coordinator.single_type_managers[index]
+                done = of_group.num_cached_block.get(request, 0)
+                # vLLM goes on from here when the blocks have been loaded.
+                of_group.num_cached_block[request] = max(done, -(-seen // of_group.block_size))
 
     def cached(self, blocks: Sequence[Sequence[Any]], computed: int) -> list[int]:
         """How many tokens each group already holds, from all blocks that vLLM has for a request."""
@@ -63,3 +112,13 @@ class Groups:
             return 0
         held = (block.block_hash_num_tokens for block in reversed(blocks))
         return min(computed, next((tokens for tokens in held if tokens), 0))
+
+
+def _first_seen(spec: Any, tokens: int) -> int:
+    """The first token that the one after so many looks at."""
+    sight = sight_of(spec)
+    if sight == FULL:
+        return 0
+    first: int = max(0, tokens + 1 - sight["tokens"])
+    alive: int = first - first % sight["chunk"] - sight["extra"]
+    return max(0, alive)

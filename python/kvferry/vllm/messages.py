@@ -8,6 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 
@@ -35,3 +36,17 @@ class Orders(KVConnectorMetadata):
     hands_over: bool = False
     #: The step computes nothing, so there is time to wait for what is being loaded.
     idle: bool = False
+
+
+@dataclass
+class Moved(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler in one step: the loads that are done, and how many seconds each
+    was on the wire, on the rank that took longest."""
+
+    seconds: dict[str, float]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Moved:
+        assert isinstance(other, Moved)
+        for request, seconds in other.seconds.items():
+            self.seconds[request] = max(seconds, self.seconds.get(request, 0.0))
+        return self

@@ -48,6 +48,14 @@ class Options:
     deadline: float = _option(60.0, least=1e-3)
     #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
     patience: float = _option(480.0, least=1e-3)
+    #: Whether P tells the router to send requests to both engines at once, and D reads while P computes:
+    #: `auto` is `always`, but for data-parallel engines, one of which a router cannot tell D in advance.
+    push: str = _option("auto", one_of=("auto", "always", "never"))
+    #: Seconds that D waits for P to hear of a request that was sent to both.
+    meet: float = _option(30.0, least=1e-3)
+    #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
+    #: all.
+    next_turn: float = _option(0.0, least=0)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

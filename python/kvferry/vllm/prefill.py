@@ -1,31 +1,54 @@
-"""P: a finished prompt's blocks are kept under a lease until D has read them."""
+"""P: a prompt is computed for D. D may follow how far it is, and its blocks are kept until D has read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
+from .._errors import AgentError
 from .groups import Groups
+from .keep import Keep, settled
 from .logs import logger
-from .params import Offer
+from .params import Offer, shared_name
+
+
+@dataclass
+class Growing:
+    """A prompt that D can follow."""
+
+    request: Any
+    #: How often vLLM had started it over, and how far it was, when D was last told.
+    preemptions: int
+    tokens: int = 0
 
 
 class Prefill:
-    """The half of the scheduler's side that hands requests over."""
+    """The part of the scheduler's side that hands requests over."""
 
-    def __init__(self, agent: Scheduler, groups: Groups, parallel: Any) -> None:
-        self.agent, self.groups, self.parallel = agent, groups, parallel
-        #: Requests whose blocks will be kept, and finished ones whose blocks are being kept.
+    def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, push: bool) -> None:
+        self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
+        #: Requests whose blocks will be kept.
         self.prefilling: set[str] = set()
-        self.kept: set[str] = set()
+        #: Those of them that are followed, or may be.
+        self.growing: dict[str, Growing] = {}
+        #: vLLM's manager of all blocks.
+        self.manager: Any = None
 
     def begin(self, request: Any) -> None:
         """A request whose answer another engine will give."""
-        self.prefilling.add(request.request_id)
+        name = request.request_id
+        self.prefilling.add(name)
+        prompt = request.num_prompt_tokens
         self._hold_back(request)
+        if self.push:
+            # At once: D may have it already, and asks for it by name.
+            agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
+            self.agent.open(name, name=shared_name(name, agreed))
+            self.growing[name] = Growing(request, request.num_preemptions)
 
     def _hold_back(self, request: Any) -> None:
         """Stops short of what D computes itself."""
@@ -44,53 +67,46 @@ class Prefill:
         request.num_prompt_tokens -= count
         request.max_tokens = 1
 
-    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """What the router is to pass on, if the blocks are kept."""
+    def advance(self) -> None:
+        """How far the prompts are: at the end of each of the scheduler's turns, before the workers have
+        heard of it. What vLLM has counted since the last one is computed, and blocks that it has given
+        to somebody else are not overwritten yet."""
+        for name, growing in list(self.growing.items()):
+            try:
+                self._advance(name, growing)
+            except AgentError as error:
+                # D has given it up, or there is a mistake in here. Either way D reads no more of it;
+                # what the grant says in the end is another matter.
+                logger.debug("kvferry: %s is not followed any more: %s", name, error)
+                del self.growing[name]
+
+    def _advance(self, name: str, growing: Growing) -> None:
+        request = growing.request
+        if request.num_preemptions != growing.preemptions:
+            growing.preemptions, growing.tokens = request.num_preemptions, 0
+            self.agent.restart(name)
+        if request.status != RequestStatus.RUNNING:
+            # It waits: for its turn, or for what D has answered in the last turn to be loaded.
+            return
+        tokens = settled(request)
+        if tokens > growing.tokens:
+            growing.tokens = tokens
+            blocks = self.groups.grown(self.manager, name, tokens)
+            self.agent.advance(name, tokens=tokens, blocks=blocks)
+
+    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> Offer | None:
+        """What D can read, if the blocks are kept."""
         name = request.request_id
         if name not in self.prefilling:
             return None
         self.prefilling.discard(name)
-        if request.status not in (
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_STOPPED,
-        ):
-            return None
-        # The blocks are complete on every rank, whatever is scheduled ahead. vLLM learns from a
-        # sampled token that a request has finished. Where there is a connector it waits for the
-        # answers of all ranks to that step, and a rank that samples answers when its token has come
-        # to the host, by a stream that waits for the one that all layers have written on. An
-        # earlier stage of a pipeline does not sample, but what it sent on came after what it wrote,
-        # and the token came from that. A draft model may write after the token:
-        # `WorkerSide.written` waits for it.
-        tokens = request.num_computed_tokens - request.num_in_flight_tokens
-        tables, first = [], []
-        for table in self.groups.tables(block_ids, tokens):
-            dead = next((at for at, block in enumerate(table) if block), len(table))
-            first.append(dead)
-            tables.append(table[dead:])
-        if not any(tables):
-            return None
-        ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
-        offer = Offer(ticket, tokens, tables, first)
-        self.kept.add(name)
-        parallel = self.parallel
-        return offer.write(
-            name,
-            self.agent.address,
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-        )
+        self.growing.pop(name, None)
+        offer = self.keep.keep(request, block_ids)
+        if offer is None and self.push:
+            # It ended in another way, and D need not wait for it.
+            self.agent.revoke(name)
+        return offer
 
     def may_finish(self, scheduled: Iterable[str]) -> bool:
-        """Whether a step may finish a prompt that another engine reads then."""
+        """Whether a step computes a prompt that another engine reads then."""
         return not self.prefilling.isdisjoint(scheduled)
-
-    def released(self) -> list[str]:
-        """Requests whose blocks nobody reads any more."""
-        released = []
-        for request, why in self.agent.released():
-            if request in self.kept:
-                logger.debug("kvferry: the blocks of %s are free again: %s", request, why)
-                self.kept.discard(request)
-                released.append(request)
-        return released

@@ -1,4 +1,4 @@
-"""The connector in the scheduler's process: one agent, and a half each for prefill and decode."""
+"""The connector in the scheduler's process: one agent, and a part each for prefill, decode and turns."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 from .._core import Scheduler
 from .decode import Decode
 from .groups import Groups
+from .keep import Keep
 from .logs import logger
 from .messages import Orders
 from .metrics import Stats
 from .options import Options
+from .params import KEY
 from .prefill import Prefill
+from .turns import Turns
 
 
 class SchedulerSide:
-    """Hands each of vLLM's calls to the half that it concerns. Every engine has both: what a request's
-    parameters ask for decides, not the engine's `kv_role`."""
+    """Hands each of vLLM's calls to the part that it concerns. Every engine has all of them: what a
+    request's parameters ask for decides, not the engine's `kv_role`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
         engine = str(vllm_config.kv_transfer_config.engine_id)
-        parallel = vllm_config.parallel_config
+        self.parallel = parallel = vllm_config.parallel_config
         self.agent = Scheduler(
             engine,
             lease=options.lease,
@@ -30,40 +33,64 @@ class SchedulerSide:
         )
         logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
         groups = Groups(vllm_config, kv_cache_config)
-        self.prefill = Prefill(self.agent, groups, parallel)
+        self.keep = Keep(self.agent, groups)
+        alone = parallel.data_parallel_size == 1
+        self.push = options.push == "always" or (options.push == "auto" and alone)
+        self.prefill = Prefill(self.agent, self.keep, groups, self.push)
         self.decode = Decode(self.agent, groups, options)
+        self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
+
+    def bind(self, manager: Any) -> None:
+        """vLLM's manager of all blocks, as soon as there is one."""
+        self.prefill.manager = self.decode.manager = manager
 
     def on_new_request(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self.prefill.begin(request)
-        if params.get("do_remote_prefill"):
+        # P reads, too, when a dialogue goes on: what came with D's last answer.
+        if params.get("do_remote_prefill") or params.get("do_remote_decode") and params.get(KEY):
             self.decode.begin(request)
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        return self.decode.matched(request, computed)
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        count, any_ = self.decode.matched(request, computed)
+        if count is not None:
+            self.turns.without_blocks.add(request.request_id)
+        return count, any_
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        self.turns.without_blocks.discard(request.request_id)
         self.decode.allocated(request, blocks, external)
 
     def orders(self, scheduled: Iterable[str]) -> Orders:
+        self.prefill.advance()
         orders = self.decode.orders()
-        orders.released = self.prefill.released()
+        self.turns.make_room()
+        orders.released = self.keep.released()
+        self.turns.released(orders.released)
         orders.hands_over = self.prefill.may_finish(scheduled)
         return orders
 
-    def ended(self, request: str, failed: bool) -> None:
-        self.decode.ended(request, failed)
+    def ended(self, request: str, failed: bool, seconds: float) -> None:
+        self.decode.ended(request, failed, seconds)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks are kept for another engine, and what the router is to pass on."""
         self.decode.finish(request)
-        params = self.prefill.finish(request, block_ids)
-        return params is not None, params
+        offer = self.prefill.finish(request, block_ids) or self.turns.finish(request, block_ids)
+        if offer is None:
+            return False, None
+        return True, offer.write(
+            request.request_id,
+            self.agent.address,
+            self.parallel.tensor_parallel_size,
+            self.parallel.pipeline_parallel_size,
+            self.push,
+        )
 
     def stats(self) -> Stats:
         counts = self.agent.counts()

@@ -261,6 +261,12 @@ def first_spec(spec: Any) -> Any:
     return spec if by_layer is None else next(iter(by_layer.values()))
 
 
+def all_specs(spec: Any) -> list[Any]:
+    """The specs of a group's layers."""
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return [spec] if by_layer is None else list(by_layer.values())
+
+
 def is_state_group(spec: Any) -> bool:
     """Whether a group keeps states of a fixed size, one slot for a sequence."""
     return PAGES.get(type(first_spec(spec)).__name__) in (Pages.STATES, Pages.RING)

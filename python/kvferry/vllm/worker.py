@@ -14,13 +14,13 @@ from . import metrics
 from .describe import dump, manifest
 from .refusal import refuse
 from .logs import logger
-from .messages import Orders
+from .messages import Moved, Orders
 from .options import Options
 from .starter import Starter
 
-#: Seconds that a step with nothing to compute waits for a load: as long as vLLM sleeps after such a
-#: step. What arrives in that time is used a step earlier.
-GLANCE = 0.001
+#: Seconds that a step with nothing to compute waits for a load: longer than most take when all is in place,
+#: and less than such a step costs. What arrives in that time is used a step earlier.
+GLANCE = 0.003
 
 
 class WorkerSide:
@@ -31,9 +31,13 @@ class WorkerSide:
         self.released: set[str] = set()
         #: Loads whose end has not been reported.
         self.loading: set[str] = set()
+        #: The last orders that were obeyed.
+        self.obeyed: Orders | None = None
         #: For how long this step may wait for one of them.
         self.wait = 0.0
         self.refused: set[str] = set()
+        #: Seconds on the wire of loads that are done, for the scheduler.
+        self.moved: dict[str, float] = {}
         #: Loads that ended since they were last counted.
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
@@ -69,7 +73,17 @@ class WorkerSide:
             **self.options.trust(),
         )
 
+    def prepare(self, orders: Orders) -> None:
+        """Before a step computes. In host memory nothing is under way then, and what is to be loaded
+        need not wait for the step; on a GPU it would have to wait for the one before."""
+        if not self._on_gpu():
+            self.obey(orders)
+
     def obey(self, orders: Orders) -> None:
+        """As early as possible in each step, and once."""
+        if orders is self.obeyed:
+            return
+        self.obeyed = orders
         self.released.update(orders.released)
         self.refused.update(orders.refused)
         self.ended += [metrics.refused("lost") for _ in orders.refused]
@@ -132,6 +146,7 @@ class WorkerSide:
                 self.ended.append(metrics.ended(ending))
             if ending.outcome == "done":
                 self._zero(ending)
+                self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
                 continue
             if ending.quarantined:
@@ -149,6 +164,11 @@ class WorkerSide:
         endings = self.agent.endings(self.wait if self.loading else 0.0)
         self.loading.difference_update(ending.request for ending in endings)
         return endings
+
+    def told(self) -> Moved | None:
+        """What the scheduler is told with the results."""
+        moved, self.moved = self.moved, {}
+        return Moved(moved) if moved else None
 
     def stats(self) -> metrics.Stats:
         ended, self.ended = self.ended, []

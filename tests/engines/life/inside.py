@@ -53,8 +53,11 @@ def whats_left(engine):
     status = scheduler.agent.status()
     return {
         "prefilling": scheduler.prefill.prefilling,
-        "kept": scheduler.prefill.kept,
+        "kept": list(scheduler.keep.kept),
         "wanted": list(scheduler.decode.wanted),
+        "unwanted": list(scheduler.decode.unwanted),
+        "growing": list(scheduler.prefill.growing),
+        "answers": list(scheduler.turns.answers),
         "leases": status["leases"],
         "holds": status["holds"],
         "loads": counter(engine, "kvferry_loads_in_flight"),
@@ -98,3 +101,32 @@ def give_up(engine, params):
 
 def leases(engine):
     return side(engine).agent.status()["leases"]
+
+
+def where(engine):
+    """What a router tells D about P when it sends a request to both at once."""
+    agent = side(engine).agent
+    host, _, port = agent.address.rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": agent.status()["engine"],
+        "remote_host": host,
+        "remote_port": int(port),
+        "tp_size": 1,
+        "remote_request_id": "any",
+    }
+
+
+def waiting(engine):
+    """Requests that wait for another engine, and the workers know nothing of."""
+    return [name for name, wanted in side(engine).decode.wanted.items() if not wanted.loading]
+
+
+def take_at_once(engine, at_once):
+    """Whether D takes blocks as soon as P has heard of a request."""
+    pace = side(engine).decode.pace
+    if at_once:
+        pace.is_time = lambda frontier, age, tokens, free: True
+    elif "is_time" in vars(pace):
+        del pace.is_time

@@ -83,6 +83,21 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     assert decode.call(forget)
 
 
+def test_a_window_that_was_not_moved_whole_is_nobody_s_prefix(pair):
+    """vLLM caches whole blocks of what was loaded, but the first block of a window comes in part."""
+    prefill, decode = pair("gemma3")
+    draw = random.Random(0)
+    for length in (70, 100, 197):
+        (prompt,) = prompts(draw, [length])
+        ((alone, _),) = prefill.generate_all([prompt])
+        (params,) = prefill.prefill([prompt])
+        assert decode.generate(prompt, params=params)[0] == alone
+        # Now with what the first one has left, and with what this one has.
+        for _ in range(2):
+            assert decode.generate(prompt)[0] == alone, length
+        assert decode.call(forget)
+
+
 #: What `tcp` takes on loopback, in nanoseconds: `LOOPBACK` in crates/kvferry-transport/src/tcp/mod.rs.
 COPY, BYTE = 600.0, 0.3
 

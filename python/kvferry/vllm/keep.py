@@ -1,0 +1,64 @@
+"""Blocks of finished requests that are kept under a lease, because another engine reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from .._core import Scheduler
+from .._errors import AgentError
+from .groups import Groups
+from .logs import logger
+from .params import Offer
+
+
+class Keep:
+    def __init__(self, agent: Scheduler, groups: Groups) -> None:
+        self.agent, self.groups = agent, groups
+        #: Requests whose blocks are being kept, the oldest first, and the tickets to read them.
+        self.kept: dict[str, dict[str, Any]] = {}
+
+    def keep(self, request: Any, block_ids: tuple[list[int], ...]) -> Offer | None:
+        """Grants a lease on what a finished request has computed, unless there is nothing of use."""
+        if request.status not in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        ):
+            return None
+        # The blocks are complete on every rank, whatever is scheduled ahead. vLLM learns from a
+        # sampled token that a request has finished. Where there is a connector it waits for the
+        # answers of all ranks to that step, and a rank that samples answers when its token has come
+        # to the host, by a stream that waits for the one that all layers have written on. An
+        # earlier stage of a pipeline does not sample, but what it sent on came after what it wrote,
+        # and the token came from that. A draft model may write after the token:
+        # `WorkerSide.written` waits for it.
+        tokens = settled(request)
+        tables, first = self.groups.alive(block_ids, tokens)
+        if not any(tables):
+            return None
+        name = request.request_id
+        try:
+            ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
+        except AgentError as error:
+            if error.kind != "given_up":
+                # Not what was said while it was computed: nobody may use it.
+                logger.error("kvferry: %s cannot be handed over: %s", name, error)
+            return None
+        self.kept[name] = ticket
+        return Offer(ticket, tokens, tables, first)
+
+    def released(self) -> list[str]:
+        """Requests whose blocks nobody reads any more."""
+        released = []
+        for request, why in self.agent.released():
+            if self.kept.pop(request, None) is not None:
+                logger.debug("kvferry: the blocks of %s are free again: %s", request, why)
+                released.append(request)
+        return released
+
+
+def settled(request: Any) -> int:
+    """Tokens of a request that all ranks have computed, whatever is scheduled ahead."""
+    tokens: int = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, tokens)

@@ -1,0 +1,33 @@
+"""Requests that go to both engines at once, as a router sends them when P's parameters say so."""
+
+import time
+
+from environment import REMOTE_DECODE
+
+from .inside import begin, turn, where
+
+
+def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r"):
+    """Names of requests that both engines have now."""
+    there = prefill.call(where)
+    names = []
+    for at, prompt in enumerate(prompts):
+        names.append(f"{prefix}{at}")
+        prefill.call(begin, names[-1], prompt, 1, dict(REMOTE_DECODE))
+        decode.call(begin, names[-1], prompt if sent is None else sent[at], tokens, dict(there))
+    return names
+
+
+def answers(prefill, decode, names, seconds=90):
+    """Steps both engines until D has answered: tokens and how each finished, in their order."""
+    done, until = {}, time.monotonic() + seconds
+    while len(done) < len(names):
+        assert time.monotonic() < until, f"only {sorted(done)} of {names} have an answer"
+        prefill.call(turn)
+        done |= decode.call(turn)
+    return [(done[name][0], done[name][2]) for name in names]
+
+
+def push(prefill, decode, prompts, tokens=12, sent=None):
+    names = start(prefill, decode, prompts, tokens, sent)
+    return [made for made, _ in answers(prefill, decode, names)]

@@ -1,0 +1,55 @@
+"""What it costs D's pool that requests wait for P: blocks in use over time, with and without a pace."""
+
+import random
+import time
+
+from exact import prompts
+
+from .inside import take_at_once, turn
+from .pushed import start
+
+#: Seconds of a step of P, of 64 tokens: D can tell how long it will take.
+STEP = 0.1
+CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+
+
+def test_blocks_are_taken_when_they_are_needed(pair):
+    prefill, decode = pair("qwen3", None, CHUNKS)
+    draw = random.Random(40)
+    (first,) = prompts(draw, [480])
+    alone = decode.generate(first, 2)[0]
+    # What D learns from.
+    assert usage(prefill, decode, [first])[0] == [alone]
+    some = prompts(draw, [480] * 3)
+    alone = [decode.generate(prompt, 2)[0] for prompt in some]
+    made, late = usage(prefill, decode, some)
+    assert made == alone
+    decode.call(take_at_once, True)
+    made, at_once = usage(prefill, decode, some)
+    decode.call(take_at_once, False)
+    assert made == alone
+    for name, seen in (("when needed", late), ("at once", at_once)):
+        print(f"D's blocks {name}: " + " ".join(f"{used}" for _, used in seen))
+    # Fifteen blocks a request; each waits for its turn on P.
+    assert area(late) < 0.6 * area(at_once)
+    # And nobody waits longer for it.
+    assert late[-1][0] < at_once[-1][0] + 3 * STEP
+
+
+def usage(prefill, decode, prompts):
+    """The answers, and D's blocks in use before each step of P, by the time."""
+    names = start(prefill, decode, prompts, 2)
+    done, seen, began = {}, [], time.monotonic()
+    while len(done) < len(names):
+        assert time.monotonic() < began + 90
+        prefill.call(turn)
+        until = time.monotonic() + STEP
+        while time.monotonic() < until and len(done) < len(names):
+            done |= decode.call(turn)
+        seen.append((time.monotonic() - began, decode.used_blocks()))
+    assert prefill.idle() == decode.idle() == 0
+    return [done[name][0] for name in names], seen
+
+
+def area(seen):
+    return sum(used for _, used in seen)

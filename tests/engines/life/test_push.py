@@ -1,0 +1,363 @@
+"""A request that goes to both engines at once: D reads what P has computed while P goes on."""
+
+import random
+import time
+
+import pytest
+from environment import REMOTE_DECODE
+from exact import prompts
+
+from .common import eventually, more
+from .inside import (
+    abort,
+    begin,
+    count_preemptions,
+    counter,
+    forget,
+    preemptions,
+    pump,
+    side,
+    steps,
+    take_at_once,
+    turn,
+    waiting,
+    where,
+)
+from .pushed import answers, push, start
+
+#: Chunks of two or three blocks, or of less than one.
+CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+#: Options of a D that does not wait for long.
+HASTY = {"extra": {"meet": 1.0, "handshake": 1.0, "patience": 20.0}}
+
+
+@pytest.mark.parametrize(
+    "kind, p, d",
+    [
+        ("qwen3", {}, {"block_size": 64}),
+        ("gemma3", {}, {}),
+        ("nemotron_h", {}, {}),
+        more("qwen3", {"block_size": 96}, {}),
+        more("qwen3", {"async_scheduling": True}, {"async_scheduling": True}),
+        more("qwen3", TWO, {}),
+        more("qwen3", {}, TWO),
+        more("qwen3", STAGES, TWO),
+        more("gemma3", {"block_size": 64}, TWO),
+        more("nemotron_h", {"async_scheduling": True}, {"async_scheduling": True}),
+        more("nemotron_h", STAGES, {}),
+        more("falcon_h1", TWO, {}),
+        more("falcon_h1", {}, STAGES),
+    ],
+)
+def test_answers_are_those_of_one_engine(pair, kind, p, d):
+    prefill, decode = pair(kind, None, CHUNKS | p, d)
+    draw = random.Random(f"push {kind}")
+    some = prompts(draw, [200, 1, 2, 31, 33, 64, 65, 130])
+    alone = [prefill.generate(prompt)[0] for prompt in some]
+    if kind == "gemma3":
+        assert prefill.call(forget)
+    # One after the other, and all at once.
+    for prompt, expected in zip(some[:3], alone):
+        began = time.monotonic()
+        assert push(prefill, decode, [prompt]) == [expected], len(prompt)
+        # Nobody has waited for what does not come.
+        assert time.monotonic() - began < 15, len(prompt)
+    assert push(prefill, decode, some) == alone
+    # The control: only P's state leads to this answer.
+    other = prompts(draw, [199])[0] + some[0][-1:]
+    assert push(prefill, decode, some[:1], sent=[other]) == alone[:1]
+
+
+@pytest.mark.parametrize("kind, length", [("qwen3", 300), ("nemotron_h", 480)])
+def test_what_is_computed_is_read_while_p_goes_on(pair, kind, length):
+    prefill, decode = pair(kind, None, CHUNKS)
+    (prompt,) = prompts(random.Random(f"early {kind}"), [length])
+    alone = prefill.generate(prompt)[0]
+    decode.call(take_at_once, True)
+    before = decode.call(content)
+    (name,) = start(prefill, decode, [prompt])
+    # All but two chunks, and then P rests.
+    prefill.call(steps, length // 64)
+    eventually(lambda: decode.call(steps, 1) or not decode.call(waiting))
+    assert prefill.call(followed) == [(length // 64 - 1) * 64]
+    # D computes nothing itself.
+    eventually(lambda: decode.call(content) != before)
+    ((made, _),) = answers(prefill, decode, [name])
+    decode.call(take_at_once, False)
+    assert made == alone
+
+
+def content(engine):
+    """Stands for all that is in its caches."""
+    import hashlib
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    made = hashlib.sha256()
+    for storage in get_kv_transfer_group().worker.storages:
+        made.update(storage.numpy().tobytes())
+    return made.hexdigest()
+
+
+def followed(engine):
+    """How many tokens of each prompt D may read already."""
+    return [one.tokens for one in side(engine).prefill.growing.values()]
+
+
+def read(decode):
+    return decode.call(counter, "kvferry_read_bytes_total")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", more("nemotron_h")])
+def test_prefixes_that_either_side_holds(pair, kind):
+    """What P holds can be read before it computes anything; what D holds is not moved."""
+    if kind == "nemotron_h":
+        pytest.skip("vLLM does not cache states on a CPU")
+    prefill, decode = pair(kind, {"prefix": True}, CHUNKS, {})
+    draw = random.Random(30)
+    (prompt,) = prompts(draw, [250])
+    alone = prefill.generate(prompt)[0]
+    assert prefill.call(forget)
+    for on_p, on_d in ((0, 0), (130, 0), (0, 130), (100, 200), (249, 40), (40, 249)):
+        for engine, held in ((prefill, on_p), (decode, on_d)):
+            if held:
+                engine.generate(prompt[:held], 1)
+        before = read(decode)
+        assert push(prefill, decode, [prompt]) == [alone], (on_p, on_d)
+        # 2,048 bytes a token, and little more.
+        assert 0 < read(decode) - before < 2048 * (250 - on_d // 32 * 32) + 2048 * 32
+        for engine in (prefill, decode):
+            assert engine.idle() == 0
+            assert engine.call(forget)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", more("nemotron_h")])
+def test_p_starts_requests_over(pair, kind):
+    """On few blocks, while D reads them: what was read before counts for nothing."""
+    few = {"blocks": 13, "max_model_len": 256, "scheduler_reserve_full_isl": False}
+    chunks = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 24}
+    prefill, decode = pair(kind, None, few | chunks, {})
+    draw = random.Random(31)
+    many = prompts(draw, [draw.randrange(50, 180) for _ in range(12)])
+    alone = [decode.generate(prompt)[0] for prompt in many]
+    prefill.call(count_preemptions)
+    assert push(prefill, decode, many) == alone
+    assert prefill.call(preemptions) > 0
+
+
+def test_a_request_that_is_started_over_while_it_is_read(pair):
+    prefill, decode = pair("qwen3", None, CHUNKS)
+    draw = random.Random(32)
+    prompt, other = prompts(draw, [300, 300])
+    alone = prefill.generate(prompt)[0]
+    decode.call(take_at_once, True)
+    (name,) = start(prefill, decode, [prompt])
+    prefill.call(steps, 4)
+    eventually(lambda: decode.call(steps, 1) or not decode.call(waiting))
+    decode.call(steps, 5)
+    # Its blocks go to somebody else before it gets others.
+    prefill.call(preempt, other)
+    prefill.call(steps, 3)
+    decode.call(steps, 3)
+    ((made, _),) = answers(prefill, decode, [name])
+    decode.call(take_at_once, False)
+    assert made == alone
+    prefill.call(pump)
+
+
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_an_epoch_of_the_past(pair, policy):
+    """What P has started over is another grant: nobody reads by the one before."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prompt, other = prompts(random.Random(37), [300, 300])
+    alone = decode.generate(prompt)[0]
+    made = {}
+    for change in ({"epoch": 0}, {"epoch": 2}, {}):
+        prefill.call(begin, "r", prompt, 1, dict(REMOTE_DECODE))
+        prefill.call(steps, 3)
+        prefill.call(preempt, other)
+        while "r" not in made:
+            made |= prefill.call(pump)
+        _, params, _ = made.pop("r")
+        assert params["kvferry"]["ticket"]["epoch"] == 1
+        params["kvferry"]["ticket"] |= change
+        before = prefill.call(refused)
+        decode.call(begin, "r", prompt, 12, params)
+        ((tokens, _, how),) = decode.call(pump).values()
+        if change and policy == "fail":
+            assert how == "error"
+        else:
+            assert tokens == alone, change
+        assert prefill.call(refused) - before == bool(change)
+        assert decode.idle() == prefill.idle() == 0
+
+
+def refused(engine):
+    return side(engine).agent.counts()["confirmations_not_granted"]
+
+
+def preempt(engine, prompt):
+    """As vLLM does when blocks are short; another request comes first then."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    (request,) = scheduler.running
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+    begin(engine, "other", prompt, 1)
+    other = next(one for one in scheduler.waiting if one is not request)
+    scheduler.waiting.remove_requests([other])
+    scheduler.waiting.prepend_request(other)
+
+
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_whoever_comes_late_or_never(pair, policy):
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    draw = random.Random(33)
+    prompt, another = prompts(draw, [150, 150])
+    alone = decode.generate(prompt)[0]
+    there = prefill.call(where)
+
+    def ends(name, ok):
+        ((made, _, how),) = decode.call(pump).values()
+        assert (made == alone) if ok or policy == "recompute" else (how == "error"), name
+
+    # D has it before P has heard of it.
+    decode.call(begin, "early", prompt, 12, dict(there))
+    decode.call(steps, 20)
+    assert [name.startswith("early") for name in decode.call(waiting)] == [True]
+    assert decode.used_blocks() == 0
+    prefill.call(begin, "early", prompt, 1, dict(REMOTE_DECODE))
+    assert answers(prefill, decode, ["early"])[0][0] == alone
+    # P has long finished.
+    prefill.call(begin, "late", prompt, 1, dict(REMOTE_DECODE))
+    prefill.call(pump)
+    decode.call(begin, "late", prompt, 12, dict(there))
+    assert answers(prefill, decode, ["late"])[0][0] == alone
+    # P never gets it.
+    decode.call(begin, "never", prompt, 12, dict(there))
+    ends("never", False)
+    # P's client leaves: before P has begun, and when it is half way.
+    for count in (0, 3):
+        (name,) = start(prefill, decode, [prompt], prefix=f"left{count}-")
+        prefill.call(steps, count)
+        decode.call(steps, 5)
+        prefill.call(abort, name)
+        ends("left", False)
+        assert prefill.idle() == 0
+    # D's client leaves before P has heard of it.
+    decode.call(begin, "unheard", prompt, 12, dict(there))
+    decode.call(steps, 2)
+    decode.call(abort, "unheard")
+    prefill.call(begin, "unheard", prompt, 1, dict(REMOTE_DECODE))
+    assert decode.idle() == 0
+    prefill.call(pump)
+    assert prefill.idle() == 0
+    # D's client leaves: P computes it, and keeps nothing.
+    for count in (0, 3):
+        (name,) = start(prefill, decode, [prompt], prefix=f"gone{count}-")
+        prefill.call(steps, count)
+        decode.call(steps, 5)
+        decode.call(abort, name)
+        assert decode.idle() == 0
+        began = time.monotonic()
+        prefill.call(pump)
+        assert prefill.idle() == 0
+        assert time.monotonic() - began < 15
+    # And it is tried again under the same name, at once, with another prompt.
+    names = start(prefill, decode, [another], prefix="again")
+    prefill.call(steps, 2)
+    decode.call(steps, 5)
+    for engine in (decode, prefill):
+        engine.call(abort, names[0])
+    names = start(prefill, decode, [prompt], prefix="again")
+    assert answers(prefill, decode, names)[0][0] == alone
+    # Another engine is there than the one that was meant.
+    decode.call(begin, "other", prompt, 12, there | {"remote_engine_id": "another"})
+    ends("other", False)
+    # Nobody is there.
+    decode.call(begin, "nobody", prompt, 12, there | {"remote_port": 1})
+    ends("nobody", False)
+    assert prefill.idle() == decode.idle() == 0
+
+
+def test_two_with_one_name(pair):
+    """Whoever has it first reads it, and the other one is computed."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": "recompute"})
+    (prompt,) = prompts(random.Random(34), [150])
+    alone = decode.generate(prompt)[0]
+    there = prefill.call(where)
+    prefill.call(begin, "twin", prompt, 1, dict(REMOTE_DECODE))
+    made = decode.call(twins, prompt, there)
+    until = time.monotonic() + 60
+    while len(made) < 2:
+        assert time.monotonic() < until
+        prefill.call(turn)
+        made |= decode.call(turn)
+    assert [one[0] for one in made.values()] == [alone] * 2
+
+
+def twins(engine, prompt, there):
+    """Two requests whose names differ in what vLLM adds to them."""
+    for name in ("twin-1", "twin-2"):
+        begin(engine, name, prompt, 12, dict(there))
+    # Names of one stem: vLLM's own digits come last.
+    for name, wanted in side(engine).decode.wanted.items():
+        assert wanted.follows["name"] in ("twin-1:150", "twin-2:150"), name
+        side(engine).agent.unfollow(name)
+        wanted.follows["name"] = "twin:150"
+        side(engine).agent.follow(name, **wanted.follows, patience=20.0)
+    return {}
+
+
+def test_an_engine_that_contradicts_itself(pair):
+    """P's own agent does not pass on what cannot be: D reads by what was right."""
+    prefill, decode = pair("qwen3", None, CHUNKS)
+    (prompt,) = prompts(random.Random(35), [300])
+    alone = prefill.generate(prompt)[0]
+    (name,) = start(prefill, decode, [prompt])
+    prefill.call(steps, 3)
+    decode.call(steps, 3)
+    # Fewer tokens, other blocks, and more blocks than there are.
+    assert prefill.call(contradict) == ["changed", "changed", "table_too_long"]
+    ((made, _),) = answers(prefill, decode, [name])
+    assert made == alone
+
+
+def contradict(engine):
+    import kvferry
+
+    prefill, agent = side(engine).prefill, side(engine).agent
+    ((name, growing),) = prefill.growing.items()
+    (table,) = prefill.groups.grown(prefill.manager, name, growing.tokens)
+    kinds = []
+    for tokens, blocks in (
+        (growing.tokens - 32, [table[:-1]]),
+        (growing.tokens, [table[::-1]]),
+        (growing.tokens, [table + list(range(1, 64)) * 20]),
+    ):
+        try:
+            agent.advance(name, tokens=tokens, blocks=blocks)
+            kinds.append("passed on")
+        except kvferry.AgentError as error:
+            kinds.append(error.kind)
+    return kinds
+
+
+def test_routers_that_ask_p_first_keep_working(pair):
+    """With P's parameters as they were, and with what the stock router leaves of them."""
+    prefill, decode = pair("qwen3", None, CHUNKS)
+    (prompt,) = prompts(random.Random(36), [150])
+    alone = decode.generate(prompt)[0]
+    (params,) = prefill.prefill([prompt])
+    assert params["transfer_mode"] == "push"
+    assert decode.generate(prompt, params=params)[0] == alone
+    prefill.call(begin, "first", prompt, 1, dict(REMOTE_DECODE))
+    ((_, params, _),) = prefill.call(pump).values()
+    del params["kvferry"], params["remote_block_ids"]
+    decode.call(begin, "first", prompt, 12, params)
+    assert answers(prefill, decode, ["first"])[0][0] == alone
+    quiet, _ = pair("qwen3", None, CHUNKS | {"extra": {"push": "never"}})
+    (params,) = quiet.prefill([prompt])
+    assert "transfer_mode" not in params
+    assert decode.generate(prompt, params=params)[0] == alone

@@ -1,0 +1,187 @@
+"""Several turns of a dialogue: P continues from what D has answered, and computes only what is new."""
+
+import random
+import time
+
+import pytest
+from environment import REMOTE_DECODE
+from exact import prompts
+
+from .common import more
+from .inside import counter, leases, side
+from .test_held import let_states_be_cached
+
+#: Longer than a test.
+KEPT = {"extra": {"next_turn": 600.0}}
+
+
+@pytest.mark.parametrize(
+    "kind, both, p",
+    [
+        ("qwen3", {}, {}),
+        ("gemma3", {"prefix": False}, {}),
+        ("nemotron_h", {}, {}),
+        more("qwen3", {"prefix": True}, {}),
+        more("qwen3", {}, {"max_num_batched_tokens": 32, "async_scheduling": True}),
+        more("gemma3", {}, {"block_size": 64}),
+        more("nemotron_h", {"async_scheduling": True}, {}),
+        more("nemotron_h", {"prefix": True, "prepare": [let_states_be_cached]}, {}),
+        more("falcon_h1", {}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    ],
+)
+def test_six_turns(pair, kind, both, p):
+    prefill, decode = pair(kind, both | KEPT, p)
+    draw = random.Random(f"turns {kind}")
+    prefill.call(count_computed)
+    # A state and a window must not have seen the token that D begins with.
+    held_back = 0 if kind == "qwen3" else 1
+    said, params, there = [], {}, 0
+    for turn, (length, answer) in enumerate(zip((70, 5, 33, 1, 64, 40), (12, 20, 1, 31, 7, 12))):
+        said += prompts(draw, [length])[0]
+        before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_total")
+        _, params = prefill.generate(said, 1, dict(REMOTE_DECODE) | params)
+        assert prefill.call(computed) - before == max(1, len(said) - held_back - there), turn
+        # Not even one token is left that P could not have computed sooner than moved.
+        assert prefill.call(counter, "kvferry_loads_total") - moved == (turn > 0 and workers(p))
+        made, params = decode.generate(said, answer, params)
+        alone, _ = decode.generate(said, answer)
+        assert made == alone, turn
+        said += made
+        # D has not computed its last token.
+        there = len(said) - 1
+        assert params["kvferry"]["tokens"] == params["remote_num_tokens"] == there
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    decode.call(let_go)
+
+
+def workers(options):
+    # Ranks that are processes of their own do not tell.
+    return "tensor_parallel_size" not in options
+
+
+def count_computed(engine):
+    """Counts the tokens that are computed from now on."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    if hasattr(scheduler, "computed"):
+        return
+    given, scheduler.computed = scheduler.schedule, 0
+
+    def schedule(*args, **options):
+        made = given(*args, **options)
+        scheduler.computed += made.total_num_scheduled_tokens
+        return made
+
+    scheduler.schedule = schedule
+
+
+def computed(engine):
+    return engine.llm_engine.engine_core.engine_core.scheduler.computed
+
+
+def let_go(engine):
+    """Nobody will continue from what it has answered."""
+    for request in side(engine).turns.answers:
+        side(engine).agent.revoke(request)
+
+
+def answered(prefill, decode, prompt, answer=12):
+    """A first turn: all that was said, and what the client is given for the next one."""
+    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+    made, params = decode.generate(prompt, answer, params)
+    return prompt + made, params
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+def test_a_turn_that_does_not_go_on_from_the_answer(pair, kind):
+    """Other tokens than D has, all of them or the last: P computes the prompt, and it is right."""
+    prefill, decode = pair(kind, KEPT)
+    draw = random.Random(f"another turn {kind}")
+    prefill.call(count_computed)
+    prompt, new, other = prompts(draw, [70, 30, 111])
+    said, params = answered(prefill, decode, prompt)
+    held_back = 0 if kind == "qwen3" else 1
+    for next_ in (
+        # As text that is tokenized again may be.
+        said[:-2] + [said[-2] % 500 + 1, said[-1]] + new,
+        other,
+        # Shorter than what D has answered.
+        said[:75],
+    ):
+        before = prefill.call(computed)
+        _, again = prefill.generate(next_, 1, dict(REMOTE_DECODE) | params)
+        assert prefill.call(computed) - before == len(next_) - held_back
+        alone, _ = decode.generate(next_)
+        assert decode.generate(next_, 12, again)[0] == alone
+    # It is still there for who does.
+    before = prefill.call(computed)
+    _, again = prefill.generate(said + new, 1, dict(REMOTE_DECODE) | params)
+    assert prefill.call(computed) - before == len(new) + 1 - held_back
+    assert decode.generate(said + new, 12, again)[0] == decode.generate(said + new)[0]
+    decode.call(let_go)
+
+
+@pytest.mark.parametrize("kind, policy", [("qwen3", "recompute"), more("nemotron_h", "recompute")])
+def test_an_answer_that_is_gone(pair, kind, policy):
+    """P computes what D keeps no longer."""
+    prefill, decode = pair(kind, KEPT | {"failure": policy})
+    draw = random.Random(f"gone {kind}")
+    (prompt, new) = prompts(draw, [70, 30])
+    said, params = answered(prefill, decode, prompt)
+    decode.call(let_go)
+    assert decode.idle() == 0
+    _, again = prefill.generate(said + new, 1, dict(REMOTE_DECODE) | params)
+    assert decode.generate(said + new, 12, again)[0] == decode.generate(said + new)[0]
+    decode.call(let_go)
+
+
+def test_answers_make_room(pair):
+    """They are kept while nobody needs their blocks, and the oldest go first."""
+    few = {"blocks": 33, "max_model_len": 512}
+    prefill, decode = pair("qwen3", KEPT, d=few)
+    draw = random.Random(20)
+    # Six blocks each, of 32.
+    kept = [answered(prefill, decode, prompt) for prompt in prompts(draw, [162] * 7)]
+    names = [params["kvferry"]["ticket"]["request"] for _, params in kept]
+    left = [lease["request"] for lease in decode.call(leases)]
+    assert sorted(left) == sorted(names[-len(left) :]) and len(left) == 5
+    # One that is being answered, and needs more and more.
+    (short, long) = prompts(draw, [20, 480])
+    assert decode.generate(short, 300)[0] == prefill.generate(short, 300)[0]
+    assert len(decode.call(leases)) == 3
+    # One that needs half of all at once.
+    assert decode.generate(long)[0] == prefill.generate(long)[0]
+    assert len(decode.call(leases)) == 2
+    # What is left is as it was.
+    said, params = kept[-1]
+    prefill.call(count_computed)
+    before = prefill.call(computed)
+    _, again = prefill.generate(said + short, 1, dict(REMOTE_DECODE) | params)
+    assert prefill.call(computed) - before == len(short) + 1
+    assert decode.generate(said + short, 12, again)[0] == prefill.generate(said + short)[0]
+    decode.call(let_go)
+
+
+def test_nothing_is_kept_that_was_not_asked_for(pair):
+    prefill, decode = pair("qwen3")
+    (prompt,) = prompts(random.Random(21), [70])
+    _, params = answered(prefill, decode, prompt)
+    assert params is None
+    prefill, decode = pair("qwen3", KEPT)
+    assert decode.generate(prompt)[1] is None
+
+
+def test_an_answer_that_nobody_continues_from(pair):
+    """Its time is over: that is no loss to anybody."""
+    prefill, decode = pair("qwen3", {"extra": {"next_turn": 1.5}})
+    (prompt,) = prompts(random.Random(22), [70])
+    answered(prefill, decode, prompt)
+    began = time.monotonic()
+    assert decode.used_blocks() == 3
+    assert decode.idle() == 0
+    assert 1 < time.monotonic() - began < 15
+    counts = decode.call(counts_of)
+    assert (counts["leases_revoked"], counts["leases_expired"], counts["holds_lost"]) == (1, 0, 0)
+
+
+def counts_of(engine):
+    return side(engine).agent.counts()
