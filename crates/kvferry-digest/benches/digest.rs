@@ -81,7 +81,7 @@ fn shortest(mut one: impl FnMut(), mut other: impl FnMut()) -> (Duration, Durati
 
 fn main() {
     let bytes = (LAYERS * TOKENS * 8 * DIM * 2) as usize;
-    let source: Vec<u8> = (0..bytes).map(|i| (i * 31 >> 3) as u8).collect();
+    let source: Vec<u8> = (0..bytes).map(|i| ((i * 31) >> 3) as u8).collect();
     let mut copy = vec![0_u8; bytes];
     println!("{:<34} {:>9} {:>9} {:>7}", "layout", "memcpy", "digest", "ratio");
     for (name, heads, by_head) in [

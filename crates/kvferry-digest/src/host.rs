@@ -77,9 +77,10 @@ impl Adder<'_> {
         for keys in keys.chunks(MOST_PRODUCTS) {
             let mut wide = sum.map(u128::from);
             for key in keys {
-                // SAFETY: the caller's promise.
                 let value = match inner {
+                    // SAFETY: the caller's promise.
                     [] => unsafe { self.run(at) },
+                    // SAFETY: the caller's promise.
                     _ => unsafe { self.add_up(inner, at) },
                 };
                 wide[0] += u128::from(value[0]) * u128::from(key[0]);

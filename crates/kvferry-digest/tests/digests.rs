@@ -347,7 +347,7 @@ fn what_cannot_be_looked_at_is_refused() {
     assert!(matches!(unknown, Some(DigestError::NotHeld { .. })));
     for senseless in [
         try_with(&|part| part.bounds.0[0] = (3..3).into(), &table),
-        try_with(&|part| part.bounds = StateBox::new([0..1]), &table),
+        try_with(&|part| part.bounds = StateBox::new(std::iter::once(0..1)), &table),
         try_with(&|part| part.phase = Phase { modulus: 0, held: (0..1).into() }, &table),
         try_with(&|part| part.phase = Phase { modulus: 2, held: (1..1).into() }, &table),
     ] {

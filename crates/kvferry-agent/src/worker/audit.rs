@@ -414,11 +414,12 @@ mod tests {
                 nonce: 1,
                 term_ms: 1000,
             },
-            grant: Grant::default(),
+            grant: Some(Grant::default()),
             tokens,
             cached,
             destination: vec![],
             patience: Duration::from_secs(1),
+            deadline: Duration::from_secs(1),
             rest: false,
         }
     }

@@ -265,12 +265,11 @@ impl<'a> LaneThread<'a> {
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
                 socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
             }
-            Some(OnTheWay::Release(kept, _)) => {
-                if let Some((operation, chunk)) = kept {
-                    self.lane().forget(operation.custody().id());
-                    chunk.in_place();
-                }
+            Some(OnTheWay::Release(Some((operation, chunk)), _)) => {
+                self.lane().forget(operation.custody().id());
+                chunk.in_place();
             }
+            Some(OnTheWay::Release(None, _)) => {}
             Some(OnTheWay::Chunk(operation, chunk, _)) => {
                 if answer.verdict == Verdict::Busy {
                     self.read_directly(operation, chunk);

@@ -11,6 +11,7 @@ use kvferry_transport::{Error, Loops, Operation, Side, Status, Transport};
 
 use crate::back_end::BackEnd;
 use crate::data::{hash, pattern};
+use crate::memory::Memory;
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, refused, rounds, soon};
 use crate::peer::wait_until;
 
