@@ -77,10 +77,13 @@ impl Adder<'_> {
         for keys in keys.chunks(MOST_PRODUCTS) {
             let mut wide = sum.map(u128::from);
             for key in keys {
-                // SAFETY: the caller's promise.
-                let value = match inner {
-                    [] => unsafe { self.run(at) },
-                    _ => unsafe { self.add_up(inner, at) },
+                // Said apart from the rest, so that it is inlined here.
+                let value = if inner.is_empty() {
+                    // SAFETY: the caller's promise.
+                    unsafe { self.run(at) }
+                } else {
+                    // SAFETY: as above.
+                    unsafe { self.add_up(inner, at) }
                 };
                 wide[0] += u128::from(value[0]) * u128::from(key[0]);
                 wide[1] += u128::from(value[1]) * u128::from(key[1]);

@@ -328,7 +328,7 @@ impl<'a> Builder<'a> {
         let mut joined: Vec<(usize, Span)> = vec![];
         let mut count = words.len() as usize;
         loop {
-            let whole = run.count == 1 && run.shift == 0 && run.bytes % 4 == 0;
+            let whole = run.count == 1 && run.shift == 0 && run.bytes.is_multiple_of(4);
             let next = axes.iter().position(|(_, span, stride)| {
                 let fits = count.saturating_mul(span.len() as usize) <= JOINED_WORDS;
                 span.len() == 1 || (whole && fits && *stride == run.bytes)
@@ -506,6 +506,6 @@ impl<'a> Builder<'a> {
 fn holds(piece: Phase, part: Phase) -> bool {
     piece.is_all()
         || piece == part
-        || (part.modulus % piece.modulus == 0
+        || (part.modulus.is_multiple_of(piece.modulus)
             && (part.held.start..part.held.end).all(|residue| piece.holds(residue)))
 }

@@ -88,7 +88,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let table: Vec<u32> = (0..blocks)
             .map(|block| (u64::from(block) * 10_007 % u64::from(blocks)) as u32)
             .collect();
-        let table = if blocks % 10_007 == 0 { (0..blocks).collect() } else { table };
+        let table = if blocks.is_multiple_of(10_007) { (0..blocks).collect() } else { table };
         let tables = [(0, &table[..])];
         let pieces: Vec<_> =
             (0..layers as usize).map(|p| ((0, p), Span::from(0..tokens))).collect();

@@ -72,7 +72,7 @@ impl Worker {
                 Ok(card) => rank.service = Some(card),
                 // It can be read all the same.
                 Err(error) => {
-                    warn!(%error, "this rank takes no tasks: readers cannot audit what they read")
+                    warn!(%error, "this rank takes no tasks: readers cannot audit what they read");
                 }
             }
         }
