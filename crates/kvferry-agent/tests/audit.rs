@@ -125,12 +125,14 @@ impl Pair {
 /// The transports of this machine.
 fn transports() -> Vec<By> {
     let mut all = vec![By::Local, By::Tcp];
-    // SAFETY: set before the library is loaded, by the first test that asks; nobody reads the
-    // environment meanwhile.
     static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| unsafe {
-        std::env::set_var("UCX_NET_DEVICES", "lo");
-        std::env::set_var("UCX_MEM_EVENTS", "n");
+    ONCE.call_once(|| {
+        // SAFETY: once, before the library is loaded that reads them; the other tests of this binary go
+        // through the standard library, which locks the environment.
+        unsafe {
+            std::env::set_var("UCX_NET_DEVICES", "lo");
+            std::env::set_var("UCX_MEM_EVENTS", "n");
+        }
     });
     match Nixl::new(&NixlOptions::default()) {
         Ok(_) => all.push(By::Nixl),
