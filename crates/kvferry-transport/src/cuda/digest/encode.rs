@@ -63,8 +63,8 @@ impl Shape {
     fn of(program: &Program, nest: &Nest) -> Self {
         let run = nest.run;
         let strides = nest.levels.iter().map(|level| level.stride).chain([nest.block, nest.entry]);
-        let aligned = strides.chain([nest.start, run.bytes]).all(|bytes| bytes % 16 == 0)
-            && nest.kernel.is_none_or(|kernel| kernel.stride % 16 == 0);
+        let aligned = strides.chain([nest.start, run.bytes]).all(|bytes| bytes.is_multiple_of(16))
+            && nest.kernel.is_none_or(|kernel| kernel.stride.is_multiple_of(16));
         let four = aligned && run.count == 1 && run.shift == 0;
         let per_element = (run.bytes + 6) / 4;
         let per_run = if four { run.bytes / 16 } else { run.count * per_element };
