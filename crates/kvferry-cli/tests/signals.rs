@@ -43,6 +43,7 @@ impl Process {
         process.tell(json!({
             "model": "llama-3.1-8b", "layers": 2, "topology": topology, "engine": engine,
             "rank": rank, "transport": "tcp", "key": "a key for these tests", "term_ms": term_ms,
+            "audit": 0.01,
         }));
         process
     }
@@ -184,11 +185,12 @@ impl Scene {
         self.ticket = self.p.scheduler.hear("Granted")["ticket"].clone();
     }
 
-    fn load(&mut self, name: &str, patience: Duration) {
+    fn load(&mut self, name: &str, deadline: Duration) {
+        let deadline = json!({"secs": deadline.as_secs(), "nanos": deadline.subsec_nanos()});
         let load = json!({
             "request": name, "ticket": self.ticket, "grant": grant(), "tokens": TOKENS,
             "cached": [0], "destination": table(30), "rest": false,
-            "patience": {"secs": patience.as_secs(), "nanos": patience.subsec_nanos()},
+            "deadline": deadline, "patience": deadline,
         });
         self.d.ranks[0].tell(json!({"Load": {"load": load, "seed": 7}}));
     }

@@ -223,9 +223,9 @@ class Layers:
         size = tensor.element_size()
         order = specs.BACKENDS.get(backend or "")
         if order is specs.Order.APART:
-            keys, values = probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
+            first, others = probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
             apart = view.head // size - spec.head_size
-            return keys, [replace(run, offset=run.offset + apart) for run in values]
+            return first, [replace(run, offset=run.offset + apart) for run in others]
         if order is specs.Order.SIDE_BY_SIDE and tensor.shape[1] == spec.num_kv_heads:
             return probe.side_by_side(spec.head_size, spec.head_size_v, view.token // size)
         if backend == specs.CPU and (

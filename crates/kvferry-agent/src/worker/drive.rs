@@ -163,6 +163,7 @@ impl Drive {
                 self.timings.post += moved.post;
                 self.timings.wire += moved.wire;
                 self.moved.bytes += moved.bytes;
+                self.moved.packed += moved.packed;
                 self.moved.copies += moved.copies;
                 self.moved.rest = moved.rest;
                 self.growing.iter_mut().for_each(Growing::arrived);
