@@ -43,7 +43,7 @@ impl Process {
         process.tell(json!({
             "model": "llama-3.1-8b", "layers": 2, "topology": topology, "engine": engine,
             "rank": rank, "transport": "tcp", "key": "a key for these tests", "term_ms": term_ms,
-            "audit": 0.01,
+            "audit": 0.0,
         }));
         process
     }

@@ -271,6 +271,11 @@ pub(super) fn a_peer_killed_while_it_packs_is_an_error<B: BackEnd>() {
     let read = || pair.transport.read_packed(&pair.peer, &loops, deadline).unwrap();
     let operations: Vec<_> = (0..8).map(|_| read()).collect();
     pair.process.kill();
+    if B::OUTLIVES_THE_PEER {
+        // Nothing is lost.
+        operations.iter().for_each(done);
+        return;
+    }
     for operation in &operations {
         let status = operation.wait(deadline);
         assert!(
