@@ -135,6 +135,21 @@ def test_answers_are_those_of_one_server(pair):
     assert_no_block_is_held(pair)
 
 
+def test_several_answers_to_one_prompt(pair):
+    prompt = text(random.Random(7), 300)
+    alone = ask(pair, "decode", prompt)
+    answer = pair.client("router").completions.create(
+        model=pair.model,
+        prompt=prompt,
+        max_tokens=12,
+        temperature=0.0,
+        n=3,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert [(choice.text, choice.token_ids) for choice in answer.choices] == [alone] * 3
+    assert_no_block_is_held(pair)
+
+
 def test_many_requests_at_once(pair):
     draw = random.Random(2)
     prompts = [text(draw, draw.randrange(1, 500)) for _ in range(32)]
