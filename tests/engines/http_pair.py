@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -194,12 +195,16 @@ class Pair:
 
 
 def free_ports(count):
-    """Ports that were free at the same time."""
+    """Ports that were free at the same time, below those that the kernel hands out by itself: whoever starts
+    later finds them free."""
     with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found = []
+        while len(found) < count:
+            one, port = opened.enter_context(socket.socket()), random.randrange(20000, 32000)
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                found.append(port)
+        return found
 
 
 def free_neighbours():

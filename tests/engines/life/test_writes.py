@@ -1,6 +1,7 @@
 """On a GPU, whose work goes on when the host has heard of its end: what is written before what is read."""
 
 import random
+import threading
 from types import SimpleNamespace
 
 from environment import REMOTE_DECODE
@@ -23,11 +24,14 @@ def test_what_is_written_is_written_before_it_moves(monkeypatch):
 
         def record_event(self):
             happened.append("mark")
-            return SimpleNamespace(synchronize=lambda: happened.append("wait for the mark"))
+            return SimpleNamespace(query=lambda: False, synchronize=lambda: happened.append("wait for the mark"))
+
+    began = threading.Event()
 
     class Agent:
         def load(self, **load):
             happened.append("load")
+            began.set()
 
         def endings(self, timeout):
             return []
@@ -42,6 +46,8 @@ def test_what_is_written_is_written_before_it_moves(monkeypatch):
     def step(**orders):
         orders = Orders(**orders)
         worker.obey(orders)
+        # Whoever waits for the stream is not the engine's own thread.
+        assert not orders.loads or began.wait(60)
         worker.written(orders)
         worker.results()
         done = happened[:]
