@@ -1,10 +1,8 @@
 """Dynamo accepts the alias, and asks in the way that FerryConnector answers.
 
-Dynamo's own code is used where its package `ai-dynamo` is installed; its names and rules, written down
-here, otherwise.
+By its names and rules, written down here, and by its own code: tools/python-env.sh installs `ai-dynamo`.
 """
 
-import importlib.util
 from types import SimpleNamespace
 
 import stand_in  # noqa: F401  (first: it sets the environment up)
@@ -61,15 +59,7 @@ def by_dynamo(config):
     return "pulled" if as_it_is else "otherwise", made.prefill_request_kv_transfer_params()
 
 
-def has_dynamo():
-    try:
-        return importlib.util.find_spec("dynamo.vllm.kv_connector_protocols") is not None
-    except ImportError:
-        return False
-
-
-missing = pytest.mark.skipif(not has_dynamo(), reason="ai-dynamo is not installed")
-RESOLVERS = [by_the_rules, pytest.param(by_dynamo, marks=missing)]
+RESOLVERS = [by_the_rules, by_dynamo]
 
 
 def configured(*children, wrapper=None):
@@ -100,7 +90,6 @@ def test_and_not_without_it(resolve):
         resolve(configured({"kv_connector": "FerryConnector"}, wrapper="MultiConnector"))
 
 
-@missing
 def test_the_rules_are_those_of_the_installed_dynamo():
     from dynamo.vllm import kv_connector_protocols as theirs
 
