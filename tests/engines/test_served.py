@@ -43,7 +43,9 @@ PAIRS = {
 def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
-    pair = Pair(folder / kind, folder, serve, transfer, {"lease": LEASE, **extra}, only)
+    # One server after the other: what is sent to both at once is in life/test_push.py.
+    extra = {"lease": LEASE, "push": "never", **extra}
+    pair = Pair(folder / kind, folder, serve, transfer, extra, only)
     try:
         pair.start("prefill", "decode")
         pair.start("router")
