@@ -14,8 +14,8 @@ from kvferry.vllm import canary
 class Server:
     """Answers each prompt with the tokens after it, but for what `change` makes of them."""
 
-    def __init__(self, change=lambda tokens, asked: tokens, room=4096, gap=1.0):
-        self.asked, self.change, self.room, self.gap = [], change, room, gap
+    def __init__(self, change=lambda tokens, asked: tokens, room=4096, gap=1.0, runner_up=None):
+        self.asked, self.change, self.room, self.gap, self.runner_up = [], change, room, gap, runner_up
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,7 +52,11 @@ class Server:
         first = sum(asked["prompt"])
         tokens = [(first + at) % 251 for at in range(asked["max_tokens"])]
         made = self.change(tokens, asked)
-        chances = [{str(token): -1.0, "other": -1.0 - self.gap} for token in made]
+        second = self.runner_up(tokens, asked) if self.runner_up else ["other"] * len(made)
+        chances = [
+            {str(one): -1.0, str(other): -1.0 - self.gap}
+            for one, other in zip(made, second, strict=False)
+        ]
         choice = {"token_ids": made, "logprobs": {"top_logprobs": chances}}
         return {"choices": [choice], "kv_transfer_params": {"remote_engine_id": "p"}}
 
@@ -128,10 +132,18 @@ def test_fewer_tokens_are_wrong_too(serve, capsys):
 
 
 def test_a_tie_that_rounding_decides_is_not_wrong(serve, capsys):
-    router, decode = serve(late, gap=0.01), serve(gap=0.01)
+    as_it_is = lambda tokens, asked: tokens  # noqa: E731
+    router = serve(late, gap=0.01, runner_up=as_it_is)
+    decode = serve(as_it_is, gap=0.01, runner_up=late)
     code, said = ask(capsys, router.url, "--decode", decode.url, "--lengths", "130")
     assert code == 0 and said["cases"][0]["verdict"] == "near tie"
     assert "0.010 apart" in said["cases"][0]["says"]
+
+
+def test_a_token_that_was_in_no_tie_is_wrong(serve, capsys):
+    router, decode = serve(late, gap=0.01), serve(gap=0.01)
+    code, said = ask(capsys, router.url, "--decode", decode.url, "--lengths", "130")
+    assert code == 1 and said["cases"][0]["verdict"] == "differ"
 
 
 def test_without_a_router_it_hands_over_itself(serve, capsys):

@@ -273,7 +273,7 @@ def compare(length: int, alone: Answer, moved: Answer) -> Case:
         says = f"{len(moved.tokens)} tokens instead of {len(alone.tokens)}"
         return Case(length, "differ", same, of, says)
     gap = _gap(alone, same)
-    if gap is not None and gap < NEAR_TIE:
+    if gap is not None and gap < NEAR_TIE and _likeliest(alone, same) == _likeliest(moved, same):
         says = f"{same} of {of} tokens agree; then the two likeliest are {gap:.3f} apart, which rounding decides"
         return Case(length, "near tie", same, of, says)
     says = f"token {same} differs: {moved.tokens[same]!r} instead of {alone.tokens[same]!r}"
@@ -287,6 +287,15 @@ def _gap(answer: Answer, at: int) -> float | None:
         return chances[0] - chances[1]
     except (AttributeError, IndexError, TypeError):
         return None
+
+
+def _likeliest(answer: Answer, at: int) -> set[str]:
+    """The likeliest two tokens at a place: rounding swaps them, but brings in no third."""
+    try:
+        chances = (answer.chances or [])[at]
+        return set(sorted(chances, key=chances.__getitem__, reverse=True)[:2])
+    except (AttributeError, IndexError, TypeError):
+        return set()
 
 
 if __name__ == "__main__":
