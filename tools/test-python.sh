@@ -10,9 +10,10 @@ cd "$(dirname "$0")/.."
 python=$(tools/python-env.sh dev)
 # What kvferry's own rules say about real models, to compare with.
 KVFERRY_MANIFESTS=$(tools/manifests.sh)
-# Two hosts on this machine, and the wire between them.
+# Two hosts on this machine, and the wire between them; the command that operators use.
 KVFERRY_WIRE=$(dirname "$(dirname "$KVFERRY_MANIFESTS")")/kvferry-wire
-export KVFERRY_MANIFESTS KVFERRY_WIRE OMP_NUM_THREADS=1
+KVFERRY_COMMAND=$(dirname "$KVFERRY_WIRE")/kvferry
+export KVFERRY_MANIFESTS KVFERRY_WIRE KVFERRY_COMMAND OMP_NUM_THREADS=1
 
 # From elsewhere: the installed package is tested, not the source tree. A folder is a process: engines
 # are forked, which a process whose threads have worked does not survive.

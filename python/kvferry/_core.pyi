@@ -329,7 +329,21 @@ class Scheduler:
     def lost(self) -> list[tuple[dict[str, Any], str]]:
         """The tickets whose blocks elsewhere are gone since the last call, and why. Those of requests that
         were followed say so under the key `follows`; it is the only key where the other engine never heard
-        of the request."""
+        of the request, but for `draining` where that engine is about to go and will not."""
+
+    def drain(self) -> bool:
+        """The engine is about to go: `grant` and `open` raise `AgentError` of the kind `draining` from now on,
+        and what was promised before is kept. Whether that is news."""
+
+    def resume(self) -> bool:
+        """The engine stays: takes `drain` back. Whether that is news."""
+
+    def drain_on(self, signal: int) -> None:
+        """Drains when the process gets this signal."""
+
+    def left(self) -> tuple[int, int]:
+        """What an engine that drains must still wait for: requests that it keeps or computes for others, and
+        requests that others keep for it."""
 
     def status(self) -> dict[str, Any]: ...
     def metrics(self) -> str:

@@ -6,8 +6,10 @@ neither server may hold a block.
 
 import contextlib
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -318,6 +320,50 @@ def test_the_canary_falls_silent_when_a_pair_is_wrong(pair):
         code, said = canary(pair, url, "--decode", pair.url("decode"), "--lengths", "64,300", "--seed", "1")
         wrong.shutdown()
     assert code == 1 and [case["verdict"] for case in said["cases"]] == ["differ"] * 2, said
+    assert_no_block_is_held(pair)
+
+
+def operate(*words):
+    """What the command says that operators use, and its exit code."""
+    command = [os.environ["KVFERRY_COMMAND"], *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_server_that_drains(pair):
+    """It hands over what it has promised and nothing else; whoever comes later loses no more than time."""
+    draw = random.Random(23)
+    promised, late = text(draw, 300), text(draw, 300)
+    alone = {prompt: ask(pair, "decode", prompt) for prompt in (promised, late)}
+    log = pair.log("prefill")
+    said = re.findall(r"`kvferry drain (\S+)`, or SIGUSR2 to process (\d+)", log.read_text())
+    address, process = said[-1]
+
+    params = prefill(pair, promised)
+    os.kill(int(process), signal.SIGUSR2)
+    until("it drains", ANSWER, lambda: "drains: nothing new is handed over" in log.read_text())
+    code, said = operate("status", address)
+    assert code == 0 and "draining: it hands over nothing new" in said, said
+    code, said = operate("drain", address, "--wait", "0")
+    assert (code, said) == (
+        0,
+        "not drained yet: 1 request kept for others, 0 requests kept by others for it\n",
+    )
+
+    before = moved(pair)
+    assert ask(pair, "router", late) == alone[late]
+    assert moved(pair) == before
+    assert ask(pair, "decode", promised, kv_transfer_params=params) == alone[promised]
+    assert moved(pair) > before
+    code, said = operate("drain", address)
+    assert code == 0 and said.endswith("drained: nothing is left\n"), said
+    until("that is said", ANSWER, lambda: "drained: nothing is kept" in log.read_text())
+
+    code, said = operate("drain", address, "--undo")
+    assert (code, said) == (0, "it hands over again\n")
+    before = moved(pair)
+    assert ask(pair, "router", late) == alone[late]
+    assert moved(pair) > before
     assert_no_block_is_held(pair)
 
 

@@ -192,6 +192,23 @@ def test_a_request_that_starts_over_is_another_grant(engines):
     assert prefill.scheduler.released(LONG) == [("r", "confirmed")]
 
 
+def test_an_engine_that_drains(engines):
+    prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
+    prefill.scheduler.open("r")
+    assert prefill.scheduler.drain() and not prefill.scheduler.drain()
+    assert prefill.scheduler.left() == (1, 0) and prefill.scheduler.status()["draining"]
+    for promise in (prefill.scheduler.open, lambda name: prefill.scheduler.grant(name, tokens=4, blocks=[[1]])):
+        with pytest.raises(kvferry.AgentError, match="'new' is not handed over") as caught:
+            promise("new")
+        assert caught.value.kind == "draining"
+    where = dict(engine="prefill", address=prefill.scheduler.address, name="never")
+    decode.scheduler.follow("r", **where, patience=LONG)
+    why = "the engine is being drained, and hands over nothing new"
+    assert lost(decode) == [({"follows": "r", "draining": True}, why)]
+    assert prefill.scheduler.resume() and not prefill.scheduler.resume()
+    prefill.scheduler.open("new")
+
+
 def test_what_is_followed_can_be_lost(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     where = dict(engine="prefill", address=prefill.scheduler.address, name="never")

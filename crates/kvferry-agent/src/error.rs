@@ -216,6 +216,12 @@ pub enum Error {
         /// Blocks of the group.
         blocks: u32,
     },
+    /// The engine is being drained.
+    ///
+    /// What to do: send new requests to other engines; take the drain back (`kvferry drain --undo`) if
+    /// this one is to stay.
+    #[error("request '{0}' is not handed over: this engine is being drained")]
+    Draining(String),
     /// The agent has stopped.
     ///
     /// What to do: do not use an agent after it was closed; start another.

@@ -17,7 +17,7 @@ use crate::rules::grant::{Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
-    Card, Hello, Incarnation, Known, News, Question, Reply, Sought, Welcome, decode,
+    Card, Hello, Incarnation, Known, Left, News, Question, Reply, Sought, Welcome, decode,
     decode_opening, encode, encode_opening,
 };
 use crate::wire::task::{Task, TaskReply, Token};
@@ -91,6 +91,7 @@ impl Host for Counting {
                 Reply::Task(TaskReply::NotHeld(Loss::NotGranted))
             }
             Question::Abandon { .. } | Question::Ping | Question::Status => Reply::Done,
+            Question::Drain { .. } => Reply::Left(Left { leases: 1, holds: 0 }),
             Question::Follow { known, .. } => Reply::Frontier(news(&known)),
         }
     }
@@ -137,6 +138,7 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::Frontier(news(&Known { blocks: Some(vec![3, 0]), ..Known::default() })),
         Reply::Task(TaskReply::Digests(vec![Digest([1, 2]), Digest([3, 4])])),
         Reply::Task(TaskReply::Unable("no means".to_owned())),
+        Reply::Left(Left { leases: 3, holds: 1 }),
     ];
     let welcome = Counting::default().welcome();
     let hello = Hello { who: "d/0 (tp0)".to_owned() };
@@ -168,7 +170,7 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 11] {
+fn questions() -> [Question; 12] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
@@ -203,6 +205,7 @@ fn questions() -> [Question; 11] {
         Question::Abandon { incarnation, keys: vec![key("c")] },
         Question::Ping,
         Question::Status,
+        Question::Drain { on: true },
         Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() },
         Question::Follow {
             sought: Sought::Lease { incarnation, key: key("a") },

@@ -55,11 +55,11 @@ pub use rules::lease::{Ended, Loss, Released};
 pub use rules::{follow, lease, life};
 pub use scheduler::{
     Following, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Progress, Scheduler,
-    SchedulerOptions, Status, ask_status,
+    SchedulerOptions, Status, ask_drain, ask_status,
 };
 pub use several::carry_several;
 pub use wire::door::Limits;
-pub use wire::message::{Card, Incarnation, Ticket};
+pub use wire::message::{Card, Incarnation, Left, Ticket};
 pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
 pub use wire::version::Version;
 pub use worker::{Ending, Load, Notice, Outcome, Worker, WorkerOptions};

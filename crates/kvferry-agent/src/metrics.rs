@@ -315,7 +315,7 @@ impl SchedulerMetrics {
         self.counters().map(|(name, _, counter)| (name.to_owned(), counter.get())).to_vec()
     }
 
-    pub(crate) fn text(&self, labels: &str, open: usize, holds: usize) -> String {
+    pub(crate) fn text(&self, labels: &str, open: usize, holds: usize, draining: bool) -> String {
         let mut out = String::new();
         let mut text = Text { out: &mut out, labels };
         text.head("kvferry_leases_ended_total", "counter", "Leases by how they ended.");
@@ -337,6 +337,8 @@ impl SchedulerMetrics {
         text.line("kvferry_leases_open", "", open as f64);
         text.head("kvferry_holds_open", "gauge", "Leases of others that are kept alive.");
         text.line("kvferry_holds_open", "", holds as f64);
+        text.head("kvferry_draining", "gauge", "1 while the engine promises nothing new.");
+        text.line("kvferry_draining", "", f64::from(draining));
         text.head("kvferry_lease_seconds", "histogram", "How long leases lasted.");
         self.held.write(&mut text, "kvferry_lease_seconds", "");
         out
@@ -374,7 +376,7 @@ mod tests {
         let metrics = SchedulerMetrics::default();
         metrics.ended(Ended::Expired, Duration::from_millis(3));
         metrics.ended(Ended::Expired, Duration::from_secs(100));
-        let text = metrics.text("engine=\"p\"", 3, 0);
+        let text = metrics.text("engine=\"p\"", 3, 0, false);
         for line in [
             "kvferry_leases_ended_total{engine=\"p\",why=\"expired\"} 2",
             "kvferry_lease_seconds_bucket{engine=\"p\",le=\"0.0025\"} 0",
@@ -406,7 +408,7 @@ mod tests {
             assert!(named.contains(&format!("leases_{why}").as_str()), "{why}");
             let metrics = SchedulerMetrics::default();
             metrics.ended(why, Duration::ZERO);
-            let text = metrics.text("", 0, 0);
+            let text = metrics.text("", 0, 0, false);
             let counted = text.lines().filter(|line| line.starts_with("kvferry_leases_"));
             let counted: Vec<&str> = counted.filter(|line| line.ends_with(" 1")).collect();
             assert_eq!(counted, [format!("kvferry_leases_ended_total{{why=\"{why}\"}} 1")]);

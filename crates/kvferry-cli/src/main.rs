@@ -7,12 +7,14 @@ use clap::{Parser, Subcommand};
 mod bench;
 mod costs;
 mod demo;
+mod drain;
 mod explain;
 mod failure;
 mod models;
 mod nixl;
 mod output;
 mod plan;
+mod reach;
 mod report;
 mod sides;
 mod status;
@@ -42,6 +44,7 @@ enum Command {
     DemoProcess,
     Nixl(nixl::Nixl),
     Status(status::Status),
+    Drain(drain::Drain),
 }
 
 fn main() -> ExitCode {
@@ -64,5 +67,6 @@ fn main() -> ExitCode {
         Command::DemoProcess => kvferry_demo::run_process(),
         Command::Nixl(nixl) => nixl.run(),
         Command::Status(status) => status.run(),
+        Command::Drain(drain) => drain.run(),
     }
 }

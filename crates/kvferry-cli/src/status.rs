@@ -1,12 +1,11 @@
 //! `kvferry status`: ask a running agent what it is doing.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::Args;
-use kvferry_agent::{Key, Tls, TlsFiles, Trust, ask_status};
+use kvferry_agent::ask_status;
 
+use crate::reach::Reach;
 use crate::text;
 
 /// Ask a running agent for its peers, its leases and the requests that it waits for.
@@ -15,23 +14,8 @@ use crate::text;
 /// (KVFERRY_KEY). Without a key, only agents on this machine that have none either will answer.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// Where the agent listens, as host:port. The server's log says it at the start.
-    address: String,
-    /// A file that holds the shared key.
-    #[arg(long, value_name = "FILE", conflicts_with = "tls_certificate")]
-    key_file: Option<PathBuf>,
-    /// This side's certificate, where the agent uses TLS (PEM).
-    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_authority"])]
-    tls_certificate: Option<PathBuf>,
-    /// Its private key (PEM).
-    #[arg(long, value_name = "FILE", requires = "tls_certificate")]
-    tls_key: Option<PathBuf>,
-    /// The authority that both sides' certificates come from (PEM).
-    #[arg(long, value_name = "FILE", requires = "tls_certificate")]
-    tls_authority: Option<PathBuf>,
-    /// How long to wait for an answer, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
-    timeout: u64,
+    #[command(flatten)]
+    reach: Reach,
     /// Print the answer as JSON.
     #[arg(long)]
     json: bool,
@@ -52,22 +36,9 @@ impl Status {
     }
 
     fn ask(self) -> Result<String, String> {
-        let has_port =
-            self.address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-        if !has_port {
-            return Err(format!("'{}' is not an address: give host:port", self.address));
-        }
-        let trust = match (self.key_file, self.tls_certificate, self.tls_key, self.tls_authority) {
-            (Some(path), ..) => Key::from_file(&path).map(Trust::Key),
-            (None, Some(certificate), Some(private_key), Some(authority)) => {
-                Tls::from_files(&TlsFiles { certificate, private_key, authority }).map(Trust::Tls)
-            }
-            _ => Trust::from_environment(),
-        };
-        let trust = trust.map_err(|error| error.to_string())?;
-        let patience = Duration::from_secs(self.timeout);
-        let status = ask_status(&self.address, &trust, patience)
-            .map_err(|error| format!("{} does not answer: {error}", self.address))?;
+        let trust = self.reach.trust()?;
+        let status = ask_status(&self.reach.address, &trust, self.reach.patience())
+            .map_err(|error| format!("{} does not answer: {error}", self.reach.address))?;
         if self.json {
             let json = serde_json::to_string_pretty(&status).map_err(|error| error.to_string())?;
             return Ok(json + "\n");
@@ -84,6 +55,9 @@ impl Status {
             ),
             format!("leases: {}", status.leases.len()),
         ];
+        if status.draining {
+            lines.insert(1, "draining: it hands over nothing new".to_owned());
+        }
         lines.extend(status.leases.iter().map(|lease| {
             format!(
                 "  {}: held for {}, expires in {}, confirmed by {}",

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Notice, Outcome, Progress,
-    SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
+    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Loss, LostWhy, Notice, Outcome,
+    Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::tcp::TcpOptions;
@@ -311,9 +311,33 @@ impl Scheduler {
             if let Some(request) = &one.follows {
                 fields.set_item("follows", request)?;
             }
+            if one.why == LostWhy::NotHeld(Loss::Draining) {
+                fields.set_item("draining", true)?;
+            }
             Ok((fields, one.why.to_string()))
         });
         told.collect()
+    }
+
+    fn drain(&self, py: Python<'_>) -> PyResult<bool> {
+        let half = self.0.get(py)?;
+        Ok(py.detach(|| half.drain()))
+    }
+
+    fn resume(&self, py: Python<'_>) -> PyResult<bool> {
+        let half = self.0.get(py)?;
+        Ok(py.detach(|| half.resume()))
+    }
+
+    fn drain_on(&self, py: Python<'_>, signal: i32) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        py.detach(|| half.drain_on(signal)).map_err(|error| errors::agent(py, &error))
+    }
+
+    fn left(&self, py: Python<'_>) -> PyResult<(u32, u32)> {
+        let half = self.0.get(py)?;
+        let left = py.detach(|| half.left());
+        Ok((left.leases, left.holds))
     }
 
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {

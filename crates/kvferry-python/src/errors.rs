@@ -100,6 +100,7 @@ fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
         Error::NotGrown(NotGrown::Changed { .. }) => "changed",
         Error::NotGrown(_) => "no_lease",
         Error::TableTooLong { .. } => "table_too_long",
+        Error::Draining(_) => "draining",
         Error::Stopped => "stopped",
         Error::Peer(_) => "peer",
         Error::Cards(_) => "cards",

@@ -192,12 +192,16 @@ class Decode:
 
     def hear_of_lost(self) -> None:
         for ticket, why in self.agent.lost():
-            followed = ticket.pop("follows", None)
+            followed, draining = ticket.pop("follows", None), ticket.pop("draining", False)
             for name, wanted in self.wanted.items():
                 # What a router adds to a ticket means nothing to us.
                 same = wanted.ticket is not None and ticket.items() <= wanted.ticket.items()
                 if name == followed or (followed is None and same):
                     wanted.lost = why
+                    if draining:
+                        # Nothing was promised, so nothing has failed: this engine computes the prompt.
+                        logger.info("kvferry: %s is computed here: %s", name, why)
+                        wanted.tokens = 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """A request has its blocks, and `external` tokens are to be loaded into them."""

@@ -41,7 +41,9 @@ class Keep:
         try:
             ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
         except AgentError as error:
-            if error.kind != "given_up":
+            if error.kind == "draining":
+                logger.info("kvferry: %s. Whoever answers it computes the prompt again", error)
+            elif error.kind != "given_up":
                 # Not what was said while it was computed: nobody may use it.
                 logger.error("kvferry: %s cannot be handed over: %s", name, error)
             return None

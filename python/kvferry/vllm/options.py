@@ -56,6 +56,8 @@ class Options:
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
     #: all.
     next_turn: float = _option(0.0, least=0)
+    #: The signal to the engine's process that drains it, as `kvferry drain` does.
+    drain_signal: str = _option("SIGUSR2", one_of=("SIGUSR1", "SIGUSR2", "none"))
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

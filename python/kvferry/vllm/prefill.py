@@ -47,7 +47,13 @@ class Prefill:
         if self.push:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
-            self.agent.open(name, name=shared_name(name, agreed))
+            try:
+                self.agent.open(name, name=shared_name(name, agreed))
+            except AgentError as error:
+                # An engine that drains computes it, and hands nothing over.
+                if error.kind != "draining":
+                    raise
+                return
             self.growing[name] = Growing(request, request.num_preemptions)
 
     def _hold_back(self, request: Any) -> None:

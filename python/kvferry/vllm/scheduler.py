@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +34,14 @@ class SchedulerSide:
             **options.trust(),
         )
         logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
+        if options.drain_signal != "none":
+            self.agent.drain_on(getattr(signal, options.drain_signal))
+            logger.info(
+                "kvferry: `kvferry drain %s`, or %s to process %d, prepares its end",
+                self.agent.address,
+                options.drain_signal,
+                os.getpid(),
+            )
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
         alone = parallel.data_parallel_size == 1

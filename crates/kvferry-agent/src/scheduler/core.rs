@@ -10,6 +10,7 @@ use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use super::bells::{Bells, Of};
+use super::drain::Drain;
 use super::holds::Holds;
 use super::options::SchedulerOptions;
 use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
@@ -33,6 +34,7 @@ pub(super) struct Core {
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
     pub(super) bells: Bells,
+    pub(super) drain: Mutex<Drain>,
     started: Instant,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
@@ -75,6 +77,7 @@ impl Core {
             metrics,
             released: Mailbox::default(),
             bells: Bells::default(),
+            drain: Mutex::default(),
             started: Instant::now(),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),
@@ -139,6 +142,7 @@ impl Core {
                 leases.revoke(request, self.now());
                 return Err(NotGrown::GivenUp(request.to_owned()).into());
             }
+            None if self.draining() => return Err(Error::Draining(request.to_owned())),
             None => {
                 let key = new_key(request)?;
                 let nonce = key.nonce;
@@ -158,7 +162,12 @@ impl Core {
         let present = self.present.lock();
         let key = new_key(request)?;
         let nonce = key.nonce;
-        self.leases().begin(key, name)?;
+        let mut leases = self.leases();
+        if self.draining() {
+            return Err(Error::Draining(request.to_owned()));
+        }
+        leases.begin(key, name)?;
+        drop(leases);
         debug!(request, name, "opened");
         if let Some(name) = name {
             self.bells.ring(&Of::Name(name.to_owned()));
@@ -260,6 +269,7 @@ impl Core {
             sleep(pause).await;
             self.leases().expire(self.now());
             self.collect();
+            self.note_drained();
         }
     }
 
@@ -287,6 +297,7 @@ impl Core {
             protocol: self.options.version.to_string(),
             uptime_ms: milliseconds(now),
             ranks: self.published().map_or(0, |published| published.ranks.len()),
+            draining: self.draining(),
             leases,
             holds: self.holds.status(),
             peers: peers.collect(),
@@ -298,6 +309,6 @@ impl Core {
     pub(super) fn metrics_text(&self) -> String {
         let labels = format!("engine=\"{}\"", escape(&self.options.engine));
         let open = self.leases().open();
-        self.metrics.text(&labels, open, self.holds.len())
+        self.metrics.text(&labels, open, self.holds.len(), self.draining())
     }
 }

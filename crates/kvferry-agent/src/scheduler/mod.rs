@@ -4,10 +4,11 @@
 //! hold, and keeps the leases ([`core`]); whoever follows one is woken when it grows ([`bells`]). As a
 //! destination it keeps alive the leases of requests that wait or are being read, gives up those that are
 //! not wanted any more ([`holds`]), and knows how far those are that are still computed ([`follows`]).
-//! What it is doing can be asked for ([`status`]).
+//! What it is doing can be asked for ([`status`]), and it can be told that it is about to go ([`drain`]).
 
 mod bells;
 mod core;
+mod drain;
 mod follows;
 mod holds;
 mod options;
@@ -23,6 +24,7 @@ use tokio::net::TcpListener;
 use tracing::{info, warn};
 
 use self::core::Core;
+pub use self::drain::ask_drain;
 use self::follows::Follows;
 pub use self::follows::{Following, Progress};
 use self::holds::Holds;
@@ -37,7 +39,7 @@ use crate::rules::lease::Released;
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
 use crate::wire::link::Caller;
-use crate::wire::message::{Card, Incarnation, Ticket};
+use crate::wire::message::{Card, Incarnation, Left, Ticket};
 use crate::wire::trust::Trust;
 
 /// The scheduler half of an agent. Dropping it ends its thread and connections.
@@ -248,6 +250,44 @@ impl Scheduler {
             one.follows.as_deref().map(|request| self.follows.forget(request));
         }
         lost
+    }
+
+    /// The engine is about to go: nothing new is promised from now on, and what was promised is kept.
+    /// Answers whether that is news.
+    pub fn drain(&self) -> bool {
+        self.core.drain()
+    }
+
+    /// The engine stays: takes a [drain](Self::drain) back. Answers whether that is news.
+    pub fn resume(&self) -> bool {
+        self.core.resume()
+    }
+
+    /// Whether it drains.
+    pub fn draining(&self) -> bool {
+        self.core.draining()
+    }
+
+    /// What an engine that drains must still wait for.
+    pub fn left(&self) -> Left {
+        self.core.left()
+    }
+
+    /// Drains when the process gets this signal, whose default effect on the process ends with that.
+    pub fn drain_on(&self, signal: i32) -> Result<(), Error> {
+        let failed = |error: std::io::Error| Error::Io {
+            what: format!("listening to signal {signal}"),
+            kind: error.kind(),
+        };
+        let _inside = self.background.handle().enter();
+        let mut signals = tokio::signal::unix::signal(signal.into()).map_err(failed)?;
+        let core = self.core.clone();
+        self.background.spawn(async move {
+            while signals.recv().await.is_some() {
+                core.drain();
+            }
+        });
+        Ok(())
     }
 
     /// What the agent is doing.

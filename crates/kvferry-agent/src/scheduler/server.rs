@@ -108,6 +108,14 @@ impl Host for Core {
             Question::Status => {
                 Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())
             }
+            Question::Drain { on } => {
+                match on {
+                    true => self.drain(),
+                    false => self.resume(),
+                };
+                debug!(who, on, "told to drain, or not to");
+                Reply::Left(self.left())
+            }
             Question::Follow { .. } if version < Version::FRONTIERS => {
                 Reply::Refused(format!("protocol {version} has no such question"))
             }
@@ -127,8 +135,11 @@ impl Core {
                     let incarnation = self.incarnation();
                     self.leases().named(&name).map(|key| (incarnation, key))
                 };
-                match self.bells.look(Of::Name(name.clone()), until, named).await {
-                    Some(found) => found,
+                // What an engine that drains has not heard of by now it will not hand over.
+                let found = || named().map(Some).or_else(|| self.draining().then_some(None));
+                match self.bells.look(Of::Name(name.clone()), until, found).await {
+                    Some(Some(found)) => found,
+                    Some(None) => return Reply::Lease(Answer::NotHeld(Loss::Draining)),
                     None => return Reply::NotReady,
                 }
             }

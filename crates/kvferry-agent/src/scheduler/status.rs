@@ -24,6 +24,9 @@ pub struct Status {
     pub uptime_ms: u64,
     /// How many ranks it has published.
     pub ranks: usize,
+    /// Whether it promises nothing new, because it is about to go.
+    #[serde(default)]
+    pub draining: bool,
     /// The requests that it keeps for others.
     pub leases: Vec<LeaseStatus>,
     /// The requests that others keep for it: waiting, or being read.
@@ -80,11 +83,28 @@ pub(super) fn milliseconds(time: Duration) -> u64 {
 
 /// Asks a running agent for its status.
 pub fn ask_status(address: &str, trust: &Trust, patience: Duration) -> Result<Status, PeerError> {
+    match ask(address, trust, patience, "kvferry status", Question::Status)? {
+        Reply::Status(json) => {
+            serde_json::from_str(&json).map_err(|_| PeerError::Misbehaved(Misbehaviour::Garbage))
+        }
+        Reply::Refused(reason) => Err(PeerError::Refused(reason)),
+        _ => Err(PeerError::Misbehaved(Misbehaviour::Answer)),
+    }
+}
+
+/// Puts one question to a running agent.
+pub(super) fn ask(
+    address: &str,
+    trust: &Trust,
+    patience: Duration,
+    who: &str,
+    question: Question,
+) -> Result<Reply, PeerError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime =
         runtime.map_err(|error| PeerError::Io { what: "starting", kind: error.kind() })?;
     let caller = Caller {
-        who: "kvferry status".to_owned(),
+        who: who.to_owned(),
         trust: trust.clone(),
         version: Version::CURRENT,
         keepalive: patience,
@@ -93,11 +113,10 @@ pub fn ask_status(address: &str, trust: &Trust, patience: Duration) -> Result<St
         let deadline = after(patience).into();
         let link = tokio::time::timeout_at(deadline, Link::open(address, &caller)).await;
         let link = link.unwrap_or(Err(PeerError::Slow("connecting")))?;
-        match link.ask(Question::Status, deadline).await? {
-            Reply::Status(json) => serde_json::from_str(&json)
-                .map_err(|_| PeerError::Misbehaved(Misbehaviour::Garbage)),
-            Reply::Refused(reason) => Err(PeerError::Refused(reason)),
-            _ => Err(PeerError::Misbehaved(Misbehaviour::Answer)),
+        if matches!(question, Question::Drain { .. }) && link.version() < Version::DRAINS {
+            let (theirs, needed) = (link.version(), Version::DRAINS);
+            return Err(PeerError::TooOld { what: "draining", theirs, needed });
         }
+        link.ask(question, deadline).await
     })
 }

@@ -175,6 +175,8 @@ pub(crate) enum Question {
     },
     /// A scheduler to a rank of its own engine: do this with what was granted. (since 1.3)
     Do { token: Token, grant: Grant, patience_ms: u64, task: Task },
+    /// You are about to go: promise nothing new; or you are not. (since 1.3)
+    Drain { on: bool },
 }
 
 /// What is followed.
@@ -292,6 +294,24 @@ pub(crate) enum Reply {
     Frontier(News),
     /// What came of a task.
     Task(TaskReply),
+    /// What keeps it from going.
+    Left(Left),
+}
+
+/// What still keeps an engine from going.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// Requests that it keeps or computes for others.
+    pub leases: u32,
+    /// Requests that others keep for it.
+    pub holds: u32,
+}
+
+impl Left {
+    /// Whether it can go.
+    pub fn is_empty(&self) -> bool {
+        self.leases == 0 && self.holds == 0
+    }
 }
 
 pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {

@@ -23,6 +23,8 @@ impl Version {
     pub(crate) const FRONTIERS: Self = Self { major: 1, minor: 3 };
     /// From here on an engine's ranks can be given tasks.
     pub(crate) const TASKS: Self = Self { major: 1, minor: 3 };
+    /// From here on a side can be told to drain.
+    pub(crate) const DRAINS: Self = Self { major: 1, minor: 3 };
 }
 
 impl fmt::Display for Version {

@@ -55,6 +55,8 @@ pub enum Loss {
     Restarted,
     /// It is held, but for other blocks or tokens than those that were read.
     NotGranted,
+    /// There is none yet, and there will be none: the engine is about to go.
+    Draining,
 }
 
 impl fmt::Display for Loss {
@@ -67,6 +69,9 @@ impl fmt::Display for Loss {
                 "the block tables that were read are not those that the engine granted: a router or a \
                  client has changed them",
             ),
+            Self::Draining => {
+                f.write_str("the engine is being drained, and hands over nothing new")
+            }
         }
     }
 }
