@@ -178,7 +178,6 @@ fn addresses() {
     refuses(&missing, &["cannot read the key file /no/such/key", "No such file"]);
     refuses(&["drain", "nohost"], &["'nohost' is not an address: give host:port"]);
     refuses(&["drain", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
-    refuses(&["drain", "127.0.0.1:1", "--undo", "--wait", "5"], &["cannot be used with"]);
 }
 
 #[test]
