@@ -107,6 +107,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         # Asked instead of the one above where a neighbour in a MultiConnector knows no groups.
         return self.scheduler.finished(request, (block_ids,))
 
+    def reset_cache(self) -> bool | None:
+        # vLLM asks for this when its cache means nothing any more, because it gets other weights, or sleeps.
+        self.scheduler.forget()
+        return True
+
     # In a worker's process.
 
     @property
