@@ -17,17 +17,20 @@ from tiny import save_model
 MORE = pytest.mark.more
 #: What vLLM needs to look blocks up by their prefix: what is kept of old ones must be found nowhere.
 PREFIX = {"prefix": True}
-KINDS = {
-    "qwen3": {"block_size": 32, **PREFIX},
-    "nemotron_h": {},
+PAIRS = {
+    (kind, policy): {who: {**options, "failure": policy} for who in ("prefill", "decode")}
+    for kind, options in {"qwen3": {"block_size": 32, **PREFIX}, "nemotron_h": {}}.items()
+    for policy in ("fail", "recompute")
 }
 
 
-@pytest.fixture
-def pair(serve):
-    def start(kind, policy="fail"):
-        options = {**KINDS[kind], "failure": policy}
-        return (serve(kind, role, **options) for role in ("kv_producer", "kv_consumer"))
+@pytest.fixture(scope="module")
+def pair(fleet):
+    """Engines that tests share as long as they ask for the same."""
+
+    def start(kind, policy):
+        engines = PAIRS[kind, policy]
+        return fleet(kind, engines, "prefill"), fleet(kind, engines, "decode")
 
     return start
 
@@ -52,9 +55,27 @@ def trained(folder):
     return train
 
 
+def test_a_reset_that_does_not_mention_the_connector_takes_nothing_back(pair):
+    """vLLM says that it has not reset anything: blocks are in use."""
+    prefill, decode = pair("qwen3", "recompute")
+    (prompt,) = prompts(random.Random(22), [100])
+    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+    assert prefill.call(reset_once, False) is False
+    assert len(prefill.call(leases)) == 1
+    moved, _ = decode.generate(prompt, params=params)
+    decode.call(reset)
+    assert moved == decode.generate(prompt)[0]
+    assert prefill.idle() == 0 and prefill.call(reset_once, False) is True
+    nothing_left(prefill, decode)
+
+
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [("qwen3", "recompute"), *(pytest.param(*case, marks=MORE) for case in (("qwen3", "fail"), ("nemotron_h", "fail")))],
+    [
+        ("qwen3", "recompute"),
+        pytest.param("nemotron_h", "fail", marks=MORE),
+        pytest.param("qwen3", "fail", marks=MORE),
+    ],
 )
 def test_what_old_weights_computed_is_not_read_after_a_reset(pair, trained, kind, policy):
     prefill, decode = pair(kind, policy)
@@ -77,23 +98,9 @@ def test_what_old_weights_computed_is_not_read_after_a_reset(pair, trained, kind
         assert not any(engine.call(whats_left).values())
 
 
-def test_a_reset_that_does_not_mention_the_connector_takes_nothing_back(pair):
-    """vLLM says that it has not reset anything: blocks are in use."""
-    prefill, decode = pair("qwen3")
-    (prompt,) = prompts(random.Random(22), [100])
-    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    assert prefill.call(reset_once, False) is False
-    assert len(prefill.call(leases)) == 1
-    moved, _ = decode.generate(prompt, params=params)
-    decode.call(reset)
-    assert moved == decode.generate(prompt)[0]
-    assert prefill.idle() == 0 and prefill.call(reset_once, False) is True
-    nothing_left(prefill, decode)
-
-
 @MORE
 def test_an_engine_that_sleeps_and_wakes(pair):
-    prefill, decode = pair("qwen3")
+    prefill, decode = pair("qwen3", "fail")
     (prompt,) = prompts(random.Random(23), [100])
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
     # With blocks that are promised vLLM does not sleep in one process; a server waits for their end.
