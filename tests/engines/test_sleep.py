@@ -85,8 +85,12 @@ def test_what_old_weights_computed_is_not_read_after_a_reset(pair, trained, kind
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
     for engine in (prefill, decode):
         engine.call(reload, trained(kind))
-        engine.call(reset)
+    # vLLM has not reset its own cache yet, and says so: the blocks come back with its next step. But the
+    # promise has ended.
+    assert prefill.call(reset_once, True) is False
     assert not prefill.call(leases)
+    for engine in (prefill, decode):
+        engine.call(reset)
     alone, _ = decode.generate(prompt)
     assert alone != before, "training changes nothing"
     decode.call(reset)
