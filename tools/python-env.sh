@@ -2,14 +2,14 @@
 # Builds the wheel, installs it in an environment of this checkout's own on top of the one with vLLM in
 # it, and prints the path of that environment's python. Checkouts do not see each other's builds.
 #
-#   tools/python-env.sh dev|release
+#   tools/python-env.sh dev|release [VERSION]    VERSION of vLLM: see tools/vllm-env.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=$1
 maturin=1.16.0 mypy=2.4.1
 # For the rules by which it chooses how to hand over; without all that it needs to run.
 dynamo=1.6.1
-base=$(tools/vllm-env.sh)
+base=$(tools/vllm-env.sh "${@:2}")
 root="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
 env="$root/python-$profile-$(printf '%s' "$PWD" | sha256sum | cut -c1-12)-$(basename "$(dirname "$(dirname "$base")")")"
 python="$env/bin/python"

@@ -3,8 +3,8 @@
 # version), and fails when a part cannot be had.
 #
 #   tools/test.sh          what every change must pass
-#   tools/test.sh --all    also the many pairs of real engines that every change need not wait for, and the
-#                          wheel and the crates as they are published
+#   tools/test.sh --all    also the many pairs of real engines that every change need not wait for, those of
+#                          different versions of vLLM, and the wheel and the crates as they are published
 #
 # First what is fast, then what is built, then two lanes side by side: the Rust tests, and the Python ones,
 # whose engines spend much of their time starting and waiting. Cargo is always given the whole workspace,
@@ -70,6 +70,9 @@ if [ "${1:-}" = --all ]; then
 fi
 step tools/test-vllm-rules.sh || failed=1
 step tools/test-python.sh "$@" || failed=1
+if [ "${1:-}" = --all ]; then
+  step tools/test-versions.sh || failed=1
+fi
 wait "${lanes[1]}" || failed=1
 printf '\n== Meanwhile, the Rust tests\n'
 cat "$work/rust"

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Makes (once) a Python environment with the real vLLM in it and prints the path of its python.
 #
+#   tools/vllm-env.sh [VERSION]    of vLLM: the one that all tests run with, if none is named
+#
 # The environment lies outside the tree, in ${XDG_CACHE_HOME:-~/.cache}/kvferry, under a name that
 # says what is in it: another version makes another environment. A run that is cut short leaves
 # nothing that a later run would take for finished.
 set -euo pipefail
 
 vllm=0.32.0 torch=2.13.0 torchvision=0.28.0 nixl=1.5.1 router=0.1.16
+vllm=${1:-$vllm}
 root="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
 env="$root/vllm-$vllm-torch-$torch-nixl-$nixl-router-$router"
 python="$env/bin/python"

@@ -62,16 +62,19 @@ class Pair:
     runs, if not all on this machine's own loopback.
     """
 
+    #: Who listens, by the name of a role in README.md.
+    names = tuple(PORTS)
+
     def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None):
         self.hosts = hosts or {}
         self.model, self.folder = str(model), Path(folder)
         self.serve, self.transfer, self.extra, self.only = serve, transfer, extra, only or {}
-        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        self.ports = dict(zip(self.names, free_ports(len(self.names)), strict=True))
         self.clients = {
             name: OpenAI(
                 base_url=f"{self.url(name)}/v1", api_key="none", max_retries=0, timeout=ANSWER
             )
-            for name in PORTS
+            for name in self.names
         }
         self.processes = {}
         # A user's servers know nothing of how the engines of other tests are run.
@@ -143,6 +146,12 @@ class Pair:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(STOP)
+
+    def stop(self, name):
+        """As an operator ends a server, and waits for it."""
+        self.processes[name].terminate()
+        self.processes[name].wait(STOP)
+        self.kill(name)
 
     def close(self):
         """Asks all to end; what does not is killed, and that is an error."""

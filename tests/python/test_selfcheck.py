@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from kvferry import _loopback
-from kvferry.vllm import selfcheck
+from kvferry.vllm import selfcheck, versions
 
 
 def test_it_finds_this_environment_ready():
@@ -30,12 +30,32 @@ def test_it_finds_this_environment_ready():
     assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 
 
-@pytest.mark.parametrize("found, says", [("0.31.2", "0.31.2 is installed"), (None, "not installed")])
-def test_another_vllm_is_named_with_what_to_do(monkeypatch, found, says):
+@pytest.mark.parametrize("found", ["0.30.0", "0.31.2+cpu", "0.32.1.dev3"])
+def test_a_vllm_that_was_tried_is_fine(monkeypatch, found):
     monkeypatch.setattr(selfcheck, "version", lambda package: found)
     first = next(selfcheck.look(1))
+    assert (first.what, first.fits) == ("vllm", "yes")
+    assert first.says.startswith(found) and "0.30, 0.31, 0.32" in first.says
+
+
+def test_without_vllm_it_says_which_to_install(monkeypatch):
+    monkeypatch.setattr(selfcheck, "version", lambda package: None)
+    first = next(selfcheck.look(1))
     assert (first.what, first.fits) == ("vllm", "no")
-    assert says in first.says and "pip install 'vllm==0.32.*'" in first.advice
+    assert "not installed" in first.says and "pip install 'vllm==0.32.*'" in first.advice
+
+
+@pytest.mark.parametrize("found", ["0.29.1", "0.33.0rc1", "1.0", "dev"])
+def test_a_vllm_that_nobody_tried_is_named_with_what_still_holds(monkeypatch, found):
+    monkeypatch.setattr(selfcheck, "version", lambda package: found)
+    looked = selfcheck.look(1)
+    first = next(looked)
+    assert (first.what, first.fits) == ("vllm", "?")
+    assert f"vLLM {found} has not been tried" in first.says and "0.30, 0.31, 0.32" in first.says
+    assert "hooks are compared" in first.says and "every plan is proven" in first.says
+    assert "kvferry.vllm.canary" in first.advice
+    # All that can be looked at without trust in the version still is.
+    assert [next(looked).what for _ in range(3)] == ["plug-in", "connector", "kernels"]
 
 
 def test_a_plug_in_that_is_left_out_is_named():
@@ -63,7 +83,7 @@ def test_a_hook_that_vllm_calls_otherwise_is_named():
         def forgotten(self):
             pass
 
-    assert selfcheck.differences(Ours) == [
+    assert versions.differences(Ours) == [
         "vLLM calls hook(self, request, blocks), not (self, request)",
         "vLLM has no hook forgotten",
     ]

@@ -14,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from . import logs, neighbours
+from . import logs, neighbours, versions
+from .logs import logger
 from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
 from .options import Options
+from .refusal import refuse
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
@@ -32,6 +34,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            _look_at_version()
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
             neighbours.check()
@@ -103,6 +106,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         # Asked instead of the one above where a neighbour in a MultiConnector knows no groups.
         return self.scheduler.finished(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        # vLLM asks for this when its cache means nothing any more, because it gets other weights, or sleeps.
+        self.scheduler.forget()
+        return True
 
     # In a worker's process.
 
@@ -177,3 +185,17 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.starter.close()
             if self._worker.agent is not None:
                 self._worker.agent.close()
+
+
+def _look_at_version() -> None:
+    """A version of vLLM that nobody has tried is named in the log, and not used where its hooks are others:
+    one that is never called, or is called with other arguments, fails at some request instead."""
+    version = versions.running()
+    if versions.is_tried(version):
+        return
+    if wrong := versions.differences(FerryConnector):
+        raise refuse(
+            "", f"vLLM {version} is not one that this release of kvferry works with: {'; '.join(wrong)}; "
+            f"use one of {', '.join(versions.TRIED)}"
+        )
+    logger.warning("kvferry: %s", versions.untried(version))

@@ -16,6 +16,7 @@ from .specs import (
     keeps_window,
     sight_of,
 )
+from .versions import draft_lookahead
 
 
 class Groups:
@@ -36,7 +37,7 @@ class Groups:
         #: it for the one after them), a cache that is replayed must be laid out for them, and what
         #: several draft modules write for them is a guess.
         self.held_back = max(
-            1 if self._needs_last_token() else 0, vllm_config.num_prefill_lookahead_tokens - 1
+            1 if self._needs_last_token() else 0, draft_lookahead(vllm_config) - 1
         )
 
     def agreed(self, prompt: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._core import solve, states
-from . import kernels, probe, specs
+from . import kernels, probe, specs, versions
 from .asking import Asking, Make, places
 from .geometry import Regions, View
 from .model import Model
@@ -86,7 +86,7 @@ class Layers:
 
     def turns(self, spec: Any) -> int:
         """Ranks that take turns at a block's tokens."""
-        return self.dcp_size if spec.dcp_sharded else 1
+        return self.dcp_size if versions.shares_tokens(spec) else 1
 
     def _attention(
         self, layer: str, spec: Any, tensor: Any, view: View

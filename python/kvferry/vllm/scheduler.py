@@ -102,6 +102,17 @@ class SchedulerSide:
             self.push,
         )
 
+    def forget(self) -> None:
+        """What was computed up to now is not to be used any more: nobody reads what is kept. Requests that
+        are still being computed are vLLM's affair: it starts them over, or says that it did not."""
+        forgotten = [request for request in self.keep.kept if self.agent.revoke(request)]
+        if forgotten:
+            logger.info(
+                "kvferry: vLLM's cache is reset: %d requests are not handed over, because they were computed "
+                "before that",
+                len(forgotten),
+            )
+
     def stats(self) -> Stats:
         counts = self.agent.counts()
         stats, self.counted = Stats.of_counts(counts, self.counted), counts

@@ -10,25 +10,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import inspect
 import json
 import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import __version__, log_to
 from .._loopback import hand_over
+from . import versions
 from .plugin import GROUP, NAME, PLUGIN
 
-VLLM = "0.32"
 TRANSPORTS = ("local", "tcp", "nixl")
 #: What a user gives to both servers to begin with, and what must be added without the plug-in.
 CONFIG = {"kv_connector": NAME, "kv_role": "kv_both"}
 WITHOUT_PLUGIN = {"kv_connector_module_path": "kvferry.vllm"}
+#: What compares a pair's answers with those of its decode server alone.
+CANARY = "python -m kvferry.vllm.canary"
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Finding:
     """One line of the answer."""
 
     what: str
-    #: `yes`, `no`, or `-` where it does not matter here.
+    #: `yes`, `no`, `-` where it does not matter here, or `?` where nobody knows.
     fits: str
     says: str
     #: What to do about it.
@@ -64,7 +65,7 @@ def main() -> int:
     for finding in look(asked.mib, level):
         findings.append(finding)
         if not asked.json:
-            mark = {"yes": "ok", "no": "NO", "-": "--"}[finding.fits]
+            mark = {"yes": "ok", "no": "NO", "-": "--", "?": "??"}[finding.fits]
             print(f"  {mark}  {finding.what:<14} {finding.says}", flush=True)
             if finding.advice:
                 print(f"      {'':<14} {finding.advice}", flush=True)
@@ -81,12 +82,14 @@ def main() -> int:
 def look(mib: int, level: str = "error") -> Iterator[Finding]:
     vllm = version("vllm")
     if vllm is None:
-        yield Finding("vllm", "no", "is not installed here", f"pip install 'vllm=={VLLM}.*'")
-    elif vllm.split(".")[:2] != VLLM.split("."):
-        advice = f"the connector is made for vLLM {VLLM}: pip install 'vllm=={VLLM}.*'"
-        yield Finding("vllm", "no", f"{vllm} is installed", advice)
+        newest = versions.TRIED[-1]
+        yield Finding("vllm", "no", "is not installed here", f"pip install 'vllm=={newest}.*'")
     else:
-        yield Finding("vllm", "yes", vllm)
+        if versions.is_tried(vllm):
+            tried = ", ".join(versions.TRIED)
+            yield Finding("vllm", "yes", f"{vllm}; tried, also in pairs of different ones: {tried}")
+        else:
+            yield Finding("vllm", "?", versions.untried(vllm), f"try it before you trust it: {CANARY}")
         yield plugin()
         yield connector()
         yield askable()
@@ -154,7 +157,7 @@ def connector() -> Finding:
         found = KVConnectorFactory.get_connector_class(KVTransferConfig(**config()))
     except Exception as error:
         return Finding("connector", "no", f"does not load: {error}")
-    wrong = differences(found)
+    wrong = versions.differences(found)
     if wrong:
         return Finding("connector", "no", "; ".join(wrong), "install a release for this vLLM")
     return Finding("connector", "yes", f"{found.__name__} loads, and its hooks are vLLM's")
@@ -181,31 +184,6 @@ def askable() -> Finding:
     cannot = "; ".join(f"{name} ({why})" for name, why in sorted(not_asked.items()))
     says = f"{len(asked)} kinds of caches can be asked where they are written"
     return Finding("kernels", "yes" if asked else "no", f"{says}; not {cannot}" if cannot else says)
-
-
-def differences(connector: type) -> list[str]:
-    """Hooks that vLLM does not have, or calls with other arguments."""
-    found = []
-    for name, ours in vars(connector).items():
-        ours = getattr(ours, "__func__", ours)
-        if name.startswith("_") or not inspect.isfunction(ours):
-            continue
-        bases = [base for base in connector.__mro__[1:] if hasattr(base, name)]
-        if not bases:
-            found.append(f"vLLM has no hook {name}")
-            continue
-        theirs = getattr(bases[0], name)
-        wanted, taken = arguments(getattr(theirs, "__func__", theirs)), arguments(ours)
-        if wanted != taken:
-            found.append(f"vLLM calls {name}({', '.join(wanted)}), not ({', '.join(taken)})")
-    found += [f"vLLM asks for {name}" for name in sorted(getattr(connector, "__abstractmethods__", ()))]
-    return found
-
-
-def arguments(hook: Callable[..., Any]) -> list[str]:
-    """Their names, but for those that only collect what is left."""
-    every = inspect.signature(hook).parameters.values()
-    return [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def graphics() -> list[str]:

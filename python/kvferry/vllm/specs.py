@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from .._core import facts
+from . import versions
 from .refusal import refuse
 
 Fact = dict[str, Any]
@@ -286,7 +287,7 @@ def keeps_window(spec: Any) -> bool:
 
 def is_replayed(spec: Any) -> bool:
     """Whether a group's cache is rebuilt from the last tokens of a prefix that is already there."""
-    return bool(spec.prefix_replay_tokens > 0)
+    return versions.replayed_tokens(spec) > 0
 
 
 def window_of(spec: Any) -> Fact:

@@ -52,6 +52,7 @@ class WorkerSide:
         if not kv_caches:
             raise refuse("", "this rank holds no cache; choose other pipeline stages")
         tensor = next(iter(kv_caches.values()))
+        refuse_sleep(self.config, tensor.device.type)
         for layer in kv_caches.values():
             whole = torch.empty(0, dtype=torch.uint8, device=layer.device)
             whole.set_(layer.untyped_storage())
@@ -191,3 +192,15 @@ class WorkerSide:
         if areas:
             # In few launches: there may be an area for every head of every layer.
             torch._foreach_zero_(areas)
+
+
+def refuse_sleep(config: Any, device: str) -> None:
+    """A GPU's memory is given back when an engine sleeps, and other memory is there when it wakes. vLLM tells
+    no connector, so that what others have mapped or registered would be memory of nobody."""
+    if device != "cpu" and getattr(config.model_config, "enable_sleep_mode", False):
+        raise refuse(
+            "",
+            f"with sleep mode vLLM gives the cache's memory on a {device} device back, and no connector is told "
+            "to register it anew: others would read what is not there any more; start the engine without "
+            "--enable-sleep-mode",
+        )

@@ -1,0 +1,103 @@
+"""The versions of vLLM that the connector is tried with, and what they say in different ways.
+
+Engines of different versions hand over to each other: what they must agree on is in their manifests. A
+fact that a version does not state is read here from what it states instead, by looking whether it is
+there, never by a version's number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+#: Tried with real engines, in pairs of different versions, too (`tools/test-versions.sh`).
+TRIED = ("0.30", "0.31", "0.32")
+
+#: What protects an engine whatever its version, in words.
+STILL_CHECKED = (
+    "its hooks are compared with ours when it starts, caches, types of states and attention back ends that "
+    "have not been seen before are refused by name, kernels that can be asked are asked where they write, "
+    "every plan is proven before a byte moves, and audits compare what D got with what P has"
+)
+
+
+def running() -> str:
+    """The version of vLLM in this process."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_tried(version: str) -> bool:
+    return ".".join(version.split(".")[:2]) in TRIED
+
+
+def untried(version: str) -> str:
+    """What to say of a version that nobody has tried."""
+    return (
+        f"vLLM {version} has not been tried with this release of kvferry ({', '.join(TRIED)} have). "
+        f"What still holds: {STILL_CHECKED}"
+    )
+
+
+def differences(connector: type) -> list[str]:
+    """Hooks that vLLM does not have, or calls with other arguments."""
+    found = []
+    for name, ours in vars(connector).items():
+        ours = getattr(ours, "__func__", ours)
+        if name.startswith("_") or not inspect.isfunction(ours):
+            continue
+        bases = [base for base in connector.__mro__[1:] if hasattr(base, name)]
+        if not bases:
+            if not LATER_HOOKS.get(name, lambda: False)():
+                found.append(f"vLLM has no hook {name}")
+            continue
+        theirs = getattr(bases[0], name)
+        wanted, taken = arguments(getattr(theirs, "__func__", theirs)), arguments(ours)
+        if wanted != taken:
+            found.append(f"vLLM calls {name}({', '.join(wanted)}), not ({', '.join(taken)})")
+    found += [f"vLLM asks for {name}" for name in sorted(getattr(connector, "__abstractmethods__", ()))]
+    return found
+
+
+def arguments(hook: Callable[..., Any]) -> list[str]:
+    """Their names, but for those that only collect what is left."""
+    every = inspect.signature(hook).parameters.values()
+    return [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+
+def _spares_all_that_is_loaded() -> bool:
+    """Whether vLLM zeroes no new block that is being loaded, in whatever group, and so need not ask."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return hasattr(KVCacheManager, "get_zeroing_block_ids_in_range")
+
+
+#: Hooks that vLLM has not always had, and whether it can do without.
+LATER_HOOKS = {"get_loaded_kv_cache_group_ids": _spares_all_that_is_loaded}
+
+
+def shares_tokens(spec: Any) -> bool:
+    """Whether ranks of decode context parallelism take turns at a cache's tokens. Where specs do not say,
+    those of attention do, and no others."""
+    said = getattr(spec, "dcp_sharded", None)
+    return hasattr(spec, "num_kv_heads") if said is None else bool(said)
+
+
+def replayed_tokens(spec: Any) -> int:
+    """How many of a prefix's last tokens are computed again. Where specs do not say, there is no such
+    cache."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def draft_lookahead(vllm_config: Any) -> int:
+    """How many tokens past those that are computed draft modules read in a prefill. Where vLLM does not
+    say, its runner counts one for each of several modules."""
+    said = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if said is not None:
+        return int(said)
+    drafts = vllm_config.speculative_config
+    if drafts is None or not drafts.use_eagle():
+        return 0
+    return int(drafts.num_speculative_tokens) if drafts.use_multi_module_mtp() else 1
