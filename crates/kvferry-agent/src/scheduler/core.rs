@@ -11,6 +11,7 @@ use tracing::{debug, info, warn};
 
 use super::bells::{Bells, Of};
 use super::holds::Holds;
+use super::notes::Notes;
 use super::options::SchedulerOptions;
 use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
 use crate::error::Error;
@@ -33,6 +34,7 @@ pub(super) struct Core {
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
     pub(super) bells: Bells,
+    pub(super) notes: Notes,
     started: Instant,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
@@ -75,6 +77,7 @@ impl Core {
             metrics,
             released: Mailbox::default(),
             bells: Bells::default(),
+            notes: Notes::default(),
             started: Instant::now(),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),

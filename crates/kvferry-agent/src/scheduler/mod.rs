@@ -10,6 +10,7 @@ mod bells;
 mod core;
 mod follows;
 mod holds;
+mod notes;
 mod options;
 mod server;
 mod status;
@@ -27,6 +28,7 @@ use self::follows::Follows;
 pub use self::follows::{Following, Progress};
 use self::holds::Holds;
 pub use self::holds::{Lost, LostWhy};
+pub use self::notes::{Did, Note};
 pub use self::options::SchedulerOptions;
 pub use self::status::{GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
 use crate::background::Background;
@@ -248,6 +250,16 @@ impl Scheduler {
             one.follows.as_deref().map(|request| self.follows.forget(request));
         }
         lost
+    }
+
+    /// Notes what readers do with this engine's leases, from now on, for [`notes`](Self::notes).
+    pub fn watch(&self) {
+        self.core.notes.want();
+    }
+
+    /// What readers did since the last call, if that is [watched](Self::watch).
+    pub fn notes(&self) -> Vec<Note> {
+        self.core.notes.take()
     }
 
     /// What the agent is doing.
