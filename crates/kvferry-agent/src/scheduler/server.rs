@@ -91,6 +91,7 @@ impl Host for Core {
             }
             Question::Ping => Reply::Done,
             Question::Ask { incarnation, key, read_by, rank, patience_ms, task } => {
+                debug!(who, %key, rank, "asked for a task");
                 let asked = self.granted(who, incarnation, &key, read_by);
                 let asked = asked.and_then(|grant| Ok((self.service(rank)?, grant)));
                 Reply::Task(match asked {
