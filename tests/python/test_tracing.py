@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import logging
+import random
 import re
 import sys
 import time
@@ -92,9 +93,12 @@ def take_over(decode, params, **more):
 @pytest.mark.parametrize("how", ["headers", "parameters"])
 def test_one_trace_from_the_request_s_parent_to_the_first_token(start, how):
     prefill, decode = start("p"), start("d")
+    # As vLLM does in every engine: ids must not come from there.
+    random.seed(0)
     given = {"trace_headers": {"traceparent": GIVEN}} if how == "headers" else {"traceparent": GIVEN}
     params = hand_over(prefill, **given)
     # Only P was given the parent: D has it from P.
+    random.seed(0)
     wanted, orders = take_over(decode, params)
     (load,) = orders.loads
     decode.loaded({"request-1": [told()]})
@@ -111,6 +115,7 @@ def test_one_trace_from_the_request_s_parent_to_the_first_token(start, how):
     traces = {ids(span)[0] for span in (*of_p.values(), *of_d.values())}
     assert traces == {GIVEN.split("-")[1]}
     root, other = of_p["kvferry.prefill"], of_d["kvferry.decode"]
+    assert len({span.context.span_id for span in (*of_p.values(), *of_d.values())}) == len(of_p) + len(of_d)
     assert ids(root)[1] == GIVEN.split("-")[2]
     assert other.parent.span_id == root.context.span_id
     assert orders.traces == {"request-1": tracing.traceparent(other)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -65,15 +66,19 @@ class Tracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
-        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+        from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-        class Ids(RandomIdGenerator):
-            """Trace ids that two engines agree on without a word."""
+        class Ids(IdGenerator):
+            """Trace ids that two engines agree on without a word, and ids of spans that they never share:
+            vLLM seeds Python's own generator, which OpenTelemetry draws from, alike in all engines."""
 
-            trace: int | None = None
+            trace = 0
 
             def generate_trace_id(self) -> int:
-                return self.trace or super().generate_trace_id()
+                return self.trace or secrets.randbits(128) or 1
+
+            def generate_span_id(self) -> int:
+                return secrets.randbits(64) or 1
 
         self._ids = Ids()
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
@@ -119,7 +124,7 @@ class Tracer:
                 name, given or other or _nothing(), start_time=at, attributes=_known(facts), links=links
             )
         finally:
-            self._ids.trace = None
+            self._ids.trace = 0
 
     def child(
         self, parent: Any, name: str, start: int, end: int, facts: Mapping[str, Any], error: str | None = None
