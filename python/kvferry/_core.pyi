@@ -345,6 +345,13 @@ class Scheduler:
         """What an engine that drains must still wait for: requests that it keeps or computes for others, and
         requests that others keep for it."""
 
+    def watch(self) -> None:
+        """Notes what readers do with this engine's leases, from now on, for `notes`."""
+
+    def notes(self) -> list[tuple[str, str, str, float]]:
+        """What readers did since the last call, if that is watched: the request, what (`followed`, or
+        `read`: and was told that the lease was held), who, and when, in seconds since 1970."""
+
     def status(self) -> dict[str, Any]: ...
     def metrics(self) -> str:
         """Counters and histograms as Prometheus text."""
@@ -389,6 +396,16 @@ class Ending:
     @property
     def seconds(self) -> dict[str, float]:
         """Where the time went, by phase."""
+
+    @property
+    def moments(self) -> dict[str, float]:
+        """When, in seconds since 1970, the load `began`, was `admitted`, had the other engine `known`,
+        `reads` for the first time, had all bytes `arrived`, was `audited` and `confirmed`, and `ended`:
+        those that came so far."""
+
+    @property
+    def lowerings(self) -> list[str]:
+        """How it was read: `direct`, `over-read`, `packed`, `loops`."""
 
     @property
     def rest(self) -> _Words:

@@ -21,7 +21,7 @@
 //! | `error`, `metrics`, `mailbox`, `background`, `learned`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; what reads taught about a source; one type for all transports; several of them as one |
 //! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `link` (the side that asks), `door` (the side that answers) |
 //! | `source/` | what the ranks of a source do for readers: `relay` (a scheduler hands tasks to its ranks), `service` (a rank takes them) |
-//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `bells` (wakes those who follow a lease), `holds` (leases of others that are kept alive), `follows` (how far others are with requests of this engine), `status`, `options` |
+//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `bells` (wakes those who follow a lease), `holds` (leases of others that are kept alive), `follows` (how far others are with requests of this engine), `notes` (what readers do, for who traces it), `status`, `options` |
 //! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `growth` (what a load reads next while the source computes), `peers` (the engines to read from), `mover` (reads; `mover/lowering` chooses how), `audit` (compares), `core`, `options` |
 //!
 //! Everything that waits has a deadline; nothing that a peer sends makes this process panic.
@@ -54,7 +54,7 @@ pub use rules::grant::{Fingerprint, Grant};
 pub use rules::lease::{Ended, Loss, Released};
 pub use rules::{follow, lease, life};
 pub use scheduler::{
-    Following, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Progress, Scheduler,
+    Did, Following, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Note, Progress, Scheduler,
     SchedulerOptions, Status, ask_drain, ask_status,
 };
 pub use several::carry_several;
@@ -62,4 +62,4 @@ pub use wire::door::Limits;
 pub use wire::message::{Card, Incarnation, Left, Ticket};
 pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
 pub use wire::version::Version;
-pub use worker::{Ending, Load, Notice, Outcome, Worker, WorkerOptions};
+pub use worker::{Ending, Load, Lowerings, Moments, Notice, Outcome, Worker, WorkerOptions};

@@ -63,8 +63,7 @@ impl Carrier for Several {
             };
             match way.connect(description, deadline) {
                 Ok(source) => {
-                    let why = if reasons.is_empty() { "" } else { ", because of " };
-                    tracing::info!("{source:?} is read by {name}{why}{}", reasons.join("; "));
+                    tracing::info!(not_by = reasons.join("; "), "{source:?} is read by {name}");
                     return Ok(source);
                 }
                 Err(error) => reasons.push(format!("{name}: {error}")),

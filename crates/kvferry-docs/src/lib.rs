@@ -5,7 +5,12 @@
 //! user is in `#[error("…")]`; the last paragraph of its documentation (of each variant's, for an
 //! enum) starts with `What to do: `.
 
+//!
+//! The page about the log is made in [`log`].
+
 #![forbid(unsafe_code)]
+
+pub mod log;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -48,7 +53,7 @@ pub fn read(crates: &Path) -> io::Result<Vec<ErrorType>> {
     let mut types = vec![];
     for package in entries(crates)? {
         let mut sources = vec![];
-        collect(&package.join("src"), &mut sources)?;
+        collect(&package.join("src"), "rs", &mut sources)?;
         let package = package.file_name().unwrap_or_default().to_string_lossy().into_owned();
         for source in sources {
             let file = syn::parse_file(&fs::read_to_string(&source)?).map_err(|problem| {
@@ -231,11 +236,12 @@ fn entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(entries)
 }
 
-fn collect(folder: &Path, sources: &mut Vec<PathBuf>) -> io::Result<()> {
+/// The sources in a folder, by how their names end.
+fn collect(folder: &Path, ending: &str, sources: &mut Vec<PathBuf>) -> io::Result<()> {
     for path in entries(folder)? {
         if path.is_dir() {
-            collect(&path, sources)?;
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            collect(&path, ending, sources)?;
+        } else if path.extension().is_some_and(|extension| extension == ending) {
             sources.push(path);
         }
     }

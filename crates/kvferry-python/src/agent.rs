@@ -5,11 +5,12 @@ use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use kvferry_agent::{
-    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Loss, LostWhy, Notice, Outcome,
-    Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
+    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Loss, LostWhy, Lowerings,
+    Moments, Notice, Outcome, Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust,
+    WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::tcp::TcpOptions;
@@ -56,6 +57,8 @@ pub(crate) struct Ending {
     #[pyo3(get)]
     copies: u64,
     timings: Timings,
+    moments: Option<Moments>,
+    lowerings: Lowerings,
     rest: Vec<u8>,
 }
 
@@ -340,6 +343,18 @@ impl Scheduler {
         Ok((left.leases, left.holds))
     }
 
+    fn watch(&self, py: Python<'_>) -> PyResult<()> {
+        self.0.get(py)?.watch();
+        Ok(())
+    }
+
+    fn notes(&self, py: Python<'_>) -> PyResult<Vec<(String, &'static str, String, f64)>> {
+        let notes = self.0.get(py)?.notes().into_iter();
+        Ok(notes
+            .map(|note| (note.request, note.did.name(), note.who, since_1970(note.at)))
+            .collect())
+    }
+
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let half = self.0.get(py)?;
         json(py, &py.detach(|| half.status()))
@@ -528,6 +543,20 @@ impl Ending {
     }
 
     #[getter]
+    fn moments(&self) -> BTreeMap<&'static str, f64> {
+        let Some(moments) = self.moments else { return BTreeMap::new() };
+        let began = since_1970(moments.began);
+        let over = moments.named().into_iter();
+        let over = over.filter_map(|(name, at)| Some((name, began + at?.as_secs_f64())));
+        std::iter::once(("began", began)).chain(over).collect()
+    }
+
+    #[getter]
+    fn lowerings(&self) -> Vec<&'static str> {
+        self.lowerings.names().collect()
+    }
+
+    #[getter]
     fn rest<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         array(py, &self.rest, 2)
     }
@@ -557,6 +586,8 @@ impl Ending {
                     bytes: 0,
                     copies: 0,
                     timings: Timings::default(),
+                    moments: None,
+                    lowerings: Lowerings::default(),
                     rest: vec![],
                 };
             }
@@ -576,9 +607,16 @@ impl Ending {
             bytes: ending.bytes,
             copies: ending.copies,
             timings: ending.timings,
+            moments: Some(ending.moments),
+            lowerings: ending.lowerings,
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
         }
     }
+}
+
+/// Seconds, by the wall clock.
+fn since_1970(at: SystemTime) -> f64 {
+    at.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
 fn trust(

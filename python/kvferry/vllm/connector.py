@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from . import logs, neighbours, versions
+from . import logs, neighbours, tracing, versions
 from .logs import logger
 from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
@@ -31,14 +31,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         logs.start(options.logging)
+        scheduler, worker = tracing.sides(vllm_config, options)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             _look_at_version()
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            self._scheduler = scheduler(vllm_config, kv_cache_config, options)
         else:
             neighbours.check()
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+            self._worker = worker(vllm_config, kv_cache_config, options)
 
     # In the scheduler's process.
 
@@ -85,6 +86,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         failed = connector_output.failed_recving or ()
         told = connector_output.kv_connector_worker_meta
         moved = told.seconds if isinstance(told, Moved) else {}
+        if isinstance(told, Moved) and told.loads:
+            self.scheduler.loaded(told.loads)
         for request in connector_output.finished_recving or ():
             self.scheduler.ended(request, request in failed, moved.get(request, 0.0))
         self.scheduler.turns.freed(connector_output.finished_sending or ())
@@ -180,7 +183,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.agent.close()
+            self._scheduler.close()
         if self._worker is not None:
             self._worker.starter.close()
             if self._worker.agent is not None:

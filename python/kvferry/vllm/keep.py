@@ -50,13 +50,13 @@ class Keep:
         self.kept[name] = ticket
         return Offer(ticket, tokens, tables, first)
 
-    def released(self) -> list[str]:
-        """Requests whose blocks nobody reads any more."""
-        released = []
+    def released(self) -> dict[str, str]:
+        """Requests whose blocks nobody reads any more, and why."""
+        released = {}
         for request, why in self.agent.released():
             if self.kept.pop(request, None) is not None:
                 logger.debug("kvferry: the blocks of %s are free again: %s", request, why)
-                released.append(request)
+                released[request] = why
         return released
 
 

@@ -36,6 +36,8 @@ class Orders(KVConnectorMetadata):
     hands_over: bool = False
     #: The step computes nothing, so there is time to wait for what is being loaded.
     idle: bool = False
+    #: Where requests are traced: the traces of those that are to be loaded.
+    traces: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,9 +46,13 @@ class Moved(KVConnectorWorkerMetadata):
     was on the wire, on the rank that took longest."""
 
     seconds: dict[str, float]
+    #: Where requests are traced: what each rank did, and when.
+    loads: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Moved:
         assert isinstance(other, Moved)
         for request, seconds in other.seconds.items():
             self.seconds[request] = max(seconds, self.seconds.get(request, 0.0))
+        for request, loads in other.loads.items():
+            self.loads.setdefault(request, []).extend(loads)
         return self

@@ -169,10 +169,12 @@ class PromMetrics(KVConnectorPromMetrics):
             if name in self.counts:
                 self.counts[name].labels(*labels).inc(count)
         for load in transfer_stats_data["loads"]:
-            self.loads.labels(*labels, load["outcome"], load["kind"]).inc()
+            # Which request it was, where those are traced: for who reads OpenMetrics.
+            said = {"exemplar": load["exemplar"]} if "exemplar" in load else {}
+            self.loads.labels(*labels, load["outcome"], load["kind"]).inc(**said)
             if load["outcome"] != "done":
                 continue
-            self.seconds.labels(*labels).observe(sum(load["seconds"].values()))
+            self.seconds.labels(*labels).observe(sum(load["seconds"].values()), **said)
             self.bytes.labels(*labels).observe(load["bytes"])
             self.copies.labels(*labels).observe(load["copies"])
             for phase in PHASES:

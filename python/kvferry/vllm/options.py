@@ -14,8 +14,8 @@ TLS = ("tls_certificate", "tls_key", "tls_authorities")
 
 
 def _option(default: Any, **valid: Any) -> Any:
-    """`least` and `most` for numbers, `words` that will do instead of one, `one_of` for words, `file` for
-    what must be readable."""
+    """`least` and `most` for numbers, `words` that will do instead of one, `one_of` for words, `prefixes`
+    that others may begin with, `file` for what must be readable."""
     return field(default=default, metadata=valid)
 
 
@@ -65,6 +65,9 @@ class Options:
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
     #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
     audit: float | str = _option(0.01, least=0, most=1, words=("off", "all"))
+    #: Where to send a trace of every request, with OpenTelemetry: `off`, the address of a collector
+    #: (`http://HOST:4317`), or `auto`: where vLLM sends its own (`--otlp-traces-endpoint`), if it does.
+    trace: str = _option("off", one_of=("off", "auto"), prefixes=("http://", "https://"))
     #: What to log: `debug` also says where each request's time went.
     logging: str = _option("info", one_of=("off", "error", "warning", "info", "debug"))
 
@@ -158,7 +161,11 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     if not fits or (isinstance(value, bool) and wanted is not bool):
         return _KINDS[wanted] + _or(valid) + (", or left out" if default is None else "")
     if "one_of" in valid and value not in valid["one_of"]:
-        return f"one of {', '.join(valid['one_of'])}"
+        prefixes = valid.get("prefixes", ())
+        if any(value.startswith(prefix) and value != prefix for prefix in prefixes):
+            return None
+        more = f", or begin with {' or '.join(prefixes)}" if prefixes else ""
+        return f"one of {', '.join(valid['one_of'])}{more}"
     least, most = valid.get("least", -math.inf), valid.get("most", math.inf)
     if "least" in valid and not (least <= value <= most and value < math.inf):
         return (f"{least} or more" if most == math.inf else f"from {least} to {most}") + _or(valid)

@@ -89,7 +89,12 @@ def shared_name(request: str, tokens: int) -> str:
     """The name of a request that two engines have in common: vLLM makes its own from the one that the
     router has given to it, and adds eight digits. With it goes what they must agree on, a number of
     tokens: a state is of use after so many only."""
-    return f"{_ADDED.sub('', request)}:{tokens}"
+    return f"{stem(request)}:{tokens}"
+
+
+def stem(request: str) -> str:
+    """A request's name without what vLLM has added to it."""
+    return _ADDED.sub("", request)
 
 
 _ADDED = re.compile(r"-[0-9a-f]{8}$")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._core import Scheduler
@@ -78,10 +78,17 @@ class SchedulerSide:
         self.prefill.advance()
         orders = self.decode.orders()
         self.turns.make_room()
-        orders.released = self.keep.released()
+        orders.released = list(self.released())
         self.turns.released(orders.released)
         orders.hands_over = self.prefill.may_finish(scheduled)
         return orders
+
+    def released(self) -> dict[str, str]:
+        """Requests whose blocks nobody reads any more, and why."""
+        return self.keep.released()
+
+    def loaded(self, loads: Mapping[str, list[dict[str, Any]]]) -> None:
+        """What each rank did for requests that it has loaded: told where they are traced."""
 
     def ended(self, request: str, failed: bool, seconds: float) -> None:
         self.decode.ended(request, failed, seconds)
@@ -117,3 +124,6 @@ class SchedulerSide:
         counts = self.agent.counts()
         stats, self.counted = Stats.of_counts(counts, self.counted), counts
         return stats
+
+    def close(self) -> None:
+        self.agent.close()

@@ -27,6 +27,8 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
         self.config, self.cache, self.options = vllm_config, kv_cache_config, options
         self.agent: Worker | None = None
+        #: As soon as there is memory.
+        self.rank, self.transport = 0, ""
         self.storages: list[torch.Tensor] = []
         self.released: set[str] = set()
         #: Loads whose end has not been reported.
@@ -59,13 +61,14 @@ class WorkerSide:
             if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
                 self.storages.append(whole)
         parallel = self.config.parallel_config
+        self.rank, self.transport = made.rank, self.options.transport_for(tensor.device.type)
         self.agent = Worker(
             made,
             ranks=parallel.tensor_parallel_size
             * parallel.pipeline_parallel_size
             * parallel.prefill_context_parallel_size,
             memory=self.storages,
-            transport=self.options.transport_for(tensor.device.type),
+            transport=self.transport,
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
             lowering=self.options.lowering,
@@ -136,15 +139,13 @@ class WorkerSide:
         self.released = set()
         while self.failed:
             request, why = self.failed.popleft()
-            self.loading.discard(request)
-            self.refused.add(request)
-            self.ended.append(metrics.refused(why))
+            self.refuse(request, why)
         results.finished_recving |= self.refused
         results.failed_recving |= self.refused
         self.refused = set()
         for ending in self._endings():
             if ending.outcome != "settled":
-                self.ended.append(metrics.ended(ending))
+                self.count(ending)
             if ending.outcome == "done":
                 self._zero(ending)
                 self.moved[ending.request] = ending.seconds["wire"]
@@ -158,6 +159,15 @@ class WorkerSide:
             results.failed_recving.add(ending.request)
         self._mark_writes()
         return results
+
+    def count(self, ending: Ending) -> None:
+        self.ended.append(metrics.ended(ending))
+
+    def refuse(self, request: str, why: str) -> None:
+        """A load that was not started has ended."""
+        self.loading.discard(request)
+        self.refused.add(request)
+        self.ended.append(metrics.refused(why))
 
     def _endings(self) -> list[Ending]:
         if self.agent is None:

@@ -12,6 +12,7 @@ use tracing::{debug, info, warn};
 use super::bells::{Bells, Of};
 use super::drain::Drain;
 use super::holds::Holds;
+use super::notes::Notes;
 use super::options::SchedulerOptions;
 use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
 use crate::error::Error;
@@ -35,6 +36,7 @@ pub(super) struct Core {
     pub(super) released: Mailbox<Released>,
     pub(super) bells: Bells,
     pub(super) drain: Mutex<Drain>,
+    pub(super) notes: Notes,
     started: Instant,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
@@ -78,6 +80,7 @@ impl Core {
             released: Mailbox::default(),
             bells: Bells::default(),
             drain: Mutex::default(),
+            notes: Notes::default(),
             started: Instant::now(),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),

@@ -145,7 +145,7 @@ impl Holds {
     /// Tells the engine that holds the blocks that they are not wanted any more.
     pub(super) async fn abandon(&self, ticket: &Ticket) {
         if let Err(error) = self.links.abandon(ticket).await {
-            warn!(request = ticket.request, %error, "cannot give up the lease: it will expire");
+            warn!(from = ticket.engine, theirs = ticket.request, %error, "cannot give up the lease: it will expire");
         }
     }
 
@@ -305,8 +305,9 @@ impl Holds {
 
     pub(super) fn report(&self, lost: Lost) {
         let Lost { ticket, follows, why } = &lost;
-        let ticket = ticket.as_ref().map(|ticket| (&ticket.engine, &ticket.request));
-        warn!(?ticket, follows, %why, "what another engine was to keep is lost");
+        let from = ticket.as_ref().map(|ticket| &ticket.engine);
+        let theirs = ticket.as_ref().map(|ticket| &ticket.request);
+        warn!(request = follows, from, theirs, %why, "what another engine was to keep is lost");
         self.metrics.lost.add(1);
         self.lost.put(lost);
     }

@@ -11,6 +11,7 @@ mod core;
 mod drain;
 mod follows;
 mod holds;
+mod notes;
 mod options;
 mod server;
 mod status;
@@ -29,6 +30,7 @@ use self::follows::Follows;
 pub use self::follows::{Following, Progress};
 use self::holds::Holds;
 pub use self::holds::{Lost, LostWhy};
+pub use self::notes::{Did, Note};
 pub use self::options::SchedulerOptions;
 pub use self::status::{GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
 use crate::background::Background;
@@ -288,6 +290,16 @@ impl Scheduler {
             }
         });
         Ok(())
+    }
+
+    /// Notes what readers do with this engine's leases, from now on, for [`notes`](Self::notes).
+    pub fn watch(&self) {
+        self.core.notes.want();
+    }
+
+    /// What readers did since the last call, if that is [watched](Self::watch).
+    pub fn notes(&self) -> Vec<Note> {
+        self.core.notes.take()
     }
 
     /// What the agent is doing.

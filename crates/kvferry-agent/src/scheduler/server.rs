@@ -9,6 +9,7 @@ use tracing::{debug, info, warn};
 
 use super::bells::Of;
 use super::core::{Core, Published};
+use super::notes::Did;
 use crate::rules::grant::{Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey, Loss};
 use crate::wire::door::Host;
@@ -90,6 +91,7 @@ impl Host for Core {
             }
             Question::Ping => Reply::Done,
             Question::Ask { incarnation, key, read_by, rank, patience_ms, task } => {
+                debug!(who, %key, rank, "asked for a task");
                 let asked = self.granted(who, incarnation, &key, read_by);
                 let asked = asked.and_then(|grant| Ok((self.service(rank)?, grant)));
                 Reply::Task(match asked {
@@ -119,14 +121,14 @@ impl Host for Core {
             Question::Follow { .. } if version < Version::FRONTIERS => {
                 Reply::Refused(format!("protocol {version} has no such question"))
             }
-            Question::Follow { sought, known } => self.follow(sought, &known).await,
+            Question::Follow { sought, known } => self.follow(who, sought, &known).await,
         }
     }
 }
 
 impl Core {
     /// Tells how far a request is, as soon as that is more than is known.
-    async fn follow(&self, sought: Sought, known: &Known) -> Reply {
+    async fn follow(&self, who: &str, sought: Sought, known: &Known) -> Reply {
         let until = Instant::now() + LONGEST_POLL;
         let (incarnation, key) = match sought {
             Sought::Lease { incarnation, key } => (incarnation, key),
@@ -155,7 +157,11 @@ impl Core {
         };
         let told = self.bells.look(Of::Request(key.request.clone()), until, more).await;
         // That there is nothing new is an answer, too.
-        told.unwrap_or_else(|| self.tell(incarnation, &key, known))
+        let told = told.unwrap_or_else(|| self.tell(incarnation, &key, known));
+        if matches!(told, Reply::Frontier(_)) && known.nonce != Some(key.nonce) {
+            self.notes.put(Did::Followed, &key.request, who);
+        }
+        told
     }
 
     fn tell(&self, incarnation: Incarnation, key: &LeaseKey, known: &Known) -> Reply {
@@ -183,6 +189,9 @@ impl Core {
         }
         let answer = self.leases().confirm(key, consumer, read_by, self.now());
         debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
+        if answer == Answer::Held {
+            self.notes.put(Did::Read, &key.request, who);
+        }
         if answer == Answer::NotHeld(Loss::NotGranted) {
             self.metrics.forged.add(1);
             warn!(who, %key, "a peer has read by tables that were not granted: they were changed on the way");

@@ -13,7 +13,7 @@ use tracing::{Instrument, debug, warn};
 use super::audit::{Audited, audit};
 use super::core::{Core, QUARANTINED, Running};
 use super::growth::{Growing, Heard, follow};
-use super::load::{Ending, Load, Notice, Outcome};
+use super::load::{Ending, Load, Moments, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
 use super::peers::SourceEngine;
 use crate::background::after;
@@ -49,6 +49,8 @@ pub(super) async fn drive(
         lost: None,
         moved: Moved::default(),
         timings: Timings::default(),
+        moments: Moments::now(),
+        began,
         since: began,
         task: None,
         quarantined: false,
@@ -106,6 +108,8 @@ struct Drive {
     lost: Option<Event>,
     moved: Moved,
     timings: Timings,
+    moments: Moments,
+    began: Instant,
     since: Instant,
     /// What the present stage waits for.
     task: Option<AbortHandle>,
@@ -135,6 +139,11 @@ impl Drive {
         lap
     }
 
+    /// The last lap ended now: since the load began.
+    fn moment(&self) -> Option<Duration> {
+        Some(self.since - self.began)
+    }
+
     fn step(&mut self, step: Step) {
         let event = match step {
             Step::Admitted(turn) => {
@@ -144,12 +153,14 @@ impl Drive {
                     return self.follow();
                 }
                 self.timings.queue = self.lap();
+                self.moments.admitted = self.moment();
                 Event::Admitted
             }
             Step::Known(engine) => {
                 self.growing = Some(Growing::new(&self.load, &engine.plan));
                 self.engine = Some(engine);
                 self.timings.handshake = self.lap();
+                self.moments.known = self.moment();
                 if self.load.grant.is_none() {
                     self.hear_of_growth();
                 }
@@ -159,11 +170,13 @@ impl Drive {
             Step::Heard(heard) => return self.heard(heard),
             Step::Moving(Progress::Arrived(moved)) => {
                 self.lap();
+                self.moments.arrived = self.moment();
                 self.timings.plan += moved.plan;
                 self.timings.post += moved.post;
                 self.timings.wire += moved.wire;
                 self.moved.bytes += moved.bytes;
                 self.moved.packed += moved.packed;
+                self.moved.lowerings.merge(moved.lowerings);
                 self.moved.copies += moved.copies;
                 self.moved.rest = moved.rest;
                 self.growing.iter_mut().for_each(Growing::arrived);
@@ -179,7 +192,10 @@ impl Drive {
             Step::Audited(audited) => {
                 self.timings.audit = self.lap();
                 match audited {
-                    Audited::Passed => Event::Passed,
+                    Audited::Passed => {
+                        self.moments.audited = self.moment();
+                        Event::Passed
+                    }
                     Audited::NotHeld(loss) => Event::NotHeld(loss),
                     Audited::Failed(failure) => Event::Failed(failure),
                 }
@@ -187,7 +203,10 @@ impl Drive {
             Step::Answered(answer) => {
                 self.timings.confirm = self.lap();
                 match answer {
-                    Answer::Held => Event::Held,
+                    Answer::Held => {
+                        self.moments.confirmed = self.moment();
+                        Event::Held
+                    }
                     Answer::NotHeld(loss) => self.not_held(loss),
                 }
             }
@@ -338,6 +357,9 @@ impl Drive {
         let Some(engine) = &self.engine else { return };
         let portion = self.growing.as_ref().and_then(|growing| growing.portion(&self.load));
         let Some(portion) = portion else { return };
+        self.moments.reads.get_or_insert(self.began.elapsed());
+        // Of an earlier part.
+        self.moments.arrived = None;
         let steps = self.steps.clone();
         self.core.read(Job {
             attempt: self.attempt,
@@ -360,6 +382,7 @@ impl Drive {
         let quarantined = self.life.landing();
         self.quarantined = quarantined;
         let (bytes, copies) = (self.moved.bytes, self.moved.copies);
+        self.moments.ended = Some(self.began.elapsed());
         debug!(
             ?outcome,
             quarantined,
@@ -390,6 +413,8 @@ impl Drive {
             bytes,
             copies,
             timings: self.timings,
+            moments: self.moments,
+            lowerings: self.moved.lowerings,
             rest: std::mem::take(&mut self.moved.rest),
         }));
     }

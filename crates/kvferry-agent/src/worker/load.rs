@@ -1,7 +1,8 @@
 //! A request to load, and how its load ended: what an engine gives to a worker, and gets back.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use kvferry_plan::cost::Way;
 use kvferry_plan::{Area, BlockTable};
 use serde::{Deserialize, Serialize};
 
@@ -86,8 +87,90 @@ pub struct Ending {
     pub copies: u64,
     /// Where the time went.
     pub timings: Timings,
+    /// When each stage was over.
+    pub moments: Moments,
+    /// How it was read.
+    pub lowerings: Lowerings,
     /// What is left of the request's own blocks, where it was asked for.
     pub rest: Vec<Area>,
+}
+
+/// When the stages of a load were over: what [`Timings`] measures, on a line of time. A stage that never
+/// came to a good end has no moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moments {
+    /// When the load began, by the wall clock: it is laid beside what other processes say.
+    pub began: SystemTime,
+    /// Since then: it had waited for its turn.
+    pub admitted: Option<Duration>,
+    /// The engine to read from was known.
+    pub known: Option<Duration>,
+    /// The first read was handed out.
+    pub reads: Option<Duration>,
+    /// The last byte had come.
+    pub arrived: Option<Duration>,
+    /// What had come was compared with what the source holds, or that was not due.
+    pub audited: Option<Duration>,
+    /// The source had answered whether the lease was held.
+    pub confirmed: Option<Duration>,
+    /// How it ended was reported.
+    pub ended: Option<Duration>,
+}
+
+impl Moments {
+    pub(super) fn now() -> Self {
+        Self {
+            began: SystemTime::now(),
+            admitted: None,
+            known: None,
+            reads: None,
+            arrived: None,
+            audited: None,
+            confirmed: None,
+            ended: None,
+        }
+    }
+
+    /// All of them by name, in order, since the load began.
+    pub fn named(&self) -> [(&'static str, Option<Duration>); 7] {
+        [
+            ("admitted", self.admitted),
+            ("known", self.known),
+            ("reads", self.reads),
+            ("arrived", self.arrived),
+            ("audited", self.audited),
+            ("confirmed", self.confirmed),
+            ("ended", self.ended),
+        ]
+    }
+}
+
+/// The lowerings that a load was read by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lowerings([bool; Self::NAMES.len()]);
+
+impl Lowerings {
+    const NAMES: [&'static str; 4] = ["direct", "over-read", "packed", "loops"];
+
+    /// `None`: loops.
+    pub(super) fn add(&mut self, way: Option<Way>) {
+        let index = match way {
+            Some(Way::Direct) => 0,
+            Some(Way::OverRead) => 1,
+            Some(Way::Packed) => 2,
+            None => 3,
+        };
+        self.0[index] = true;
+    }
+
+    pub(super) fn merge(&mut self, other: Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(one, other)| *one |= other);
+    }
+
+    /// Their names.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
+        Self::NAMES.into_iter().zip(self.0).filter_map(|(name, used)| used.then_some(name))
+    }
 }
 
 /// How a request ended.

@@ -20,11 +20,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_layout::Manifest;
-use tracing::{Instrument, info_span, warn};
+use tracing::{Instrument, error_span, warn};
 
 use self::core::Core;
 use self::drive::drive;
-pub use self::load::{Ending, Load, Notice, Outcome};
+pub use self::load::{Ending, Load, Lowerings, Moments, Notice, Outcome};
 pub use self::options::WorkerOptions;
 use self::peers::{Peers, Rank};
 use crate::background::Background;
@@ -98,7 +98,9 @@ impl Worker {
     pub fn load(&self, load: Load) -> Result<(), Error> {
         let running = self.core.begin(&load.request)?;
         self.core.metrics.loads.add(1);
-        let span = info_span!("load", request = load.request, from = load.ticket.engine);
+        // Of the highest level: what it says belongs to every line within, whatever is logged.
+        let (engine, theirs) = (&load.ticket.engine, &load.ticket.request);
+        let span = error_span!("load", request = load.request, from = engine, theirs);
         let driven = drive(self.core.clone(), Arc::new(load), running, self.options.handshake);
         self.background.spawn(driven.instrument(span));
         Ok(())

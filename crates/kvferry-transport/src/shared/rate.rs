@@ -171,8 +171,10 @@ impl RateWatch {
 
     pub(crate) fn observe(&self, report: &Report) {
         match self.judge(report) {
-            Some(Verdict::Slow(text)) => tracing::warn!("{text}"),
-            Some(Verdict::Short(text)) => tracing::info!("{text}"),
+            Some(Verdict::Slow(text)) => tracing::warn!("transfers are slow: {text}"),
+            Some(Verdict::Short(text)) => {
+                tracing::info!("transfers are made of short copies: {text}")
+            }
             None => {}
         }
     }

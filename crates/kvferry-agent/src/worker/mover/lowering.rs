@@ -6,7 +6,7 @@ use kvferry_plan::{Plan, Request, RequestError, Table, Transfer};
 use kvferry_transport::{ByteCopy, Loops, Price, Rates};
 
 use crate::carrier::Source;
-use crate::worker::load::Portion;
+use crate::worker::load::{Lowerings, Portion};
 
 /// What is read from one source in one go, as its transport wants it.
 #[derive(Clone, Debug)]
@@ -154,6 +154,21 @@ impl<'p> Lowered<'p> {
         }
         reads.retain(|reads| reads.copies() > 0);
         reads
+    }
+
+    /// How one source is read.
+    pub(super) fn lowerings(&self, source: usize) -> Lowerings {
+        let mut used = Lowerings::default();
+        match self.chosen.get(source) {
+            Some(Some(Lowering::Loops)) => used.add(None),
+            Some(Some(Lowering::ByGroup(ways, _))) => {
+                let exact = &self.transfers[0].1;
+                let read = |(group, _): &(usize, &Way)| exact.summary_of(source, *group).copies > 0;
+                ways.iter().enumerate().filter(read).for_each(|(_, way)| used.add(Some(*way)));
+            }
+            Some(None) | None => {}
+        }
+        used
     }
 
     /// What is left of the request's own blocks: the same, whatever was chosen.

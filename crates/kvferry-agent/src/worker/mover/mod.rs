@@ -14,7 +14,7 @@ use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
 use self::lowering::{Lowered, Reads};
-use super::load::Portion;
+use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
 use crate::error::Error;
 use crate::rules::failure::Failure;
@@ -64,6 +64,8 @@ pub(super) struct Moved {
     pub(super) rest: Vec<Area>,
     /// Of the bytes, those that were packed.
     pub(super) packed: u64,
+    /// How it was read.
+    pub(super) lowerings: Lowerings,
 }
 
 #[derive(Debug)]
@@ -196,6 +198,7 @@ impl Reading {
         let (mut operations, mut lessons, mut failure) = (vec![], vec![], None);
         'sources: for (index, source) in job.sources.iter().enumerate() {
             let all = lowered.reads(index);
+            moved.lowerings.merge(lowered.lowerings(index));
             moved.plan += lap();
             for reads in all {
                 moved.bytes += reads.bytes();
