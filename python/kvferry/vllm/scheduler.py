@@ -15,6 +15,7 @@ from .metrics import Stats
 from .options import Options
 from .params import KEY
 from .prefill import Prefill
+from .stock import Stock
 from .turns import Turns
 
 
@@ -37,7 +38,8 @@ class SchedulerSide:
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
         self.prefill = Prefill(self.agent, self.keep, groups, self.push)
-        self.decode = Decode(self.agent, groups, options)
+        self.stock = Stock(groups, vllm_config, options.stock_lease)
+        self.decode = Decode(self.agent, groups, options, self.stock)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
@@ -93,6 +95,6 @@ class SchedulerSide:
         )
 
     def stats(self) -> Stats:
-        counts = self.agent.counts()
+        counts = self.agent.counts() | self.stock.counts
         stats, self.counted = Stats.of_counts(counts, self.counted), counts
         return stats
