@@ -24,8 +24,8 @@ from .stock_wire import Introduction, Place
 #: Shares of P's lease. It keeps blocks for two thirds after it last heard of them: for how much an engine that reads
 #: them relies on that, and how often it is told meanwhile.
 RELIED_ON, BEAT = 1 / 2, 1 / 6
-#: Seconds before an engine that could not be reached is tried again.
-PAUSE = 1.0
+#: Seconds after which an engine that no request came from is forgotten.
+FORGOTTEN = 3600.0
 #: What is counted, for the metrics.
 COUNTS = {
     "loads_unconfirmed": "Requests that were read from an engine without kvferry (vLLM's own NixlConnector): used "
@@ -43,13 +43,17 @@ class _Engine:
     introduction: Introduction | None = None
     #: NIXL's names for its ranks.
     names: list[str] = field(default_factory=list)
-    #: Why it cannot be used, and until when it is not asked again.
-    failed: tuple[str, float] | None = None
+    #: Why it cannot be used.
+    failed: str | None = None
     asking: bool = False
+    #: When a request last came from it.
+    used: float = field(default_factory=time.monotonic)
     #: The workers know of it.
     introduced: bool = False
     #: Requests whose blocks it keeps for this engine.
     kept: set[str] = field(default_factory=set)
+    #: Those that were given up before it could be told.
+    owed: set[str] = field(default_factory=set)
 
 
 class Stock:
@@ -72,7 +76,8 @@ class Stock:
         of no use."""
         if params.get(KEY) is not None or not params.get("remote_block_ids"):
             return None
-        if params.get("remote_request_id") is None or params.get("remote_num_tokens") is None:
+        if params.get("remote_request_id") is None or "dcp_size" not in params:
+            # Another connector, or kvferry's own parameters without the part that a router has lost.
             return None
         place = Place(
             read_field(params, "remote_host", str, "remote_host"),
@@ -107,6 +112,7 @@ class Stock:
         """Keeps blocks alive from now on, and gets to know their engine."""
         with self._lock:
             engine = self._engines.setdefault(Place.of(ticket), _Engine(Place.of(ticket)))
+            engine.used = time.monotonic()
             engine.kept.add(ticket["request"])
             known = engine.introduction is not None
             if not known:
@@ -120,9 +126,7 @@ class Stock:
     def lost(self, ticket: dict[str, Any]) -> str | None:
         """Why the blocks cannot be had, if so."""
         engine = self._engines.get(Place.of(ticket))
-        if engine is None or engine.failed is None:
-            return None
-        return engine.failed[0]
+        return None if engine is None else engine.failed
 
     def complete(self, offer: Offer) -> Offer | None:
         """The same with the position that each table starts with. None: its engine has not answered yet. Raises
@@ -210,8 +214,7 @@ class Stock:
 
     def _ask(self, engine: _Engine) -> None:
         """In a thread of its own: it may be far away, or gone."""
-        now = time.monotonic()
-        if engine.asking or (engine.failed is not None and now < engine.failed[1]):
+        if engine.asking:
             return
         engine.asking, engine.failed = True, None
         thread = threading.Thread(
@@ -228,8 +231,8 @@ class Stock:
             names = [bell.meet(rank.agent_metadata) for rank in introduction.ranks()]
         except (Error, OSError, ValueError) as error:
             with self._lock:
-                engine.failed = (str(error), time.monotonic() + PAUSE)
-                engine.asking = False
+                engine.failed, engine.asking = str(error), False
+                engine.owed.clear()
             self.counts["stock_unreachable"] += 1
             logger.warning("kvferry: cannot use the engine at %s: %s", engine.place.address, error)
             return
@@ -241,9 +244,12 @@ class Stock:
         )
         with self._lock:
             engine.introduction, engine.names, engine.asking = introduction, names, False
-            kept = sorted(engine.kept)
+            kept, owed = sorted(engine.kept), sorted(engine.owed)
+            engine.owed.clear()
         if kept:
             self._ring(engine, _heartbeat(kept))
+        for request in owed:
+            self._ring(engine, _read(request))
 
     def _release(self, ticket: dict[str, Any]) -> None:
         engine = self._engines.get(Place.of(ticket))
@@ -251,8 +257,14 @@ class Stock:
             return
         with self._lock:
             engine.kept.discard(ticket["request"])
-        # P waits for as many of these as the message says; all ranks here are done.
-        self._ring(engine, f"{ticket['request']}:1".encode())
+            if engine.introduction is None:
+                if engine.asking:
+                    engine.owed.add(ticket["request"])
+                elif not engine.kept:
+                    # It cannot be reached: the next request asks again.
+                    del self._engines[engine.place]
+                return
+        self._ring(engine, _read(ticket["request"]))
 
     def _ring(self, engine: _Engine, message: bytes) -> None:
         for name in engine.names:
@@ -277,10 +289,19 @@ class Stock:
             for engine, kept in engines:
                 if kept:
                     self._ring(engine, _heartbeat(kept))
+                elif time.monotonic() - engine.used > FORGOTTEN:
+                    with self._lock:
+                        if not engine.kept and not engine.asking:
+                            self._forget(engine)
 
 
 def _heartbeat(requests: list[str]) -> bytes:
     return f"HB:{','.join(requests)}".encode()
+
+
+def _read(request: str) -> bytes:
+    # Each rank of P waits for as many of these as the message says. All ranks here are done.
+    return f"{request}:1".encode()
 
 
 def _has_drafts(vllm_config: Any) -> bool:
