@@ -21,7 +21,8 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 CHANNELS_FIRST = patches.environment(VLLM_SSM_CONV_STATE_LAYOUT="DS")
 #: P frees nothing by itself while a test runs: only what D tells it counts.
 STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
-FERRY = {"extra": {"transport": "nixl"}}
+NIXL = {"transport": "nixl", "stock_lease": 600.0}
+FERRY = {"extra": NIXL}
 NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 LATENT = {**NATIVE, "attention_backend": "CPU_MLA", "prepare": [patches.latent_blocks]}
 
@@ -113,7 +114,7 @@ def test_requests_that_end_early_and_those_that_wait(serve):
     """Whatever becomes of a request on D, P hears of it; and while it waits, P keeps its blocks."""
     usual = {"block_size": 32}
     prefill = serve("qwen3", "kv_producer", stock=True, extra={"kv_lease_duration": 9}, **usual)
-    options = {"transport": "nixl", "stock_lease": 9.0}
+    options = NIXL | {"stock_lease": 9.0}
     decode = serve("qwen3", "kv_consumer", extra=options, prefix=True, **usual)
     draw = random.Random(21)
     first, second, third, fourth = prompts(draw, [100, 300, 200, 70])
@@ -153,7 +154,7 @@ def test_requests_that_end_early_and_those_that_wait(serve):
 @pytest.mark.more
 def test_a_stock_engine_that_is_gone(serve, policy):
     prefill = serve("qwen3", "kv_producer", block_size=32, **STOCK)
-    options = {"transport": "nixl", "handshake": 2.0}
+    options = NIXL | {"handshake": 2.0}
     decode = serve("qwen3", "kv_consumer", block_size=32, failure=policy, extra=options)
     decode.call(listen)
     (prompt,) = prompts(random.Random(22), [200])
@@ -177,7 +178,6 @@ def _version(number):
     return change
 
 
-NIXL = {"transport": "nixl"}
 #: By what is wrong: P, D, and what D must say of it.
 REFUSED = {
     "the format": (
@@ -188,7 +188,12 @@ REFUSED = {
     "the model": (
         ("qwen3", {}),
         ("gemma3", {"extra": NIXL}),
-        ["another compatibility hash", "the model's name", "gemma3"],
+        ["'remote_block_ids' has 1 tables", "into 2"],
+    ),
+    "the model's name": (
+        ("qwen3", {}),
+        ("twin of qwen3", {"extra": NIXL}),
+        ["another compatibility hash", "the model's name", "twin of qwen3"],
     ),
     "the version": (
         ("qwen3", {"prepare": [_version(13)]}),
@@ -197,8 +202,13 @@ REFUSED = {
     ),
     "the transport": (
         ("qwen3", {}),
-        ("qwen3", {"extra": {"transport": "tcp"}}),
+        ("qwen3", {"extra": NIXL | {"transport": "tcp"}}),
         ["by the transport nixl", "is tcp"],
+    ),
+    "nobody has asked for it": (
+        ("qwen3", {"extra": {"kv_lease_duration": 3}}),
+        ("qwen3", {"extra": {"transport": "nixl"}}),
+        ["runs vLLM's stock NixlConnector", "'stock_lease'"],
     ),
     "the format of a state": (
         ("nemotron_h", {"prepare": [CHANNELS_FIRST], "mamba_ssm_cache_dtype": "float16"}),
@@ -209,9 +219,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", [pytest.param(wrong, marks=MORE) for wrong in REFUSED])
-def test_what_cannot_be_read_is_refused_by_name(serve, wrong):
+def test_what_cannot_be_read_is_refused_by_name(serve, folder, wrong):
     (kind, p), (other, d), words = REFUSED[wrong]
-    prefill = serve(kind, "kv_producer", **STOCK, **p)
+    prefill = serve(kind, "kv_producer", **STOCK | p)
+    if other == "twin of qwen3" and not (folder / other).exists():
+        (folder / other).symlink_to(folder / "qwen3")
     decode = serve(other, "kv_consumer", failure="recompute", **d)
     decode.call(listen)
     (prompt,) = prompts(random.Random(23), [70])

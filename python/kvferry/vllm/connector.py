@@ -173,7 +173,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.agent.close()
-            self._scheduler.stock.close()
+            if self._scheduler.stock is not None:
+                self._scheduler.stock.close()
         if self._worker is not None:
             self._worker.starter.close()
             if self._worker.agent is not None:

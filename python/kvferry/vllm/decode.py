@@ -16,7 +16,7 @@ from .messages import Orders
 from .options import Options
 from .pace import Pace
 from .params import Offer, Source, shared_name
-from .stock import Stock
+from .stock import Stock, is_stock
 from .turns import hash_tokens
 
 
@@ -104,6 +104,11 @@ class Decode:
             self.agent.follow(name, **where, patience=patience)
             return Wanted(None, tokens, follows=where)
         stock = self.stock.read(params) if self.stock is not None else None
+        if self.stock is None and is_stock(params):
+            raise ValueError(
+                "the other engine runs vLLM's stock NixlConnector, which cannot confirm what is read from it: use "
+                "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
+            )
         offer = stock or Offer.read(params)
         if any(offer.ticket == other.ticket for other in self.wanted.values()):
             # The answers of one prompt (`n`): the lease ends when the first of them has read.

@@ -56,9 +56,9 @@ class Options:
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
     #: all.
     next_turn: float = _option(0.0, least=0)
-    #: The `kv_lease_duration` of engines with vLLM's own NixlConnector, in seconds: what is read from them must have
-    #: arrived within half of it.
-    stock_lease: float = _option(30.0, least=3.0)
+    #: Whether D also reads from engines with vLLM's own NixlConnector, which cannot confirm: their
+    #: `kv_lease_duration`, in seconds (vLLM's default is 30). 0: not at all.
+    stock_lease: float = _option(0.0, least=0)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

@@ -38,7 +38,9 @@ class SchedulerSide:
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
         self.prefill = Prefill(self.agent, self.keep, groups, self.push)
-        self.stock = Stock(groups, vllm_config, options.stock_lease)
+        self.stock: Stock | None = None
+        if options.stock_lease:
+            self.stock = Stock(groups, vllm_config, options.stock_lease)
         self.decode = Decode(self.agent, groups, options, self.stock)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.
@@ -95,6 +97,8 @@ class SchedulerSide:
         )
 
     def stats(self) -> Stats:
-        counts = self.agent.counts() | self.stock.counts
+        counts = self.agent.counts()
+        if self.stock is not None:
+            counts |= self.stock.counts
         stats, self.counted = Stats.of_counts(counts, self.counted), counts
         return stats

@@ -74,10 +74,7 @@ class Stock:
     def read(self, params: dict[str, Any]) -> Offer | None:
         """What the stock connector hands over; None for other parameters. Raises `ValueError` for what can be
         of no use."""
-        if params.get(KEY) is not None or not params.get("remote_block_ids"):
-            return None
-        if params.get("remote_request_id") is None or "dcp_size" not in params:
-            # Another connector, or kvferry's own parameters without the part that a router has lost.
+        if not is_stock(params):
             return None
         place = Place(
             read_field(params, "remote_host", str, "remote_host"),
@@ -293,6 +290,13 @@ class Stock:
                     with self._lock:
                         if not engine.kept and not engine.asking:
                             self._forget(engine)
+
+
+def is_stock(params: dict[str, Any]) -> bool:
+    """Whether parameters are of the stock connector, and not of another one, nor kvferry's own without the part that
+    a router has lost."""
+    theirs = "dcp_size" in params and params.get("remote_request_id") is not None
+    return theirs and params.get(KEY) is None and bool(params.get("remote_block_ids"))
 
 
 def _heartbeat(requests: list[str]) -> bytes:

@@ -310,29 +310,24 @@ class _Regions:
     """The memory that an engine has registered, as far as its regions tell: those that touch are one."""
 
     def __init__(self, rank: Rank) -> None:
-        kinds = zip(rank.region_mem_types, strict=True)
-        self._device = [self._place(kind, rank.device_id) for (kind,) in kinds]
         spans = []
         for index, base in enumerate(rank.kv_caches_base_addr):
             end = base + (rank.num_blocks - 1) * rank.block_strides[index] + rank.block_lens[index]
-            spans.append((base, end, index))
-        self._of: dict[int, _Storage] = {}
-        open_, members = (0, 0), []
-        for base, end, index in sorted(spans):
-            if members and base <= open_[1] and self._device[index] == self._device[members[0]]:
-                open_ = (open_[0], max(open_[1], end))
+            spans.append((base, end, self._place(rank.region_mem_types[index], rank.device_id)))
+        self._storages: list[_Storage] = []
+        for base, end, device in sorted(spans, key=lambda span: span[0]):
+            last = self._storages[-1] if self._storages else None
+            if last is not None and base <= last.base + last.bytes and device == last.device:
+                end = max(end, last.base + last.bytes)
+                self._storages[-1] = _Storage(last.base, end - last.base, device)
             else:
-                self._close(open_, members)
-                open_, members = (base, end), []
-            members.append(index)
-        self._close(open_, members)
+                self._storages.append(_Storage(base, end - base, device))
+        self._bases = rank.kv_caches_base_addr
 
     def of(self, region: int) -> _Storage:
-        return self._of[region]
-
-    def _close(self, span: tuple[int, int], members: list[int]) -> None:
-        for index in members:
-            self._of[index] = _Storage(span[0], span[1] - span[0], self._device[index])
+        """The memory that a region lies in."""
+        base = self._bases[region]
+        return next(it for it in self._storages if it.base <= base < it.base + it.bytes)
 
     @staticmethod
     def _place(kind: str, device: int) -> Any:

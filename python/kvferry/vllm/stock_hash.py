@@ -33,7 +33,8 @@ def check(introduction: Introduction, vllm_config: Any) -> None:
     for number, theirs in enumerate(introduction.hashes()):
         if theirs == own:
             continue
-        told = next(rank for at, rank in enumerate(introduction.ranks()) if at == number)
+        told = list(introduction.ranks())[number]
+        why: str | None
         if told.attn_backend_name != backend:
             why = f"its attention back end is {told.attn_backend_name}, and {backend} here"
         elif theirs == hash_of(vllm_config, "push"):

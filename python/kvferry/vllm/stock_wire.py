@@ -108,7 +108,7 @@ def ask(place: Place) -> Introduction:
         socket.connect(place.address.replace("nixl://", "tcp://"))
         for rank in range(place.tp):
             socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, rank)))
-            if not socket.poll(PATIENCE * 1000):
+            if not socket.poll(int(PATIENCE * 1000)):
                 raise TimeoutError(
                     f"rank {rank} of {place.tp} has not answered at {place.address} within {PATIENCE:.0f} s; see "
                     "whether the engine runs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST there is an address that "
@@ -120,10 +120,10 @@ def ask(place: Place) -> Introduction:
     finally:
         context.destroy(linger=0)
     introduction = Introduction(place, tuple(answers))
-    for number, rank in enumerate(introduction.ranks()):
-        if rank.engine_id != place.engine:
+    for rank, told in enumerate(introduction.ranks()):
+        if told.engine_id != place.engine:
             raise ValueError(
-                f"rank {number} at {place.address} is of engine {rank.engine_id}, but the request was computed "
+                f"rank {rank} at {place.address} is of engine {told.engine_id}, but the request was computed "
                 f"by {place.engine}: the engine has restarted"
             )
     return introduction
