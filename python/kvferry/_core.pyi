@@ -494,3 +494,33 @@ class Worker:
         """Cancels what is under way, ends its threads and releases the memory, which is the last to
         go. A thread that waits in `endings` returns at once. Every other method raises `AgentError`
         from then on."""
+
+def introduce(
+    worker: Worker,
+    address: str,
+    incarnation: str,
+    ranks: Sequence[tuple[Manifest, bytes, bytes]],
+) -> None:
+    """Makes an engine known to a worker that runs no agent but has registered its memory with NIXL. Loads with
+    tickets of this `address` and `incarnation` (16 hexadecimal digits) are read from it, and used without a
+    confirmation.
+
+    Each rank is its manifest, its NIXL metadata, and a name of 16 bytes that no other process has, nor a later life
+    of the same one.
+    """
+
+@final
+class Bell:
+    """Sends NIXL notifications to processes that may know nothing of kvferry."""
+
+    def __new__(cls) -> Bell:
+        """Makes a NIXL agent without any memory."""
+
+    def meet(self, metadata: bytes) -> str:
+        """Learns how to reach a process from its NIXL metadata. Returns NIXL's name for it."""
+
+    def ring(self, name: str, message: bytes) -> None:
+        """Sends a message to a process that was met. Whether it arrives is not known."""
+
+    def forget(self, name: str) -> None:
+        """Forgets a process."""

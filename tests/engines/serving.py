@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import traceback
 
@@ -117,6 +118,11 @@ def sampled(tokens, params=None, **options):
     return SamplingParams(**usual | options)
 
 
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 def _serve(pipe, model, role, options):
     try:
         patches.install()
@@ -127,6 +133,11 @@ def _serve(pipe, model, role, options):
             kv_role=role,
             kv_connector_extra_config=options.pop("extra", {}),
         )
+        if options.pop("stock", False):
+            connector |= dict(kv_connector="NixlConnector", kv_buffer_device="cpu")
+            # Two engines on one host need two, also when they are forked one after the other.
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
         # Others before ours, and others after it.
         if (others := options.pop("multi", None)) is not None:
             before, after = others

@@ -88,6 +88,14 @@ impl Carrier for Several {
     }
 }
 
+/// What a peer would offer that has a single way.
+pub(crate) fn offer_one(name: &str, description: &[u8]) -> Vec<u8> {
+    let mut out = vec![];
+    put(&mut out, name.as_bytes());
+    put(&mut out, description);
+    out
+}
+
 fn put(out: &mut Vec<u8>, block: &[u8]) {
     out.extend((block.len() as u32).to_le_bytes());
     out.extend(block);

@@ -34,7 +34,7 @@ pub(crate) struct Scheduler(Half<agent::Scheduler>);
 pub(crate) struct Worker {
     /// Its carrier owns what keeps the registered memory alive, and gives it up last: whoever shares
     /// this half, a thread that waits for instance, may touch the memory.
-    half: Half<agent::Worker>,
+    pub(crate) half: Half<agent::Worker>,
     /// What of the memory this process can write.
     host: Vec<layout::Region>,
 }
@@ -77,9 +77,9 @@ pub(crate) fn metrics(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 }
 
 /// Half an agent, until it is closed. A thread inside one of its methods shares it meanwhile.
-struct Half<T>(Mutex<Option<Arc<T>>>);
+pub(crate) struct Half<T>(Mutex<Option<Arc<T>>>);
 
-trait Waits {
+pub(crate) trait Waits {
     fn end_waits(&self);
 }
 
@@ -100,7 +100,7 @@ impl<T: Waits> Half<T> {
         Self(Mutex::new(Some(Arc::new(half))))
     }
 
-    fn get(&self, py: Python<'_>) -> PyResult<Arc<T>> {
+    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<T>> {
         self.0.lock().clone().ok_or_else(|| errors::agent(py, &Error::Stopped))
     }
 

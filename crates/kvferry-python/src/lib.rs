@@ -8,6 +8,7 @@ mod facts;
 mod log;
 mod manifest;
 mod plan;
+mod stock;
 mod transports;
 
 use pyo3::prelude::*;
@@ -25,6 +26,8 @@ mod _core {
     use super::manifest::Manifest;
     #[pymodule_export]
     use super::plan::{Plan, Summary, compile};
+    #[pymodule_export]
+    use super::stock::{Bell, introduce};
     #[pymodule_export]
     use super::version;
 }

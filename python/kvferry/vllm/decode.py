@@ -16,6 +16,7 @@ from .messages import Orders
 from .options import Options
 from .pace import Pace
 from .params import Offer, Source, shared_name
+from .stock import Stock, is_stock
 from .turns import hash_tokens
 
 
@@ -42,6 +43,8 @@ class Wanted:
     loading: bool = False
     #: Why the blocks are gone.
     lost: str | None = None
+    #: The engine runs vLLM's own connector, and cannot be asked.
+    stock: bool = False
 
     @property
     def next_turn(self) -> bool:
@@ -52,8 +55,12 @@ class Wanted:
 class Decode:
     """The part of the scheduler's side that takes requests over."""
 
-    def __init__(self, agent: Scheduler, groups: Groups, options: Options) -> None:
+    def __init__(
+        self, agent: Scheduler, groups: Groups, options: Options, stock: Stock | None = None
+    ) -> None:
         self.agent, self.groups, self.options = agent, groups, options
+        #: Engines without kvferry.
+        self.stock = stock
         #: Requests that wait or load.
         self.wanted: dict[str, Wanted] = {}
         #: The last tickets that came to an end: whoever replays a request brings one of them again.
@@ -96,7 +103,13 @@ class Decode:
             }
             self.agent.follow(name, **where, patience=patience)
             return Wanted(None, tokens, follows=where)
-        offer = Offer.read(params)
+        stock = self.stock.read(params) if self.stock is not None else None
+        if self.stock is None and is_stock(params):
+            raise ValueError(
+                "the other engine runs vLLM's stock NixlConnector, which cannot confirm what is read from it: use "
+                "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
+            )
+        offer = stock or Offer.read(params)
         if any(offer.ticket == other.ticket for other in self.wanted.values()):
             # The answers of one prompt (`n`): the lease ends when the first of them has read.
             raise ValueError("another request is reading the same blocks")
@@ -114,6 +127,9 @@ class Decode:
             where = {"ticket": offer.ticket}
             self.agent.follow(name, **where, patience=patience)
             return Wanted(offer, offer.tokens, offer.ticket, follows=where)
+        if stock is not None and self.stock is not None:
+            self.stock.hold(offer.ticket)
+            return Wanted(offer, offer.tokens, offer.ticket, stock=True)
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, offer.ticket)
 
@@ -125,6 +141,8 @@ class Decode:
         if wanted is None or wanted.loading:
             return 0, False
         self.hear_of_lost()
+        if wanted.stock and not self._knows_stock(name, wanted):
+            return None, False
         if wanted.tokens > computed and wanted.follows is not None and wanted.lost is None:
             if not self._is_time(name, wanted):
                 return None, False
@@ -138,12 +156,40 @@ class Decode:
                 usable,
             )
             wanted.tokens = usable = 0
+        if wanted.stock and usable > computed and not self._has_windows(name, wanted, usable):
+            wanted.tokens = usable = 0
         if wanted.lost is not None and wanted.next_turn:
             # To compute prompts is what P is for.
             wanted.tokens = usable = 0
         wanted.computed = computed
         count = max(0, usable - computed)
         return count, count > 0
+
+    def _knows_stock(self, name: str, wanted: Wanted) -> bool:
+        """Whether it is known what an engine without kvferry has, or that it cannot be had."""
+        assert self.stock is not None and wanted.offer is not None and wanted.ticket is not None
+        if wanted.lost is None and wanted.offer.first is None:
+            wanted.lost = self.stock.lost(wanted.ticket)
+            try:
+                offer = self.stock.complete(wanted.offer)
+            except (ValueError, TypeError) as error:
+                wanted.lost, offer = str(error), None
+            if offer is not None:
+                wanted.offer = offer
+            elif wanted.lost is None and time.monotonic() - wanted.since > self.options.handshake:
+                wanted.lost = f"its engine has not answered within {self.options.handshake:.0f} s"
+        return wanted.lost is not None or wanted.offer.first is not None
+
+    def _has_windows(self, name: str, wanted: Wanted, tokens: int) -> bool:
+        assert self.stock is not None and wanted.offer is not None
+        if wanted.lost is not None or self.stock.usable(wanted.offer, tokens):
+            return True
+        logger.warning(
+            "kvferry: the engine without kvferry has given up a block of a window that the last token of %s "
+            "looks at. This engine computes the prompt itself",
+            name,
+        )
+        return False
 
     def _is_time(self, name: str, wanted: Wanted) -> bool:
         """Whether to take blocks for a request that is followed."""
@@ -221,17 +267,22 @@ class Decode:
             self.next.refused.append(name)
             return
         assert wanted.ticket is not None
-        self.agent.reading(wanted.ticket)
+        ticket, deadline = wanted.ticket, self.options.deadline
+        if wanted.stock and self.stock is not None:
+            ticket, good = self.stock.reading(ticket)
+            deadline = min(deadline, good)
+        else:
+            self.agent.reading(ticket)
         tokens = wanted.computed + external
         if self.manager is not None:
             self.groups.cache_what_is_loaded(self.manager, name, tokens)
         load = {
             "request": name,
-            "ticket": wanted.ticket,
+            "ticket": ticket,
             "tokens": tokens,
             "cached": self.groups.cached(blocks.blocks, wanted.computed),
             "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
-            "deadline": self.options.deadline,
+            "deadline": deadline,
         }
         if wanted.offer is None:
             load["patience"] = self.options.patience
@@ -244,6 +295,8 @@ class Decode:
         """What has come up for the workers since the last call."""
         self._tell_of_unwanted()
         orders, self.next = self.next, Orders()
+        if self.stock is not None:
+            orders.introductions = self.stock.introductions()
         return orders
 
     def ended(self, request: str, failed: bool, seconds: float) -> None:
@@ -252,12 +305,15 @@ class Decode:
         if wanted is None:
             return
         if failed or wanted.ticket is None:
-            self._give_up(request)
+            self._give_up(request, failed)
             return
         del self.wanted[request]
         frontier = self.agent.frontier(request) if wanted.follows is not None else None
         self.pace.learn(frontier, wanted.tokens - wanted.computed, seconds)
         self.spent.append(wanted.ticket)
+        if wanted.stock and self.stock is not None:
+            self.stock.settle(wanted.ticket)
+            return
         self.agent.settle(wanted.ticket)
 
     def finish(self, request: Any) -> None:
@@ -272,11 +328,13 @@ class Decode:
         else:
             self._give_up(name)
 
-    def _give_up(self, request: str) -> None:
+    def _give_up(self, request: str, failed: bool = False) -> None:
         wanted = self.wanted.pop(request)
         if wanted.ticket is not None:
             self.spent.append(wanted.ticket)
-        if wanted.follows is None:
+        if wanted.stock and self.stock is not None and wanted.ticket is not None:
+            self.stock.abandon(wanted.ticket, failed)
+        elif wanted.follows is None:
             if wanted.ticket is not None:
                 self.agent.abandon(wanted.ticket)
         elif wanted.lost is None and self.agent.frontier(request) is None:

@@ -92,7 +92,7 @@ class Groups:
         """Keeps vLLM from taking blocks for the prefix of other requests that are not loaded whole: of
         a window only what the next token sees is, wherever in a block that begins."""
         for group, index in enumerate(self.cache.transfer_group_ids):
-            seen = max(_first_seen(spec, tokens) for spec in all_specs(self.specs[group]))
+            seen = max(first_seen(spec, tokens) for spec in all_specs(self.specs[group]))
             if seen:
                 of_group = manager.coordinator.single_type_managers[index]
                 done = of_group.num_cached_block.get(request, 0)
@@ -115,7 +115,7 @@ class Groups:
         return min(computed, next((tokens for tokens in held if tokens), 0))
 
 
-def _first_seen(spec: Any, tokens: int) -> int:
+def first_seen(spec: Any, tokens: int) -> int:
     """The first token that the one after so many looks at."""
     sight = sight_of(spec)
     if sight == FULL:

@@ -403,9 +403,9 @@ class Layers:
         hint = "; say how many groups there are with `mamba_groups`" if "groups" in needed else ""
 
         def solved(
-            shapes: Sequence[Sequence[int]], told: dict[str, int], ranks: int
+            shapes: Sequence[Sequence[int]], told: dict[str, int], ranks: int, by_column: bool
         ) -> dict[str, int]:
-            held = specs.recurrent_shapes(layer, shapes, kind, self.by_column, spare)
+            held = specs.recurrent_shapes(layer, shapes, kind, by_column, spare)
             try:
                 return solve(kind, held, told, ranks=ranks)
             except (OverflowError, ValueError) as error:
@@ -414,10 +414,14 @@ class Layers:
         told = {}
         if self.mamba_groups is not None and "groups" in needed:
             told["groups"] = self.mamba_groups
-        sizes = solved(shapes, told, ranks)
+        sizes = solved(shapes, told, ranks, self.by_column)
         if len(sizes) < len(needed) and ranks > 1:
-            sizes = solved(self.model.shapes_alone(layer, kind, hint), sizes, 1)
-            sizes = solved(shapes, sizes, ranks)
+            from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+            # The class speaks of the running engine, whose order may be another than that of what is described.
+            alone = self.model.shapes_alone(layer, kind, hint)
+            sizes = solved(alone, sizes, 1, not is_conv_state_dim_first())
+            sizes = solved(shapes, sizes, ranks, self.by_column)
         if missing := [size for size in needed if size not in sizes]:
             raise refuse(
                 layer,

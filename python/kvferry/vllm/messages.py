@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from .stock_wire import Introduction
+
 
 @dataclass
 class Card(KVConnectorHandshakeMetadata):
@@ -30,6 +32,8 @@ class Orders(KVConnectorMetadata):
     aborts: list[str] = field(default_factory=list)
     #: Loads that cannot even begin.
     refused: list[str] = field(default_factory=list)
+    #: Engines without kvferry that the loads are the first from.
+    introductions: list[Introduction] = field(default_factory=list)
     #: Requests of P whose blocks nobody reads any more.
     released: list[str] = field(default_factory=list)
     #: Whether this step may finish a prompt that another engine then reads.

@@ -19,10 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from .._core import Ending
 from .._core import metrics as _told
+from . import stock
 
 _TOLD = _told()
 #: The agent's counters, and what they say.
-COUNTS = _TOLD["counters"]
+COUNTS = _TOLD["counters"] | stock.COUNTS
 #: Where a load's time can go, in order.
 PHASES = tuple(_TOLD["timings"])
 OUTCOMES = tuple(_TOLD["outcomes"])

@@ -58,6 +58,9 @@ class Options:
     next_turn: float = _option(0.0, least=0)
     #: The signal to the engine's process that drains it, as `kvferry drain` does.
     drain_signal: str = _option("SIGUSR2", one_of=("SIGUSR1", "SIGUSR2", "none"))
+    #: Whether D also reads from engines with vLLM's own NixlConnector, which cannot confirm: their
+    #: `kv_lease_duration`, in seconds (vLLM's default is 30). 0: not at all.
+    stock_lease: float = _option(0.0, least=0)
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

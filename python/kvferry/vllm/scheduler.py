@@ -17,6 +17,7 @@ from .metrics import Stats
 from .options import Options
 from .params import KEY
 from .prefill import Prefill
+from .stock import Stock
 from .turns import Turns
 
 
@@ -47,7 +48,10 @@ class SchedulerSide:
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
         self.prefill = Prefill(self.agent, self.keep, groups, self.push)
-        self.decode = Decode(self.agent, groups, options)
+        self.stock: Stock | None = None
+        if options.stock_lease:
+            self.stock = Stock(groups, vllm_config, options.stock_lease)
+        self.decode = Decode(self.agent, groups, options, self.stock)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
@@ -122,8 +126,12 @@ class SchedulerSide:
 
     def stats(self) -> Stats:
         counts = self.agent.counts()
+        if self.stock is not None:
+            counts |= self.stock.counts
         stats, self.counted = Stats.of_counts(counts, self.counted), counts
         return stats
 
     def close(self) -> None:
         self.agent.close()
+        if self.stock is not None:
+            self.stock.close()

@@ -285,6 +285,11 @@ def keeps_window(spec: Any) -> bool:
     return window_of(first_spec(spec)) != FULL
 
 
+def is_clipped(spec: Any) -> bool:
+    """Whether vLLM's own connector hands over no more of a group's table than its window."""
+    return type(first_spec(spec)).__name__ == "SlidingWindowSpec"
+
+
 def is_replayed(spec: Any) -> bool:
     """Whether a group's cache is rebuilt from the last tokens of a prefix that is already there."""
     return versions.replayed_tokens(spec) > 0

@@ -10,13 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from .._core import Ending, Worker
 from .._errors import Error
-from . import metrics
+from . import metrics, stock_facts
 from .describe import dump, manifest
 from .refusal import refuse
 from .logs import logger
 from .messages import Moved, Orders
 from .options import Options
 from .starter import Starter
+from .stock_reader import StockReader
 
 #: Seconds that a step with nothing to compute waits for a load: longer than most take when all is in place,
 #: and less than such a step costs. What arrives in that time is used a step earlier.
@@ -30,6 +31,7 @@ class WorkerSide:
         #: As soon as there is memory.
         self.rank, self.transport = 0, ""
         self.storages: list[torch.Tensor] = []
+        self.kv_caches: dict[str, torch.Tensor] = {}
         self.released: set[str] = set()
         #: Loads whose end has not been reported.
         self.loading: set[str] = set()
@@ -47,8 +49,17 @@ class WorkerSide:
         self.starter = Starter(self._load)
         #: Loads that were not started, and why: to be reported.
         self.failed: deque[tuple[str, str]] = deque()
+        #: Loads from engines without kvferry.
+        self.stock = StockReader(
+            lambda introduction: stock_facts.manifests(
+                introduction, self.config, self.cache, self.kv_caches
+            ),
+            self._start,
+            lambda request, why: self.failed.append((request, why)),
+        )
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.kv_caches = kv_caches
         made = manifest(self.config, self.cache, kv_caches)
         dump(made)
         if not kv_caches:
@@ -95,6 +106,8 @@ class WorkerSide:
         alone = self.config.parallel_config.data_parallel_size == 1
         self.wait = GLANCE if orders.idle and alone else 0.0
         assert self.agent is not None or not (orders.loads or orders.aborts)
+        for introduction in orders.introductions:
+            self.stock.meet(self.agent, introduction)  # type: ignore[arg-type]
         if orders.loads:
             self.loading.update(load["request"] for load in orders.loads)
             # What lands is not ordered with the GPU's stream. The blocks are free because vLLM has
@@ -103,13 +116,17 @@ class WorkerSide:
             # does not.
             self.starter.put(self.last_writes, orders.loads)
         for request in orders.aborts:
-            if self.starter.forget(request):
+            if self.starter.forget(request) or self.stock.forget(request):
                 self.failed.append((request, "cancelled"))
             else:
                 self.agent.abort(request)  # type: ignore[union-attr]
 
     def _load(self, load: dict[str, Any]) -> None:
         """May be called in a thread of its own."""
+        if not self.stock.take(load):
+            self._start(load)
+
+    def _start(self, load: dict[str, Any]) -> None:
         try:
             self.agent.load(**load)  # type: ignore[union-attr]
         except (Error, ValueError, TypeError, OverflowError) as error:

@@ -46,6 +46,9 @@ pub(super) async fn audit(
     read_by: Fingerprint,
     deadline: Instant,
 ) -> Audited {
+    if core.peers.introduced.knows(&load.ticket.address) {
+        return Audited::Passed;
+    }
     // Without a random number nothing can be sampled; then it is due.
     let dice = getrandom::u64().unwrap_or(0);
     if !engine.trial.lock().due(core.audit, dice) {

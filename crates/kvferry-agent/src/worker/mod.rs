@@ -5,12 +5,14 @@
 //! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
 //! reads ([`mover`]), compares what it has with what the source holds ([`audit`]), and asks for
 //! confirmation. Each request ([`load`]) lives by the rules of [`life`](crate::rules::life) ([`drive`]).
-//! Where the source still computes it, it is read as it grows ([`growth`]).
+//! Where the source still computes it, it is read as it grows ([`growth`]). Engines that run no agent
+//! are [`introduced`].
 
 mod audit;
 mod core;
 mod drive;
 mod growth;
+mod introduced;
 mod load;
 mod mover;
 mod options;
@@ -24,6 +26,7 @@ use tracing::{Instrument, error_span, warn};
 
 use self::core::Core;
 use self::drive::drive;
+pub use self::introduced::IntroducedRank;
 pub use self::load::{Ending, Load, Lowerings, Moments, Notice, Outcome};
 pub use self::options::WorkerOptions;
 use self::peers::{Peers, Rank};

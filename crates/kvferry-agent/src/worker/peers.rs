@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
+use super::introduced::Introduced;
 use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
@@ -40,6 +41,8 @@ pub(super) struct Peers {
     trials: Mutex<HashMap<Incarnation, Arc<Mutex<Trial>>>>,
     known: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Acquaintance>>>>,
     metrics: Arc<WorkerMetrics>,
+    /// Those of them that cannot be asked.
+    pub(super) introduced: Introduced,
 }
 
 /// The rank that reads.
@@ -109,7 +112,8 @@ impl Peers {
     pub(super) fn new(rank: Rank, caller: Caller, metrics: Arc<WorkerMetrics>) -> Self {
         let (known, trials) = (Mutex::default(), Mutex::default());
         let audits = Links::new(caller.clone());
-        Self { rank, links: Links::new(caller), audits, trials, known, metrics }
+        let introduced = Introduced::default();
+        Self { rank, links: Links::new(caller), audits, trials, known, metrics, introduced }
     }
 
     /// The engine of a ticket, shaken hands with if need be.
@@ -249,6 +253,9 @@ impl Peers {
         address: &str,
         deadline: Instant,
     ) -> Result<(Version, Incarnation, Vec<Card>), Failure> {
+        if let Some((incarnation, cards)) = self.introduced.get(address) {
+            return Ok((Version::CURRENT, incarnation, cards));
+        }
         let until = deadline.into();
         let mut pause = Duration::from_millis(10);
         loop {
@@ -314,6 +321,10 @@ impl Peers {
         read_by: Fingerprint,
         deadline: Instant,
     ) -> Option<Answer> {
+        if self.introduced.knows(&ticket.address) {
+            // Nobody there can be asked: how long the blocks stay as they are is known by the clock alone.
+            return (Instant::now() < deadline).then_some(Answer::Held);
+        }
         let consumer = Consumer {
             engine: self.rank.engine.clone(),
             rank: self.rank.number,
@@ -359,6 +370,9 @@ impl Peers {
 
     /// Tells P that it need not keep the blocks for this rank's engine.
     pub(super) async fn abandon(&self, ticket: &Ticket) {
+        if self.introduced.knows(&ticket.address) {
+            return;
+        }
         if let Err(error) = self.links.abandon(ticket).await {
             debug!(%error, "cannot give up the lease: it will expire");
         }

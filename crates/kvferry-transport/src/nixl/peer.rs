@@ -86,10 +86,14 @@ impl fmt::Debug for NixlPeer {
 }
 
 const DESCRIPTION: &[u8; 8] = b"kvfy-nxl";
+/// What was put together for a process that knows nothing of kvferry: NIXL has its own name for it.
+const FOREIGN: &[u8; 8] = b"kvfy-nxf";
 
 /// What a description holds.
 pub(super) struct Description<'a> {
     pub(super) instance: Instance,
+    /// Whether the process knows nothing of kvferry.
+    pub(super) foreign: bool,
     pub(super) spans: Spans,
     /// NIXL's own part.
     pub(super) metadata: &'a [u8],
@@ -99,7 +103,7 @@ pub(super) struct Description<'a> {
 
 impl Description<'_> {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = DESCRIPTION.to_vec();
+        let mut out = if self.foreign { FOREIGN.to_vec() } else { DESCRIPTION.to_vec() };
         out.extend(self.instance.0);
         out.extend((self.spans.0.len() as u32).to_le_bytes());
         for region in &self.spans.0 {
@@ -118,9 +122,11 @@ impl Description<'_> {
     pub(super) fn parse(description: &[u8]) -> Result<Description<'_>, Error> {
         let mut fields = Fields(description);
         let mut parse = || {
-            if &fields.array::<8>()? != DESCRIPTION {
-                return None;
-            }
+            let foreign = match &fields.array::<8>()? {
+                DESCRIPTION => false,
+                FOREIGN => true,
+                _ => return None,
+            };
             let instance = Instance(fields.array()?);
             let count = fields.u32()?;
             let mut regions = Vec::new();
@@ -135,12 +141,13 @@ impl Description<'_> {
                 });
             }
             let metadata = fields.block()?;
-            fields.0.is_empty().then_some((instance, regions, metadata))
+            fields.0.is_empty().then_some((instance, foreign, regions, metadata))
         };
-        let (instance, regions, metadata) = parse().ok_or_else(|| {
+        let (instance, foreign, regions, metadata) = parse().ok_or_else(|| {
             Error::BadDescription("it is not one of the nixl transport".to_owned())
         })?;
-        let (metadata, told) = Told::split(metadata, instance);
-        Ok(Description { instance, spans: Spans::from_peer(regions)?, metadata, told })
+        let (metadata, told) =
+            if foreign { (metadata, None) } else { Told::split(metadata, instance) };
+        Ok(Description { instance, foreign, spans: Spans::from_peer(regions)?, metadata, told })
     }
 }

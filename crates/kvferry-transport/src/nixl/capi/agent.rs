@@ -208,6 +208,21 @@ impl Agent {
         }
     }
 
+    /// Sends a few bytes to a peer, which finds them among its notifications. NIXL does not say whether
+    /// they arrive.
+    pub fn notify(&self, peer: &CStr, message: &[u8]) -> Result<(), Code> {
+        // SAFETY: all pointers are live for the call, which copies the message.
+        check(unsafe {
+            (self.nixl.functions.gen_notif)(
+                self.agent,
+                peer.as_ptr(),
+                message.as_ptr().cast(),
+                message.len(),
+                self.arguments,
+            )
+        })
+    }
+
     /// Forgets a peer.
     pub fn forget(&self, peer: &CStr) -> Result<(), Code> {
         // SAFETY: both pointers are live for the call.

@@ -100,6 +100,7 @@ functions! {
     get_local_md(Handle, *mut *mut c_void, *mut usize);
     load_remote_md(Handle, *const c_void, usize, *mut *mut c_char);
     invalidate_remote_md(Handle, *const c_char);
+    gen_notif(Handle, *const c_char, *const c_void, usize, Handle);
     create_xfer_dlist(c_int, *mut Handle);
     destroy_xfer_dlist(Handle);
     xfer_dlist_add_desc(Handle, usize, usize, u64);

@@ -1,0 +1,92 @@
+//! Engines that run no agent: what is known of them came from elsewhere, and nobody there can be asked.
+//!
+//! Such an engine can be read, by the same plans and transports as any other. What it cannot do is
+//! confirm: there is no lease to ask for, nothing to audit, and nothing to follow while it grows. How
+//! long its blocks stay as they are, and that it is told when they have been read, is up to whoever
+//! introduced it.
+
+use std::collections::HashMap;
+
+use kvferry_layout::Manifest;
+use parking_lot::Mutex;
+use tracing::warn;
+
+use super::Worker;
+use super::peers::Rank;
+use crate::error::Error;
+use crate::several::offer_one;
+use crate::wire::message::{Card, Incarnation};
+
+/// The transport that such engines are read by.
+const NIXL: &str = "nixl";
+
+/// One rank of an engine that runs no agent.
+#[derive(Clone, Debug)]
+pub struct IntroducedRank {
+    /// The facts of its cache.
+    pub manifest: Manifest,
+    /// How the `nixl` transport reaches its memory.
+    pub description: Vec<u8>,
+}
+
+/// The engines that were introduced, by address.
+#[derive(Debug, Default)]
+pub(super) struct Introduced(Mutex<HashMap<String, (Incarnation, Vec<Card>)>>);
+
+impl Introduced {
+    /// Whether the engine at this address cannot be asked.
+    pub(super) fn knows(&self, address: &str) -> bool {
+        self.0.lock().contains_key(address)
+    }
+
+    /// What is known of it.
+    pub(super) fn get(&self, address: &str) -> Option<(Incarnation, Vec<Card>)> {
+        self.0.lock().get(address).cloned()
+    }
+}
+
+impl Worker {
+    /// Makes an engine known that runs no agent. Loads with tickets of this address and life are read
+    /// from it; **they are used without a confirmation**.
+    pub fn introduce(
+        &self,
+        address: &str,
+        incarnation: Incarnation,
+        ranks: Vec<IntroducedRank>,
+    ) -> Result<(), Error> {
+        let peers = &self.core.peers;
+        let cards = ranks.into_iter().map(|rank| card(&peers.rank, rank));
+        let cards = cards.collect::<Result<Vec<_>, _>>()?;
+        warn!(
+            address,
+            %incarnation,
+            "this engine runs no agent: what is read from it is used without a confirmation and without \
+             audits"
+        );
+        peers.introduced.0.lock().insert(address.to_owned(), (incarnation, cards));
+        Ok(())
+    }
+}
+
+/// A rank as the carrier of `reader` connects to it.
+fn card(reader: &Rank, rank: IntroducedRank) -> Result<Card, Error> {
+    let IntroducedRank { manifest, description } = rank;
+    let own = reader.carrier.name();
+    let description = match own {
+        NIXL => description,
+        "gpu" => offer_one(NIXL, &description),
+        _ => {
+            return Err(Error::Options(format!(
+                "an engine without kvferry is read by the transport nixl, but the transport of this one \
+                 is {own}: set it to nixl"
+            )));
+        }
+    };
+    Ok(Card {
+        rank: manifest.rank(),
+        manifest: manifest.to_bytes(),
+        transport: own.to_owned(),
+        description,
+        service: None,
+    })
+}

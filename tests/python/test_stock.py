@@ -1,0 +1,223 @@
+"""What an engine with vLLM's stock NixlConnector says, and what it might: read without any engine."""
+
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+import zmq
+from kvferry.vllm import stock_wire
+from kvferry.vllm.stock import Stock, _Engine
+from kvferry.vllm.stock_wire import Introduction, Place
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+RANK = {
+    "engine_id": "p",
+    "agent_metadata": b"nixl's own",
+    "kv_caches_base_addr": [4096],
+    "device_id": 0,
+    "num_blocks": 8,
+    "block_lens": [512],
+    "block_strides": [512],
+    "kv_cache_layout": "LBHNC",
+    "block_size": 16,
+    "ssm_sizes": [0, 0],
+    "attn_backend_name": "CPU_ATTN",
+    "physical_blocks_per_logical_kv_block": 4,
+    "region_num_blocks": [8],
+    "region_group_ids": [0],
+    "region_names": ["model.layers.0.attn"],
+    "region_mem_types": ["DRAM"],
+    "dcp_size": 1,
+    "pcp_size": 1,
+    "ple_block_len": None,
+    "region_members": [],
+    "packed_member_layouts": {},
+    "something_new": 5,
+}
+
+
+def answer(**changes):
+    rank = {name: value for name, value in (RANK | changes).items() if value is not ...}
+    return msgspec.msgpack.encode(
+        {"compatibility_hash": "abc", "agent_metadata_bytes": msgspec.msgpack.encode(rank)}
+    )
+
+
+@pytest.fixture
+def serve():
+    """A side channel that gives these answers, one after the other, and says what it was asked."""
+    context, sockets = zmq.Context(), []
+
+    def start(*answers):
+        socket = context.socket(zmq.ROUTER)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        asked = []
+
+        def run():
+            for one in answers:
+                if not socket.poll(5000):
+                    return
+                who, _, question = socket.recv_multipart()
+                asked.append(msgspec.msgpack.decode(question))
+                socket.send_multipart((who, b"", one, msgspec.msgpack.encode(1.5)))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        sockets.append((socket, thread))
+        return port, asked
+
+    yield start
+    for socket, thread in sockets:
+        thread.join()
+        socket.close(0)
+    context.term()
+
+
+def test_each_rank_is_asked_once(serve):
+    port, asked = serve(answer(), answer(agent_metadata=b"another"))
+    place = Place("127.0.0.1", port, "p", 2)
+    introduction = stock_wire.ask(place)
+    assert asked == [[b"get_meta_msg", 0, 0], [b"get_meta_msg", 0, 1]]
+    assert introduction.block == 64
+    assert introduction.hashes() == ["abc", "abc"]
+    assert [rank.agent_metadata for rank in introduction.ranks()] == [b"nixl's own", b"another"]
+    # Another life has another name.
+    other = Introduction(place, (answer(), answer(agent_metadata=b"a third")))
+    assert other.incarnation != introduction.incarnation == Introduction(
+        place, introduction.answers
+    ).incarnation
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b"", "is not one of vLLM's NixlConnector"),
+        (b"\xc1", "is not one of vLLM's NixlConnector"),
+        (msgspec.msgpack.encode(["a", "list"]), "is not one of vLLM's NixlConnector"),
+        (msgspec.msgpack.encode({"compatibility_hash": "abc"}), "is not one of vLLM's NixlConnector"),
+        (answer(ple_block_len=...), "lacks 'ple_block_len': it is of another version"),
+        (answer(region_names=...), "lacks 'region_names': it is of another version"),
+        (answer(num_blocks="many"), "is not understood"),
+        (answer(block_lens=None), "is not understood"),
+        (answer(engine_id="q"), "is of engine q, but the request was computed by p"),
+    ],
+)
+def test_answers_that_are_of_no_use(serve, bad, words):
+    port, _ = serve(bad)
+    with pytest.raises(ValueError, match=words):
+        stock_wire.ask(Place("127.0.0.1", port, "p", 1))
+
+
+def test_an_engine_that_does_not_answer(serve, monkeypatch):
+    monkeypatch.setattr(stock_wire, "PATIENCE", 0.2)
+    port, _ = serve(answer())
+    with pytest.raises(OSError, match="rank 1 of 2 has not answered at nixl://127.0.0.1"):
+        stock_wire.ask(Place("127.0.0.1", port, "p", 2))
+    for host in ("no such host.invalid", "127.0.0.1"):
+        with pytest.raises(OSError):
+            stock_wire.ask(Place(host, 1, "p", 1))
+    for ranks in (0, -1, 10**6):
+        with pytest.raises(ValueError, match="'tp_size' is"):
+            stock_wire.ask(Place("127.0.0.1", port, "p", ranks))
+
+
+def test_a_ticket_says_where_its_engine_is():
+    for host in ("10.0.0.5", "fe80::1", "p.example"):
+        place = Place(host, 5600, "p", 4)
+        ticket = {"address": place.address, "engine": "p", "tp": 4}
+        assert Place.of(ticket) == place
+
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=48
+)
+
+
+def params(**changes):
+    """What the stock connector hands over for 200 tokens in blocks of 64."""
+    given = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3, 4], [7, 8]],
+        "remote_engine_id": "p",
+        "remote_request_id": "r-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 200,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+    }
+    return {name: value for name, value in (given | changes).items() if value is not ...}
+
+
+@pytest.fixture
+def stock():
+    groups = SimpleNamespace(specs=[FULL, WINDOW], recurrent=[False, False])
+    made = Stock(groups, SimpleNamespace(speculative_config=None), 30.0)
+    place = Place("127.0.0.1", 5600, "p", 1)
+    made._engines[place] = _Engine(place, introduction=Introduction(place, (answer(),)))
+    yield made
+    made.close()
+
+
+def test_where_tables_start(stock):
+    # P hands over no more of a window's table than the window needs.
+    offer = stock.complete(stock.read(params()))
+    assert (offer.tokens, offer.first) == (200, [0, 2])
+    # All of it, where that is less.
+    short = params(remote_block_ids=[[1], [7]], remote_num_tokens=64)
+    assert stock.complete(stock.read(short)).first == [0, 0]
+
+
+def test_a_window_that_has_moved_on_is_of_no_use(stock):
+    # In blocks of 64, P has given up the tokens before 128.
+    offer = stock.complete(stock.read(params(remote_block_ids=[[1, 2, 3, 4], [0, 8, 9]])))
+    assert offer.first == [0, 1]
+    # The token after 175 looks back to 128, and that after 174 to 127.
+    assert stock.usable(offer, 199)
+    assert stock.usable(offer, 175)
+    assert not stock.usable(offer, 174)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pp_size": 2}, "pipeline stages"),
+        ({"dcp_size": 2}, "context parallelism"),
+        ({"transfer_mode": "push"}, "writes"),
+        ({"tp_size": ...}, "'tp_size' is missing"),
+        ({"tp_size": "1"}, "'tp_size' is '1', but must be a whole number"),
+        ({"remote_port": None}, "'remote_port' is missing"),
+        ({"remote_num_tokens": None}, "'remote_num_tokens' is missing"),
+        ({"remote_block_ids": {"a": 1}}, "'remote_block_ids' is {'a': 1}, but must be a list"),
+    ],
+)
+def test_parameters_that_are_of_no_use(stock, changes, words):
+    with pytest.raises(ValueError, match=words):
+        stock.read(params(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kvferry": {}}, {"dcp_size": ...}, {"remote_block_ids": []}, {"remote_request_id": None}],
+)
+def test_parameters_of_others(stock, changes):
+    assert stock.read(params(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"remote_block_ids": [[1, 2, 3, 4]]}, "has 1 tables"),
+        ({"remote_block_ids": [[1, 2, 3], [7, 8]]}, "has 3 blocks of 64 tokens"),
+    ],
+)
+def test_tables_that_are_of_no_use(stock, changes, words):
+    with pytest.raises(ValueError, match=words):
+        stock.complete(stock.read(params(**changes)))
