@@ -10,6 +10,7 @@ from typing import Any
 
 from .._core import Scheduler
 from .._errors import AgentError
+from . import siblings
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
@@ -33,6 +34,11 @@ class Wanted:
     follows: dict[str, Any] | None = None
     #: Another request has the same ticket: this one is computed here.
     twin: bool = False
+    #: The request that reads for this one, too: another answer to the same prompt.
+    reader: str | None = None
+    #: As soon as there are blocks: a table for each group, and how many tokens will be in them.
+    blocks: list[list[int]] = field(default_factory=list)
+    loaded: int = 0
     since: float = field(default_factory=time.monotonic)
     #: How far it was when there was last something new, and when that was.
     news: tuple[int, float] = (0, 0.0)
@@ -97,9 +103,12 @@ class Decode:
             self.agent.follow(name, **where, patience=patience)
             return Wanted(None, tokens, follows=where)
         offer = Offer.read(params)
-        if any(offer.ticket == other.ticket for other in self.wanted.values()):
-            # The answers of one prompt (`n`): the lease ends when the first of them has read.
-            raise ValueError("another request is reading the same blocks")
+        reader = self._reader(offer.ticket)
+        if reader is not None:
+            if offer.hash is not None:
+                raise ValueError("another request is reading the same blocks")
+            # Several answers to one prompt (`n`): what one of them reads is for all.
+            return Wanted(offer, offer.tokens, offer.ticket, reader=reader)
         if offer.ticket in self.spent:
             raise ValueError("they have been used already, and the blocks are gone")
         if params.get("do_remote_decode") or offer.hash is not None:
@@ -117,6 +126,11 @@ class Decode:
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, offer.ticket)
 
+    def _reader(self, ticket: dict[str, Any]) -> str | None:
+        """Who reads what this ticket is for."""
+        same = (name for name, it in self.wanted.items() if it.ticket == ticket and it.reader is None)
+        return next(same, None)
+
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after those that are held already, and whether any can. None: not
         known yet, or not yet to be given blocks."""
@@ -125,6 +139,14 @@ class Decode:
         if wanted is None or wanted.loading:
             return 0, False
         self.hear_of_lost()
+        if siblings.may_come(name, time.monotonic() - wanted.since):
+            return None, False
+        if wanted.reader is not None:
+            reader = self.wanted.get(wanted.reader)
+            if reader is not None and (self.groups.shared or not reader.loading):
+                return None, False
+            # Afterwards, what is not in the cache is computed.
+            wanted.tokens = min(wanted.tokens, reader.loaded) if reader is not None else 0
         if wanted.tokens > computed and wanted.follows is not None and wanted.lost is None:
             if not self._is_time(name, wanted):
                 return None, False
@@ -211,6 +233,14 @@ class Decode:
                 self._give_up(name)
             return
         wanted.loading = True
+        tokens = wanted.loaded = wanted.computed + external
+        wanted.blocks = self.groups.tables(blocks.get_block_ids(), tokens)
+        if self.manager is not None:
+            self.groups.cache_what_is_loaded(self.manager, name, tokens)
+        if wanted.reader is not None:
+            read = self.wanted[wanted.reader].blocks
+            self.next.shares.append(siblings.Share(wanted.reader, name, read, wanted.blocks))
+            return
         if wanted.lost is not None:
             # What follows is what the user chose for loads that fail.
             logger.warning("kvferry: the blocks of %s are gone: %s", name, wanted.lost)
@@ -218,15 +248,12 @@ class Decode:
             return
         assert wanted.ticket is not None
         self.agent.reading(wanted.ticket)
-        tokens = wanted.computed + external
-        if self.manager is not None:
-            self.groups.cache_what_is_loaded(self.manager, name, tokens)
         load = {
             "request": name,
             "ticket": wanted.ticket,
             "tokens": tokens,
             "cached": self.groups.cached(blocks.blocks, wanted.computed),
-            "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
+            "destination_blocks": wanted.blocks,
             "deadline": self.options.deadline,
         }
         if wanted.offer is None:
@@ -251,6 +278,8 @@ class Decode:
             self._give_up(request)
             return
         del self.wanted[request]
+        if wanted.reader is not None:
+            return
         frontier = self.agent.frontier(request) if wanted.follows is not None else None
         self.pace.learn(frontier, wanted.tokens - wanted.computed, seconds)
         self.spent.append(wanted.ticket)
@@ -264,12 +293,16 @@ class Decode:
             return
         if wanted.loading:
             # vLLM keeps the blocks until the workers say that nothing lands in them any more.
-            self.next.aborts.append(name)
+            if not any(other.reader == name and other.loading for other in self.wanted.values()):
+                self.next.aborts.append(name)
         else:
             self._give_up(name)
 
     def _give_up(self, request: str) -> None:
         wanted = self.wanted.pop(request)
+        if wanted.reader is not None or (not wanted.loading and self._replace_reader(request)):
+            # The others still want it.
+            return
         if wanted.ticket is not None:
             self.spent.append(wanted.ticket)
         if wanted.follows is None:
@@ -279,6 +312,14 @@ class Decode:
             self.unwanted[request] = time.monotonic() + self.options.meet
         else:
             self.agent.unfollow(request)
+
+    def _replace_reader(self, request: str) -> bool:
+        """Another reads in its place, if there is one."""
+        others = {name: it for name, it in self.wanted.items() if it.reader == request}
+        reader = next(iter(others), None)
+        for name, other in others.items():
+            other.reader = None if name == reader else reader
+        return reader is not None
 
     def _tell_of_unwanted(self) -> None:
         now = time.monotonic()

@@ -31,6 +31,9 @@ class Groups:
         #: Whether what is kept of a request is of use at no other position than its last: states, and
         #: windows that have moved on.
         self.of_one_position = any(self.recurrent) or any(keeps_window(spec) for spec in self.specs)
+        #: Whether a second request for the same prompt finds the blocks of the first: vLLM's cache of prefixes
+        #: keeps all of them.
+        self.shared = not self.of_one_position and bool(vllm_config.cache_config.enable_prefix_caching)
         #: How many of a prompt's last tokens are D's to compute: a recurrent state must not have seen
         #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
         #: it for the one after them), a cache that is replayed must be laid out for them, and what

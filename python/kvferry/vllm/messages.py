@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from .siblings import Share
+
 
 @dataclass
 class Card(KVConnectorHandshakeMetadata):
@@ -26,6 +28,8 @@ class Orders(KVConnectorMetadata):
 
     #: Arguments of `Worker.load`.
     loads: list[dict[str, Any]] = field(default_factory=list)
+    #: Requests that get a copy of what another one loads.
+    shares: list[Share] = field(default_factory=list)
     #: Loads that are no longer wanted.
     aborts: list[str] = field(default_factory=list)
     #: Loads that cannot even begin.

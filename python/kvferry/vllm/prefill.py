@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
 from .._errors import AgentError
+from . import siblings
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
@@ -35,6 +36,8 @@ class Prefill:
         self.prefilling: set[str] = set()
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
+        #: By prompts with several answers, the last one whose blocks are kept.
+        self.last_of: dict[str, str] = {}
         #: vLLM's manager of all blocks.
         self.manager: Any = None
 
@@ -105,7 +108,21 @@ class Prefill:
         if offer is None and self.push:
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
+        if offer is not None and not self.push:
+            self._keep_one_of(name)
         return offer
+
+    def _keep_one_of(self, name: str) -> None:
+        """Of several answers to one prompt (`n`) vLLM passes on the parameters of the last alone. Where D asks
+        for requests by name, it asks for each of them."""
+        prompt = siblings.prompt_of(name)
+        if prompt is None:
+            return
+        before = self.last_of.get(prompt)
+        self.last_of = {it: last for it, last in self.last_of.items() if last in self.keep.kept}
+        self.last_of[prompt] = name
+        if before is not None:
+            self.agent.revoke(before)
 
     def may_finish(self, scheduled: Iterable[str]) -> bool:
         """Whether a step computes a prompt that another engine reads then."""

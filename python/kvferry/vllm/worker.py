@@ -16,6 +16,7 @@ from .refusal import refuse
 from .logs import logger
 from .messages import Moved, Orders
 from .options import Options
+from .siblings import Shares
 from .starter import Starter
 
 #: Seconds that a step with nothing to compute waits for a load: longer than most take when all is in place,
@@ -36,12 +37,15 @@ class WorkerSide:
         #: For how long this step may wait for one of them.
         self.wait = 0.0
         self.refused: set[str] = set()
+        #: Requests that have a copy of what another one has loaded, to be reported.
+        self.shared: set[str] = set()
         #: Seconds on the wire of loads that are done, for the scheduler.
         self.moved: dict[str, float] = {}
         #: Loads that ended since they were last counted.
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
+        self.shares = Shares(kv_cache_config)
         self.starter = Starter(self._load)
         #: Loads that were not started, and why: to be reported.
         self.failed: deque[tuple[str, str]] = deque()
@@ -57,6 +61,7 @@ class WorkerSide:
             whole.set_(layer.untyped_storage())
             if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
                 self.storages.append(whole)
+        self.shares.register(kv_caches)
         parallel = self.config.parallel_config
         self.agent = Worker(
             made,
@@ -98,8 +103,14 @@ class WorkerSide:
             # draft model, or `_zero`, may still be writing to them. The load waits for that; this step
             # does not.
             self.starter.put(self.last_writes, orders.loads)
+        for share in orders.shares:
+            done = self.shares.order(share, share.reader in self.loading)
+            if done is not None:
+                (self.shared if done else self.refused).add(share.request)
         for request in orders.aborts:
-            if self.starter.forget(request):
+            if self.shares.forget(request):
+                self.refused.add(request)
+            elif self.starter.forget(request):
                 self.failed.append((request, "cancelled"))
             else:
                 self.agent.abort(request)  # type: ignore[union-attr]
@@ -137,10 +148,11 @@ class WorkerSide:
             request, why = self.failed.popleft()
             self.loading.discard(request)
             self.refused.add(request)
+            self.refused.update(self.shares.failed(request))
             self.ended.append(metrics.refused(why))
-        results.finished_recving |= self.refused
+        results.finished_recving |= self.refused | self.shared
         results.failed_recving |= self.refused
-        self.refused = set()
+        self.refused, self.shared = set(), set()
         for ending in self._endings():
             if ending.outcome != "settled":
                 self.ended.append(metrics.ended(ending))
@@ -148,7 +160,12 @@ class WorkerSide:
                 self._zero(ending)
                 self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
+                results.finished_recving.update(self.shares.loaded(ending.request))
                 continue
+            # They have received nothing, so nothing lands in their blocks.
+            without = self.shares.failed(ending.request)
+            results.finished_recving.update(without)
+            results.failed_recving.update(without)
             if ending.quarantined:
                 # vLLM may give the blocks to others once it hears of the end: it hears of it when the
                 # load is settled.
