@@ -4,7 +4,7 @@ from P's state."""
 import random
 
 import pytest
-from exact import nothing_left, prompts
+from exact import for_any_prompt, nothing_left
 from http_pair import save_tokenizer
 from life.inside import counter, whats_left
 from requests_inside import ask, prefilled
@@ -114,8 +114,10 @@ def hand_over(prefill, decode, question, sent=None):
     (made,) = prefill.call(ask, [prefilled(question)])
     assert made["params"], "P hands nothing over"
     params = made["params"]
+    if sent is not None:
+        question, params = sent, for_any_prompt(params)
     before = decode.call(counter, "kvferry_read_bytes_total")
-    (answer,) = decode.call(ask, [(question if sent is None else sent) | {"params": params}])
+    (answer,) = decode.call(ask, [question | {"params": params}])
     assert decode.call(counter, "kvferry_read_bytes_total") > before, "D has read nothing"
     return answer["answers"]
 

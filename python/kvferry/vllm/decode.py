@@ -10,7 +10,7 @@ from typing import Any
 
 from .._core import Scheduler
 from .._errors import AgentError
-from . import siblings
+from . import prompts, siblings
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
@@ -94,7 +94,8 @@ class Decode:
         if source is not None:
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
-            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens))
+            agreed = self.groups.agreed(request.num_prompt_tokens)
+            shared = shared_name(name, agreed, prompts.surroundings(request))
             where: dict[str, Any] = {
                 "engine": source.engine,
                 "address": source.address,
@@ -104,6 +105,11 @@ class Decode:
             return Wanted(None, tokens, follows=where)
         offer = Offer.read(params)
         reader = self._reader(offer.ticket)
+        wrong = prompts.differ(prompts.facts(request, offer.tokens), offer.prompt) if offer.prompt else None
+        if wrong is not None:
+            if reader is None:
+                self.agent.abandon(offer.ticket)
+            raise ValueError(f"they are for another prompt: {wrong}")
         if reader is not None:
             if offer.hash is not None:
                 raise ValueError("another request is reading the same blocks")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
 from .._errors import AgentError
-from . import siblings
+from . import prompts, siblings
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
@@ -50,7 +50,8 @@ class Prefill:
         if self.push:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
-            self.agent.open(name, name=shared_name(name, agreed))
+            around = prompts.surroundings(request)
+            self.agent.open(name, name=shared_name(name, agreed, around))
             self.growing[name] = Growing(request, request.num_preemptions)
 
     def _hold_back(self, request: Any) -> None:
@@ -62,10 +63,9 @@ class Prefill:
             # Prompt log-probabilities: they are wanted for all tokens, and D reads nothing.
             return
         # Other requests may share the list of a prompt; `_all_token_ids` has a view on it.
-        if request.prompt_token_ids is not None:
-            request.prompt_token_ids = request.prompt_token_ids[:-count]
-        else:
-            request.prompt_embeds = request.prompt_embeds[:-count]
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            if (given := getattr(request, name)) is not None:
+                setattr(request, name, given[:-count])
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
@@ -108,9 +108,11 @@ class Prefill:
         if offer is None and self.push:
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
-        if offer is not None and not self.push:
+        if offer is None:
+            return None
+        if not self.push:
             self._keep_one_of(name)
-        return offer
+        return replace(offer, prompt=prompts.facts(request, offer.tokens))
 
     def _keep_one_of(self, name: str) -> None:
         """Of several answers to one prompt (`n`) vLLM passes on the parameters of the last alone. Where D asks
