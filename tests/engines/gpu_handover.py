@@ -18,7 +18,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch  # noqa: E402
 from environment import REMOTE_DECODE  # noqa: E402
-from exact import prompts  # noqa: E402
+from exact import for_any_prompt, prompts  # noqa: E402
 from patches import environment, split_prompts  # noqa: E402
 from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402

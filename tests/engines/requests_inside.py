@@ -68,3 +68,21 @@ def _sampling(question):
 def prefilled(question):
     """The same question as a router sends it to P."""
     return question | {"tokens": 1, "min_tokens": 0, "params": dict(REMOTE_DECODE)}
+
+
+def cut(engine, text, length, params):
+    """The answer to the last tokens of a text, and what P hands over; `params` is True for a P."""
+    sampling = _sampling(
+        {"tokens": 1, "params": dict(REMOTE_DECODE)} if params is True else {"params": params}
+    )
+    (made,) = engine.generate(
+        text, sampling, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": length}
+    )
+    assert len(made.prompt_token_ids) == length
+    return list(made.outputs[0].token_ids), made.kv_transfer_params
+
+
+def pooled(engine, prompts):
+    """What a model makes of prompts, rounded."""
+    made = engine.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    return [[round(number, 4) for number in one.outputs.embedding] for one in made]

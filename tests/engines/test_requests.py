@@ -72,8 +72,10 @@ def engines(folder):
         if kind not in running:
             path = folder / f"{kind}-text"
             save_tokenizer(save_model(kind, path))
+            # Asked one after the other, as most routers do.
             running[kind] = [
-                Server(path, role, **OPTIONS) for role in ("kv_producer", "kv_consumer")
+                Server(path, "kv_producer", **OPTIONS, extra={"push": "never"}),
+                Server(path, "kv_consumer", **OPTIONS),
             ]
         return running[kind]
 

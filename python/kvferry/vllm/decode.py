@@ -11,6 +11,7 @@ from typing import Any
 from .._core import Scheduler
 from .._errors import AgentError
 from . import prompts, siblings
+from .buffer import landing
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
@@ -72,6 +73,8 @@ class Decode:
         self.pace = Pace()
         #: vLLM's manager of all blocks.
         self.manager: Any = None
+        #: Whether bytes come through host memory (`kv_buffer_device`).
+        self.buffered = False
 
     def begin(self, request: Any) -> None:
         """A request that another engine has computed, or computes. What cannot be used is computed
@@ -105,11 +108,10 @@ class Decode:
             return Wanted(None, tokens, follows=where)
         offer = Offer.read(params)
         reader = self._reader(offer.ticket)
-        wrong = prompts.differ(prompts.facts(request, offer.tokens), offer.prompt) if offer.prompt else None
-        if wrong is not None:
+        if (wrong := self._not_for(request, offer)) is not None:
             if reader is None:
                 self.agent.abandon(offer.ticket)
-            raise ValueError(f"they are for another prompt: {wrong}")
+            raise ValueError(wrong)
         if reader is not None:
             if offer.hash is not None:
                 raise ValueError("another request is reading the same blocks")
@@ -131,6 +133,16 @@ class Decode:
             return Wanted(offer, offer.tokens, offer.ticket, follows=where)
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, offer.ticket)
+
+    @staticmethod
+    def _not_for(request: Any, offer: Offer) -> str | None:
+        """Why what P has is of no use to a request."""
+        if request.resumable:
+            return "more of its prompt comes later (streamed input)"
+        if not offer.prompt:
+            return None
+        wrong = prompts.differ(prompts.facts(request, offer.tokens), offer.prompt)
+        return None if wrong is None else f"they are for another prompt: {wrong}"
 
     def _reader(self, ticket: dict[str, Any]) -> str | None:
         """Who reads what this ticket is for."""
@@ -268,6 +280,10 @@ class Decode:
             load["granted"] = wanted.offer.tokens
             load["source_blocks"], load["source_first"] = wanted.offer.blocks, wanted.offer.first
         self.next.loads.append(load)
+        if self.buffered:
+            self.next.lands[name] = landing(
+                wanted.blocks, load["cached"], self.groups.block_sizes(self.manager)
+            )
 
     def orders(self) -> Orders:
         """What has come up for the workers since the last call."""

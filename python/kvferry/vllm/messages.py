@@ -28,6 +28,10 @@ class Orders(KVConnectorMetadata):
 
     #: Arguments of `Worker.load`.
     loads: list[dict[str, Any]] = field(default_factory=list)
+    #: Where others read from a buffer in host memory: blocks that this step writes for them, by request.
+    saves: list[list[list[int]]] = field(default_factory=list)
+    #: And blocks of each load that are copied to the device when it is done.
+    lands: dict[str, list[list[int]]] = field(default_factory=dict)
     #: Requests that get a copy of what another one loads.
     shares: list[Share] = field(default_factory=list)
     #: Loads that are no longer wanted.

@@ -56,6 +56,9 @@ class Options:
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
     #: all.
     next_turn: float = _option(0.0, least=0)
+    #: `shared`: both engines run the same draft model, and its states move with the others. `own`: the other
+    #: engine runs none, or another one; nothing of the draft moves.
+    draft: str = _option("shared", one_of=("shared", "own"))
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

@@ -33,7 +33,7 @@ class Prefill:
     def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, push: bool) -> None:
         self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
         #: Requests whose blocks will be kept.
-        self.prefilling: set[str] = set()
+        self.prefilling: dict[str, Any] = {}
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
         #: By prompts with several answers, the last one whose blocks are kept.
@@ -44,7 +44,12 @@ class Prefill:
     def begin(self, request: Any) -> None:
         """A request whose answer another engine will give."""
         name = request.request_id
-        self.prefilling.add(name)
+        if request.resumable:
+            logger.warning(
+                "kvferry: %s is not handed over: more of its prompt comes later (streamed input)", name
+            )
+            return
+        self.prefilling[name] = request
         prompt = request.num_prompt_tokens
         self._hold_back(request)
         if self.push:
@@ -102,7 +107,7 @@ class Prefill:
         name = request.request_id
         if name not in self.prefilling:
             return None
-        self.prefilling.discard(name)
+        del self.prefilling[name]
         self.growing.pop(name, None)
         offer = self.keep.keep(request, block_ids)
         if offer is None and self.push:
@@ -128,4 +133,4 @@ class Prefill:
 
     def may_finish(self, scheduled: Iterable[str]) -> bool:
         """Whether a step computes a prompt that another engine reads then."""
-        return not self.prefilling.isdisjoint(scheduled)
+        return not self.prefilling.keys().isdisjoint(scheduled)

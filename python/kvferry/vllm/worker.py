@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from .._core import Ending, Worker
 from .._errors import Error
-from . import metrics
+from . import buffer, metrics
 from .describe import dump, manifest
 from .refusal import refuse
 from .logs import logger
@@ -29,6 +29,10 @@ class WorkerSide:
         self.config, self.cache, self.options = vllm_config, kv_cache_config, options
         self.agent: Worker | None = None
         self.storages: list[torch.Tensor] = []
+        #: Where others cannot reach the cache itself.
+        self.buffer: buffer.HostBuffer | None = None
+        #: Blocks of loads that are copied from there when they are done.
+        self.lands: dict[str, buffer.Tables] = {}
         self.released: set[str] = set()
         #: Loads whose end has not been reported.
         self.loading: set[str] = set()
@@ -51,12 +55,20 @@ class WorkerSide:
         self.failed: deque[tuple[str, str]] = deque()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        made = manifest(self.config, self.cache, kv_caches)
+        if buffer.is_wanted(self.config):
+            self.buffer = buffer.HostBuffer(self.cache, kv_caches, pinned=torch.cuda.is_available())
+            self.storages = self.buffer.storages
+        made = manifest(
+            self.config,
+            self.cache,
+            kv_caches,
+            elsewhere=None if self.buffer is None else self.buffer.addresses,
+            own_draft=self.options.draft == "own",
+        )
         dump(made)
         if not kv_caches:
             raise refuse("", "this rank holds no cache; choose other pipeline stages")
-        tensor = next(iter(kv_caches.values()))
-        for layer in kv_caches.values():
+        for layer in kv_caches.values() if self.buffer is None else ():
             whole = torch.empty(0, dtype=torch.uint8, device=layer.device)
             whole.set_(layer.untyped_storage())
             if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
@@ -69,7 +81,7 @@ class WorkerSide:
             * parallel.pipeline_parallel_size
             * parallel.prefill_context_parallel_size,
             memory=self.storages,
-            transport=self.options.transport_for(tensor.device.type),
+            transport=self.options.transport_for(self.storages[0].device.type),
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
             lowering=self.options.lowering,
@@ -77,6 +89,11 @@ class WorkerSide:
             **self.options.address(0),
             **self.options.trust(),
         )
+
+    def copy_with(self, copy: buffer.Copy) -> None:
+        """How the engine copies blocks between its device and host memory."""
+        if self.buffer is not None:
+            self.buffer.copy = copy
 
     def prepare(self, orders: Orders) -> None:
         """Before a step computes. In host memory nothing is under way then, and what is to be loaded
@@ -92,6 +109,7 @@ class WorkerSide:
         self.released.update(orders.released)
         self.refused.update(orders.refused)
         self.ended += [metrics.refused("lost") for _ in orders.refused]
+        self.lands.update(orders.lands)
         # Data-parallel engines may step together: the others are not kept waiting.
         alone = self.config.parallel_config.data_parallel_size == 1
         self.wait = GLANCE if orders.idle and alone else 0.0
@@ -126,6 +144,9 @@ class WorkerSide:
 
     def written(self, orders: Orders) -> None:
         """At the end of a step, of drafts too."""
+        if self.buffer is not None:
+            for tables in orders.saves:
+                self.buffer.save(tables)
         if orders.hands_over and self.config.speculative_config is not None and self._on_gpu():
             # What a draft model writes may come after the token from which the scheduler learns
             # that the blocks can be handed over.
@@ -133,7 +154,9 @@ class WorkerSide:
         self._mark_writes()
 
     def _on_gpu(self) -> bool:
-        return bool(self.storages) and self.storages[0].device.type != "cpu"
+        """Whether steps work behind the engine's back: also where the cache lies in host memory."""
+        here = self.storages[0].device.type if self.storages else "cpu"
+        return here != "cpu" or (bool(self.storages) and buffer.device_of(self.config) != "cpu")
 
     def _mark_writes(self) -> None:
         if self._on_gpu():
@@ -149,6 +172,7 @@ class WorkerSide:
             self.loading.discard(request)
             self.refused.add(request)
             self.refused.update(self.shares.failed(request))
+            self.lands.pop(request, None)
             self.ended.append(metrics.refused(why))
         results.finished_recving |= self.refused | self.shared
         results.failed_recving |= self.refused
@@ -158,10 +182,12 @@ class WorkerSide:
                 self.ended.append(metrics.ended(ending))
             if ending.outcome == "done":
                 self._zero(ending)
+                self._land(ending.request)
                 self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
                 results.finished_recving.update(self.shares.loaded(ending.request))
                 continue
+            self.lands.pop(ending.request, None)
             # They have received nothing, so nothing lands in their blocks.
             without = self.shares.failed(ending.request)
             results.finished_recving.update(without)
@@ -182,6 +208,12 @@ class WorkerSide:
         self.loading.difference_update(ending.request for ending in endings)
         return endings
 
+    def _land(self, request: str) -> None:
+        """From host memory to the device, before a step uses it."""
+        tables = self.lands.pop(request, None)
+        if self.buffer is not None and tables is not None:
+            self.buffer.load(tables)
+
     def told(self) -> Moved | None:
         """What the scheduler is told with the results."""
         moved, self.moved = self.moved, {}
@@ -195,7 +227,7 @@ class WorkerSide:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this
         goes to the stream of the steps, before the next of them."""
         assert self.agent is not None
-        if not self._on_gpu():
+        if self.storages[0].device.type == "cpu":
             self.agent.zero(ending)
             return
         areas = []
