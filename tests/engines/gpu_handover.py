@@ -18,7 +18,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch  # noqa: E402
 from environment import REMOTE_DECODE  # noqa: E402
-from exact import prompts  # noqa: E402
+from exact import for_any_prompt, prompts  # noqa: E402
 from patches import environment, split_prompts  # noqa: E402
 from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402
@@ -207,7 +207,9 @@ def measure(model, prefill, decode):
 def hand_over(prefill, decode, prompt, other=None, spoil=None):
     _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
     decode.call(spoil or poison)
-    return decode.generate(other or prompt, params=params)[0]
+    if other is None:
+        return decode.generate(prompt, params=params)[0]
+    return decode.generate(other, params=for_any_prompt(params))[0]
 
 
 def words(load):

@@ -228,6 +228,11 @@ def free_neighbours():
 
 def save_tokenizer(folder):
     """A token for every byte, and a plain chat template."""
+    byte_tokenizer().save_pretrained(folder)
+
+
+def byte_tokenizer(more=()):
+    """The same with more special tokens, behind those of the bytes."""
     import tokenizers
     import transformers
 
@@ -235,18 +240,19 @@ def save_tokenizer(folder):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE(
-            vocab={token: at for at, token in enumerate(special + alphabet)}, merges=[]
+            vocab={token: at for at, token in enumerate([*special, *alphabet, *more])}, merges=[]
         )
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
     )
     made.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token=special[0],
         eos_token=special[1],
         pad_token=special[2],
+        **({"additional_special_tokens": list(more)} if more else {}),
         chat_template="{% for message in messages %}{{ message['role'] }}: "
         "{{ message['content'] }}\n{% endfor %}assistant: ",
-    ).save_pretrained(folder)
+    )

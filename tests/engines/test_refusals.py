@@ -23,12 +23,17 @@ def listen(_engine):
     logger.addHandler(_Keep())
 
 
-def why_it_failed(_engine):
+def why_it_failed(engine):
+    return said(engine, "the load failed")
+
+
+def said(_engine, words):
+    """The last line with these words."""
     # Lines are logged by a thread of their own.
     until = time.monotonic() + 30
     while time.monotonic() < until:
-        for line in list(_said):
-            if "the load failed" in line:
+        for line in reversed(_said):
+            if words in line:
                 return line
         time.sleep(0.01)
     return f"nothing: {_said}"

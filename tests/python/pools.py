@@ -214,10 +214,8 @@ class Rank:
         side = engine.side
         backend = "CPU_ATTN" if side.cpu else "FLASH_ATTN"
         groups = [kept.sections[1][1] for kept in engine.layers.values() if is_mamba2(kept)]
-        self.manifest = kvferry.vllm.manifest(
-            engine.config,
-            config,
-            self.kv_caches,
+        self.config = config
+        self.facts = dict(
             tp_rank=tp,
             pp_rank=stage,
             pcp_rank=pcp,
@@ -229,6 +227,7 @@ class Rank:
             layer_specs=engine.specs,
             mamba_groups=groups[0] if groups else None,
         )
+        self.manifest = kvferry.vllm.manifest(engine.config, config, self.kv_caches, **self.facts)
 
 
 def poison(engine, seed):

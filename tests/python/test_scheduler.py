@@ -55,6 +55,12 @@ def request(**params):
         num_computed_tokens=40,
         num_in_flight_tokens=0,
         num_preemptions=0,
+        prompt_token_ids=list(range(40)),
+        all_token_ids=list(range(40)),
+        prompt_embeds=None,
+        lora_request=None,
+        mm_features=[],
+        resumable=False,
     )
 
 
@@ -98,6 +104,103 @@ def test_parameters_of_another_connector_are_named(start, caplog):
     (said,) = {one.getMessage() for one in caplog.records if one.levelname == "WARNING"}
     assert "cannot use the transfer parameters of request-1: there is no 'kvferry' in them" in said
     assert side.matched(new, 0) == (0, False)
+
+
+def test_parameters_for_another_prompt_are_not_used(start, caplog):
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    wanted = request(**params)
+    wanted.all_token_ids = list(range(1, 41))
+    decode.on_new_request(wanted)
+    (said,) = {one.getMessage() for one in caplog.records if one.levelname == "WARNING"}
+    assert "they are for another prompt: its tokens differ: " in said
+    assert decode.matched(wanted, 0) == (0, False)
+    released(prefill)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_session_that_goes_on_is_not_handed_over(start, caplog, side):
+    """vLLM's streamed input: more of the prompt comes later."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    asked = request(do_remote_decode=True)
+    asked.resumable = side == "P"
+    prefill.on_new_request(asked)
+    kept, params = prefill.finished(asked, ([3, 5],))
+    assert kept == (side == "D")
+    if kept:
+        wanted = request(**params)
+        wanted.resumable = True
+        decode.on_new_request(wanted)
+        assert decode.matched(wanted, 0) == (0, False)
+        released(prefill)
+    (said,) = {one.getMessage() for one in caplog.records if one.levelname == "WARNING"}
+    assert "more of its prompt comes later" in said
+
+
+@pytest.mark.parametrize("ends", ["while it waits", "when it has read"])
+def test_several_answers_to_one_prompt(start, ends):
+    """One of them reads; who is left reads in its place."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    three = [request(**params) for _ in range(3)]
+    for number, one in enumerate(three):
+        one.request_id = f"{number}_request"
+        decode.on_new_request(one)
+    time.sleep(0.01)
+    if ends == "while it waits":
+        # The others wait for the first, which is aborted.
+        assert decode.matched(three[1], 0) == (None, False)
+        decode.finished(three.pop(0), ([],))
+    reads, *others = three
+    assert decode.matched(reads, 0) == (40, True)
+    decode.allocated(reads, Blocks([1, 2]), 40)
+    for at, other in enumerate(others):
+        assert decode.matched(other, 0) == (40, True)
+        decode.allocated(other, Blocks([5 + at, 7 + at]), 40)
+    orders = decode.orders([])
+    assert [load["request"] for load in orders.loads] == [reads.request_id]
+    assert [share.request for share in orders.shares] == [one.request_id for one in others]
+    assert all(share.source == [[1, 2]] for share in orders.shares)
+    # Aborted now, it goes on reading for the others.
+    decode.finished(reads, ([],))
+    assert decode.orders([]).aborts == []
+    for one in three:
+        decode.ended(one.request_id, False, 0.0)
+    assert not decode.decode.wanted
+    prefill.agent.revoke("request-1")
+
+
+class Blocks:
+    """What vLLM has for a request."""
+
+    def __init__(self, ids):
+        self.ids = ids
+        self.blocks = [[SimpleNamespace(block_hash_num_tokens=0) for _ in ids]]
+
+    def get_block_ids(self):
+        return (self.ids,)
+
+
+def released(side):
+    deadline = time.monotonic() + 30
+    while not side.orders([]).released:
+        assert time.monotonic() < deadline
+
+
+def test_of_several_answers_the_last_is_kept(start):
+    """vLLM passes on the parameters of the one that ends last."""
+    side = start("kv_producer", push="never")
+    for number in range(3):
+        asked = request(do_remote_decode=True)
+        asked.request_id = f"{number}_request"
+        side.on_new_request(asked)
+        assert side.finished(asked, ([3 + number],))[0]
+    assert side.orders([]).released == ["0_request", "1_request"]
+    side.agent.revoke("2_request")
 
 
 def test_a_host_that_does_not_resolve_is_an_option_s_fault(start):

@@ -125,6 +125,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        self.worker.copy_with(copy_operation)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self.worker.agent is not None
         cards = neighbours.gather(self.worker.agent.card())

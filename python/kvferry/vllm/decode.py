@@ -10,6 +10,8 @@ from typing import Any
 
 from .._core import Scheduler
 from .._errors import AgentError
+from . import prompts, siblings
+from .buffer import landing
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
@@ -34,6 +36,11 @@ class Wanted:
     follows: dict[str, Any] | None = None
     #: Another request has the same ticket: this one is computed here.
     twin: bool = False
+    #: The request that reads for this one, too: another answer to the same prompt.
+    reader: str | None = None
+    #: As soon as there are blocks: a table for each group, and how many tokens will be in them.
+    blocks: list[list[int]] = field(default_factory=list)
+    loaded: int = 0
     since: float = field(default_factory=time.monotonic)
     #: How far it was when there was last something new, and when that was.
     news: tuple[int, float] = (0, 0.0)
@@ -73,6 +80,8 @@ class Decode:
         self.pace = Pace()
         #: vLLM's manager of all blocks.
         self.manager: Any = None
+        #: Whether bytes come through host memory (`kv_buffer_device`).
+        self.buffered = False
 
     def begin(self, request: Any) -> None:
         """A request that another engine has computed, or computes. What cannot be used is computed
@@ -95,7 +104,8 @@ class Decode:
         if source is not None:
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
-            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens))
+            agreed = self.groups.agreed(request.num_prompt_tokens)
+            shared = shared_name(name, agreed, prompts.surroundings(request))
             where: dict[str, Any] = {
                 "engine": source.engine,
                 "address": source.address,
@@ -110,9 +120,16 @@ class Decode:
                 "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
             )
         offer = stock or Offer.read(params)
-        if any(offer.ticket == other.ticket for other in self.wanted.values()):
-            # The answers of one prompt (`n`): the lease ends when the first of them has read.
-            raise ValueError("another request is reading the same blocks")
+        reader = self._reader(offer.ticket)
+        if (wrong := self._not_for(request, offer)) is not None:
+            if reader is None and stock is None:
+                self.agent.abandon(offer.ticket)
+            raise ValueError(wrong)
+        if reader is not None:
+            if offer.hash is not None:
+                raise ValueError("another request is reading the same blocks")
+            # Several answers to one prompt (`n`): what one of them reads is for all.
+            return Wanted(offer, offer.tokens, offer.ticket, reader=reader)
         if offer.ticket in self.spent:
             raise ValueError("they have been used already, and the blocks are gone")
         if params.get("do_remote_decode") or offer.hash is not None:
@@ -133,6 +150,21 @@ class Decode:
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, offer.ticket)
 
+    @staticmethod
+    def _not_for(request: Any, offer: Offer) -> str | None:
+        """Why what P has is of no use to a request."""
+        if request.resumable:
+            return "more of its prompt comes later (streamed input)"
+        if not offer.prompt:
+            return None
+        wrong = prompts.differ(prompts.facts(request, offer.tokens), offer.prompt)
+        return None if wrong is None else f"they are for another prompt: {wrong}"
+
+    def _reader(self, ticket: dict[str, Any]) -> str | None:
+        """Who reads what this ticket is for."""
+        same = (name for name, it in self.wanted.items() if it.ticket == ticket and it.reader is None)
+        return next(same, None)
+
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after those that are held already, and whether any can. None: not
         known yet, or not yet to be given blocks."""
@@ -143,6 +175,14 @@ class Decode:
         self.hear_of_lost()
         if wanted.stock and not self._knows_stock(name, wanted):
             return None, False
+        if siblings.may_come(name, time.monotonic() - wanted.since):
+            return None, False
+        if wanted.reader is not None:
+            reader = self.wanted.get(wanted.reader)
+            if reader is not None and (self.groups.shared or not reader.loading):
+                return None, False
+            # Afterwards, what is not in the cache is computed.
+            wanted.tokens = min(wanted.tokens, reader.loaded) if reader is not None else 0
         if wanted.tokens > computed and wanted.follows is not None and wanted.lost is None:
             if not self._is_time(name, wanted):
                 return None, False
@@ -261,10 +301,18 @@ class Decode:
                 self._give_up(name)
             return
         wanted.loading = True
-        if wanted.lost is not None:
+        tokens = wanted.loaded = wanted.computed + external
+        wanted.blocks = self.groups.tables(blocks.get_block_ids(), tokens)
+        if wanted.reader is None and wanted.lost is not None:
             # What follows is what the user chose for loads that fail.
             logger.warning("kvferry: the blocks of %s are gone: %s", name, wanted.lost)
             self.next.refused.append(name)
+            return
+        if self.manager is not None:
+            self.groups.cache_what_is_loaded(self.manager, name, tokens)
+        if wanted.reader is not None:
+            read = self.wanted[wanted.reader].blocks
+            self.next.shares.append(siblings.Share(wanted.reader, name, read, wanted.blocks))
             return
         assert wanted.ticket is not None
         ticket, deadline = wanted.ticket, self.options.deadline
@@ -273,15 +321,12 @@ class Decode:
             deadline = min(deadline, good)
         else:
             self.agent.reading(ticket)
-        tokens = wanted.computed + external
-        if self.manager is not None:
-            self.groups.cache_what_is_loaded(self.manager, name, tokens)
         load = {
             "request": name,
             "ticket": ticket,
             "tokens": tokens,
             "cached": self.groups.cached(blocks.blocks, wanted.computed),
-            "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
+            "destination_blocks": wanted.blocks,
             "deadline": deadline,
         }
         if wanted.offer is None:
@@ -290,6 +335,10 @@ class Decode:
             load["granted"] = wanted.offer.tokens
             load["source_blocks"], load["source_first"] = wanted.offer.blocks, wanted.offer.first
         self.next.loads.append(load)
+        if self.buffered:
+            self.next.lands[name] = landing(
+                wanted.blocks, load["cached"], self.groups.block_sizes(self.manager)
+            )
 
     def orders(self) -> Orders:
         """What has come up for the workers since the last call."""
@@ -308,6 +357,8 @@ class Decode:
             self._give_up(request, failed)
             return
         del self.wanted[request]
+        if wanted.reader is not None:
+            return
         frontier = self.agent.frontier(request) if wanted.follows is not None else None
         self.pace.learn(frontier, wanted.tokens - wanted.computed, seconds)
         self.spent.append(wanted.ticket)
@@ -324,12 +375,16 @@ class Decode:
             return
         if wanted.loading:
             # vLLM keeps the blocks until the workers say that nothing lands in them any more.
-            self.next.aborts.append(name)
+            if not any(other.reader == name and other.loading for other in self.wanted.values()):
+                self.next.aborts.append(name)
         else:
             self._give_up(name)
 
     def _give_up(self, request: str, failed: bool = False) -> None:
         wanted = self.wanted.pop(request)
+        if wanted.reader is not None or (not wanted.loading and self._replace_reader(request)):
+            # The others still want it.
+            return
         if wanted.ticket is not None:
             self.spent.append(wanted.ticket)
         if wanted.stock and self.stock is not None and wanted.ticket is not None:
@@ -341,6 +396,14 @@ class Decode:
             self.unwanted[request] = time.monotonic() + self.options.meet
         else:
             self.agent.unfollow(request)
+
+    def _replace_reader(self, request: str) -> bool:
+        """Another reads in its place, if there is one."""
+        others = {name: it for name, it in self.wanted.items() if it.reader == request}
+        reader = next(iter(others), None)
+        for name, other in others.items():
+            other.reader = None if name == reader else reader
+        return reader is not None
 
     def _tell_of_unwanted(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._core import Manifest
 from . import specs
+from .geometry import Regions, View
 from .layers import Layers
 from .model import backend_names, own_spec
 from .refusal import refuse
@@ -31,6 +32,8 @@ def manifest(
     kv_heads: Mapping[str, int] | None = None,
     mamba_groups: int | None = None,
     identity: Mapping[str, str] | None = None,
+    elsewhere: Mapping[int, int] | None = None,
+    own_draft: bool = False,
 ) -> Manifest:
     """All the facts of one rank.
 
@@ -40,7 +43,7 @@ def manifest(
     ends by layer, the spec that each layer asked for (`layer_specs`: its group may keep more of it), and whether later requests may use blocks
     again (`prefix_caching`). `kv_heads` (by layer) and `mamba_groups` say how many there are in the
     whole model where its configuration does not; `identity` adds to or replaces what must be equal on
-    both sides.
+    both sides; `elsewhere` are allocations that others reach at another address only, in host memory; with `own_draft` nothing of a draft model is handed over.
 
     Raises `Unsupported` where a layer's cache cannot be described, and `ManifestError` where what it
     is described as makes no sense.
@@ -82,12 +85,13 @@ def manifest(
     layers = Layers(
         vllm_config, tp_rank, turn, conv_order, backends, sights, kv_heads or {}, mamba_groups
     )
+    layers.regions = Regions(elsewhere)
     names = _names(layers, transferred)
     # Where a later request may use blocks again, it may share a shorter prefix and look at tokens that
     # were never copied: then a layer needs all that its group keeps.
     needs = {} if prefix_caching else sights
     groups = [
-        _group(layers, number, group, names, needs, kv_cache_config.num_blocks, kv_caches)
+        _group(layers, number, group, names, needs, kv_cache_config.num_blocks, kv_caches, own_draft)
         for number, group in enumerate(transferred)
     ]
     layers.asking.report()
@@ -98,7 +102,7 @@ def manifest(
     ]
     return Manifest(
         {
-            "identity": {**layers.model.identity(), **(identity or {})},
+            "identity": {**layers.model.identity(own_draft), **(identity or {})},
             "engine": engine,
             "rank": (pp_rank * pcp_size + pcp_rank) * parallel.tensor_parallel_size + tp_rank,
             "label": " ".join(f"{name}{rank}" for name, rank, several in places if several),
@@ -165,6 +169,7 @@ def _group(
     needs: Mapping[str, Fact],
     blocks: int,
     kv_caches: Mapping[str, Any],
+    own_draft: bool,
 ) -> Fact:
     own = [specs.layer_spec(group, layer) for layer in group.layer_names]
     # A stage may hold no layer of the group; its table is there all the same.
@@ -182,6 +187,9 @@ def _group(
             # A layer that reads another one's cache and keeps none of its own.
             continue
         seen.add(key)
+        if own_draft and layers.model.place(layer)[0]:
+            scratch.append(View(layers.regions, tensor, blocks).whole(tensor))
+            continue
         if specs.window_of(spec) != window:
             raise refuse(layer, "its window differs from that of other layers of its group")
         if tensor.shape[0] % blocks != 0:

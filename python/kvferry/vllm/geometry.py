@@ -3,6 +3,7 @@ layout is just strides."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .specs import Fact
@@ -11,8 +12,10 @@ from .specs import Fact
 class Regions:
     """The allocations that tensors lie in, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Mapping[int, int] | None = None) -> None:
+        """`elsewhere` says of allocations that peers do not reach where they lie in host memory, too."""
         self.list: list[Fact] = []
+        self._elsewhere = elsewhere or {}
         self._known: dict[tuple[int, int], int] = {}
 
     def index(self, tensor: Any) -> int:
@@ -20,8 +23,9 @@ class Regions:
         key = (storage.data_ptr(), storage.nbytes())
         if key not in self._known:
             self._known[key] = len(self.list)
-            place = "host" if device.type == "cpu" else {"gpu": device.index or 0}
-            self.list.append({"base": key[0], "bytes": key[1], "place": place})
+            base = self._elsewhere.get(key[0])
+            place = "host" if base or device.type == "cpu" else {"gpu": device.index or 0}
+            self.list.append({"base": base or key[0], "bytes": key[1], "place": place})
         return self._known[key]
 
 
@@ -42,6 +46,17 @@ class View:
             self.kernel = {"entries": tensor.shape[2], "stride": block}
         self.head: int = head
         self.token: int = token
+
+    def whole(self, tensor: Any) -> Fact:
+        """All that the layer keeps in a block, as scratch: memory of which nothing is said."""
+        parts = [] if self.kernel is None else [[self.block // self.kernel["stride"], self.kernel["stride"]]]
+        return {
+            "region": self.region,
+            "offset": self.offset,
+            "block": self.block,
+            "run": tensor.shape[3] * tensor.element_size(),
+            "dims": [*parts, [tensor.shape[1], self.head], [tensor.shape[2], self.token]],
+        }
 
     def at(
         self,

@@ -32,6 +32,10 @@ class Groups:
         #: Whether what is kept of a request is of use at no other position than its last: states, and
         #: windows that have moved on.
         self.of_one_position = any(self.recurrent) or any(keeps_window(spec) for spec in self.specs)
+        #: Whether a second request for the same prompt finds the blocks of the first: vLLM's cache of prefixes
+        #: keeps all of them.
+        caching = getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False)
+        self.shared = bool(caching) and not self.of_one_position
         #: How many of a prompt's last tokens are D's to compute: a recurrent state must not have seen
         #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
         #: it for the one after them), a cache that is replayed must be laid out for them, and what
@@ -78,6 +82,11 @@ class Groups:
             size = manager.coordinator.single_type_managers[index].block_size
             tables.append(list(ids[index][: -(-tokens // size)]))
         return tables
+
+    def block_sizes(self, manager: Any) -> list[int]:
+        """How many tokens a block of each group holds."""
+        managers = manager.coordinator.single_type_managers
+        return [int(managers[index].block_size) for index in self.cache.transfer_group_ids]
 
     def table(self, group: int, ids: Iterable[int], tokens: int) -> list[int]:
         """A group's table. For a state it is the one slot that is current after so many tokens,

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from .siblings import Share
 from .stock_wire import Introduction
 
 
@@ -28,6 +29,12 @@ class Orders(KVConnectorMetadata):
 
     #: Arguments of `Worker.load`.
     loads: list[dict[str, Any]] = field(default_factory=list)
+    #: Where others read from a buffer in host memory: blocks that this step writes for them, by request.
+    saves: list[list[list[int]]] = field(default_factory=list)
+    #: And blocks of each load that are copied to the device when it is done.
+    lands: dict[str, list[list[int]]] = field(default_factory=dict)
+    #: Requests that get a copy of what another one loads.
+    shares: list[Share] = field(default_factory=list)
     #: Loads that are no longer wanted.
     aborts: list[str] = field(default_factory=list)
     #: Loads that cannot even begin.

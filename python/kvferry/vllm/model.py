@@ -93,7 +93,7 @@ class Model:
         keys, values = ([float(it) for it in scale.flatten().tolist()] for scale in found)
         return str(cache), keys, values
 
-    def identity(self) -> dict[str, str]:
+    def identity(self, own_draft: bool = False) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""
         model = self._config.model_config
         text = model.hf_text_config
@@ -111,7 +111,7 @@ class Model:
             identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
         speculative = getattr(self._config, "speculative_config", None)
         # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
-        if speculative is not None and speculative.uses_draft_kv_cache():
+        if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:
             identity["draft"] = str(speculative.draft_model_config.model)
         return identity
 

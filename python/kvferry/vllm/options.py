@@ -61,6 +61,9 @@ class Options:
     #: Whether D also reads from engines with vLLM's own NixlConnector, which cannot confirm: their
     #: `kv_lease_duration`, in seconds (vLLM's default is 30). 0: not at all.
     stock_lease: float = _option(0.0, least=0)
+    #: `shared`: both engines run the same draft model, and its states move with the others. `own`: the other
+    #: engine runs none, or another one; nothing of the draft moves.
+    draft: str = _option("shared", one_of=("shared", "own"))
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
     #: How D reads: by what is cheapest, or always in one way.

@@ -4,8 +4,11 @@ contract, and our part of it."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from . import prompts
+from .prompts import Facts
 
 #: Where our part lies.
 KEY = "kvferry"
@@ -23,6 +26,8 @@ class Offer:
     first: Any
     #: What the tokens of an answer are known by, which P reads for the next turn.
     hash: str | None = None
+    #: What the blocks depend on beside the model, as far as the other engine says it.
+    prompt: Facts = field(default_factory=dict)
 
     @classmethod
     def read(cls, params: dict[str, Any]) -> Offer:
@@ -38,6 +43,7 @@ class Offer:
             _field(params, "remote_block_ids", (list, tuple), "remote_block_ids"),
             _field(ours, "first", list, f"{KEY}.first"),
             None if ours.get("hash") is None else _field(ours, "hash", str, f"{KEY}.hash"),
+            prompts.read(ours.get("prompt")),
         )
 
     def write(
@@ -60,7 +66,8 @@ class Offer:
             "remote_num_tokens": self.tokens,
             **({"transfer_mode": "push"} if push else {}),
             KEY: {"ticket": self.ticket, "tokens": self.tokens, "first": self.first}
-            | ({"hash": self.hash} if answered else {}),
+            | ({"hash": self.hash} if answered else {})
+            | ({"prompt": self.prompt} if self.prompt else {}),
         }
 
 
@@ -85,11 +92,12 @@ class Source:
         return cls(engine, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def shared_name(request: str, tokens: int) -> str:
+def shared_name(request: str, tokens: int, surroundings: Facts | None = None) -> str:
     """The name of a request that two engines have in common: vLLM makes its own from the one that the
-    router has given to it, and adds eight digits. With it goes what they must agree on, a number of
-    tokens: a state is of use after so many only."""
-    return f"{stem(request)}:{tokens}"
+    router has given to it, and adds eight digits. With it goes what they must agree on: a number of
+    tokens, because a state is of use after so many only, and adapters and images."""
+    agreed = [str(tokens), *(f"{name} {value}" for name, value in sorted((surroundings or {}).items()))]
+    return ":".join([stem(request), *agreed])
 
 
 def stem(request: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
 from .._errors import AgentError
+from . import prompts, siblings
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
@@ -32,23 +33,31 @@ class Prefill:
     def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, push: bool) -> None:
         self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
         #: Requests whose blocks will be kept.
-        self.prefilling: set[str] = set()
+        self.prefilling: dict[str, Any] = {}
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
+        #: By prompts with several answers, the last one whose blocks are kept.
+        self.last_of: dict[str, str] = {}
         #: vLLM's manager of all blocks.
         self.manager: Any = None
 
     def begin(self, request: Any) -> None:
         """A request whose answer another engine will give."""
         name = request.request_id
-        self.prefilling.add(name)
+        if request.resumable:
+            logger.warning(
+                "kvferry: %s is not handed over: more of its prompt comes later (streamed input)", name
+            )
+            return
+        self.prefilling[name] = request
         prompt = request.num_prompt_tokens
         self._hold_back(request)
         if self.push:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
+            around = prompts.surroundings(request)
             try:
-                self.agent.open(name, name=shared_name(name, agreed))
+                self.agent.open(name, name=shared_name(name, agreed, around))
             except AgentError as error:
                 # An engine that drains computes it, and hands nothing over.
                 if error.kind != "draining":
@@ -65,10 +74,9 @@ class Prefill:
             # Prompt log-probabilities: they are wanted for all tokens, and D reads nothing.
             return
         # Other requests may share the list of a prompt; `_all_token_ids` has a view on it.
-        if request.prompt_token_ids is not None:
-            request.prompt_token_ids = request.prompt_token_ids[:-count]
-        else:
-            request.prompt_embeds = request.prompt_embeds[:-count]
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            if (given := getattr(request, name)) is not None:
+                setattr(request, name, given[:-count])
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
@@ -105,14 +113,30 @@ class Prefill:
         name = request.request_id
         if name not in self.prefilling:
             return None
-        self.prefilling.discard(name)
+        del self.prefilling[name]
         self.growing.pop(name, None)
         offer = self.keep.keep(request, block_ids)
         if offer is None and self.push:
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
-        return offer
+        if offer is None:
+            return None
+        if not self.push:
+            self._keep_one_of(name)
+        return replace(offer, prompt=prompts.facts(request, offer.tokens))
+
+    def _keep_one_of(self, name: str) -> None:
+        """Of several answers to one prompt (`n`) vLLM passes on the parameters of the last alone. Where D asks
+        for requests by name, it asks for each of them."""
+        prompt = siblings.prompt_of(name)
+        if prompt is None:
+            return
+        before = self.last_of.get(prompt)
+        self.last_of = {it: last for it, last in self.last_of.items() if last in self.keep.kept}
+        self.last_of[prompt] = name
+        if before is not None:
+            self.agent.revoke(before)
 
     def may_finish(self, scheduled: Iterable[str]) -> bool:
         """Whether a step computes a prompt that another engine reads then."""
-        return not self.prefilling.isdisjoint(scheduled)
+        return not self.prefilling.keys().isdisjoint(scheduled)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .._core import Scheduler
+from .buffer import Saves, is_wanted
 from .decode import Decode
 from .groups import Groups
 from .keep import Keep
@@ -53,6 +54,14 @@ class SchedulerSide:
             self.stock = Stock(groups, vllm_config, options.stock_lease)
         self.decode = Decode(self.agent, groups, options, self.stock)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
+        #: Where others read from a buffer in host memory: what steps write to it.
+        self.saves = Saves(kv_cache_config) if is_wanted(vllm_config) else None
+        self.decode.buffered = self.saves is not None
+        if self.saves is not None and options.next_turn:
+            raise ValueError(
+                "the option 'next_turn' of kv_connector_extra_config is not for an engine whose "
+                "kv_buffer_device is 'cpu': what it answers is not in host memory; leave it out"
+            )
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
 
@@ -78,9 +87,11 @@ class SchedulerSide:
         self.turns.without_blocks.discard(request.request_id)
         self.decode.allocated(request, blocks, external)
 
-    def orders(self, scheduled: Iterable[str]) -> Orders:
+    def orders(self, scheduled: Mapping[str, int]) -> Orders:
         self.prefill.advance()
         orders = self.decode.orders()
+        if self.saves is not None:
+            orders.saves = self.saves.of_step(self.prefill.prefilling, scheduled, self.prefill.manager)
         self.turns.make_room()
         orders.released = list(self.released())
         self.turns.released(orders.released)

@@ -10,12 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from .._core import Ending, Worker
 from .._errors import Error
-from . import metrics, stock_facts
+from . import buffer, metrics, stock_facts
 from .describe import dump, manifest
 from .refusal import refuse
 from .logs import logger
 from .messages import Moved, Orders
 from .options import Options
+from .siblings import Shares
 from .starter import Starter
 from .stock_reader import StockReader
 
@@ -32,6 +33,10 @@ class WorkerSide:
         self.rank, self.transport = 0, ""
         self.storages: list[torch.Tensor] = []
         self.kv_caches: dict[str, torch.Tensor] = {}
+        #: Where others cannot reach the cache itself.
+        self.buffer: buffer.HostBuffer | None = None
+        #: Blocks of loads that are copied from there when they are done.
+        self.lands: dict[str, buffer.Tables] = {}
         self.released: set[str] = set()
         #: Loads whose end has not been reported.
         self.loading: set[str] = set()
@@ -40,12 +45,15 @@ class WorkerSide:
         #: For how long this step may wait for one of them.
         self.wait = 0.0
         self.refused: set[str] = set()
+        #: Requests that have a copy of what another one has loaded, to be reported.
+        self.shared: set[str] = set()
         #: Seconds on the wire of loads that are done, for the scheduler.
         self.moved: dict[str, float] = {}
         #: Loads that ended since they were last counted.
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
+        self.shares = Shares(kv_cache_config)
         self.starter = Starter(self._load)
         #: Loads that were not started, and why: to be reported.
         self.failed: deque[tuple[str, str]] = deque()
@@ -60,19 +68,29 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.kv_caches = kv_caches
-        made = manifest(self.config, self.cache, kv_caches)
+        if buffer.is_wanted(self.config):
+            self.buffer = buffer.HostBuffer(self.cache, kv_caches, pinned=torch.cuda.is_available())
+            self.storages = self.buffer.storages
+        made = manifest(
+            self.config,
+            self.cache,
+            kv_caches,
+            elsewhere=None if self.buffer is None else self.buffer.addresses,
+            own_draft=self.options.draft == "own",
+        )
         dump(made)
         if not kv_caches:
             raise refuse("", "this rank holds no cache; choose other pipeline stages")
-        tensor = next(iter(kv_caches.values()))
-        refuse_sleep(self.config, tensor.device.type)
-        for layer in kv_caches.values():
+        refuse_sleep(self.config, next(iter(kv_caches.values())).device.type)
+        for layer in kv_caches.values() if self.buffer is None else ():
             whole = torch.empty(0, dtype=torch.uint8, device=layer.device)
             whole.set_(layer.untyped_storage())
             if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
                 self.storages.append(whole)
+        self.shares.register(kv_caches)
         parallel = self.config.parallel_config
-        self.rank, self.transport = made.rank, self.options.transport_for(tensor.device.type)
+        self.rank = made.rank
+        self.transport = self.options.transport_for(self.storages[0].device.type)
         self.agent = Worker(
             made,
             ranks=parallel.tensor_parallel_size
@@ -88,6 +106,11 @@ class WorkerSide:
             **self.options.trust(),
         )
 
+    def copy_with(self, copy: buffer.Copy) -> None:
+        """How the engine copies blocks between its device and host memory."""
+        if self.buffer is not None:
+            self.buffer.copy = copy
+
     def prepare(self, orders: Orders) -> None:
         """Before a step computes. In host memory nothing is under way then, and what is to be loaded
         need not wait for the step; on a GPU it would have to wait for the one before."""
@@ -102,6 +125,7 @@ class WorkerSide:
         self.released.update(orders.released)
         self.refused.update(orders.refused)
         self.ended += [metrics.refused("lost") for _ in orders.refused]
+        self.lands.update(orders.lands)
         # Data-parallel engines may step together: the others are not kept waiting.
         alone = self.config.parallel_config.data_parallel_size == 1
         self.wait = GLANCE if orders.idle and alone else 0.0
@@ -115,8 +139,14 @@ class WorkerSide:
             # draft model, or `_zero`, may still be writing to them. The load waits for that; this step
             # does not.
             self.starter.put(self.last_writes, orders.loads)
+        for share in orders.shares:
+            done = self.shares.order(share, share.reader in self.loading)
+            if done is not None:
+                (self.shared if done else self.refused).add(share.request)
         for request in orders.aborts:
-            if self.starter.forget(request) or self.stock.forget(request):
+            if self.shares.forget(request):
+                self.refused.add(request)
+            elif self.starter.forget(request) or self.stock.forget(request):
                 self.failed.append((request, "cancelled"))
             else:
                 self.agent.abort(request)  # type: ignore[union-attr]
@@ -136,6 +166,9 @@ class WorkerSide:
 
     def written(self, orders: Orders) -> None:
         """At the end of a step, of drafts too."""
+        if self.buffer is not None:
+            for tables in orders.saves:
+                self.buffer.save(tables)
         if orders.hands_over and self.config.speculative_config is not None and self._on_gpu():
             # What a draft model writes may come after the token from which the scheduler learns
             # that the blocks can be handed over.
@@ -143,7 +176,9 @@ class WorkerSide:
         self._mark_writes()
 
     def _on_gpu(self) -> bool:
-        return bool(self.storages) and self.storages[0].device.type != "cpu"
+        """Whether steps work behind the engine's back: also where the cache lies in host memory."""
+        here = self.storages[0].device.type if self.storages else "cpu"
+        return here != "cpu" or (bool(self.storages) and buffer.device_of(self.config) != "cpu")
 
     def _mark_writes(self) -> None:
         if self._on_gpu():
@@ -157,17 +192,26 @@ class WorkerSide:
         while self.failed:
             request, why = self.failed.popleft()
             self.refuse(request, why)
-        results.finished_recving |= self.refused
+            self.refused.update(self.shares.failed(request))
+            self.lands.pop(request, None)
+        results.finished_recving |= self.refused | self.shared
         results.failed_recving |= self.refused
-        self.refused = set()
+        self.refused, self.shared = set(), set()
         for ending in self._endings():
             if ending.outcome != "settled":
                 self.count(ending)
             if ending.outcome == "done":
                 self._zero(ending)
+                self._land(ending.request)
                 self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
+                results.finished_recving.update(self.shares.loaded(ending.request))
                 continue
+            self.lands.pop(ending.request, None)
+            # They have received nothing, so nothing lands in their blocks.
+            without = self.shares.failed(ending.request)
+            results.finished_recving.update(without)
+            results.failed_recving.update(without)
             if ending.quarantined:
                 # vLLM may give the blocks to others once it hears of the end: it hears of it when the
                 # load is settled.
@@ -193,6 +237,12 @@ class WorkerSide:
         self.loading.difference_update(ending.request for ending in endings)
         return endings
 
+    def _land(self, request: str) -> None:
+        """From host memory to the device, before a step uses it."""
+        tables = self.lands.pop(request, None)
+        if self.buffer is not None and tables is not None:
+            self.buffer.load(tables)
+
     def told(self) -> Moved | None:
         """What the scheduler is told with the results."""
         moved, self.moved = self.moved, {}
@@ -206,7 +256,7 @@ class WorkerSide:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this
         goes to the stream of the steps, before the next of them."""
         assert self.agent is not None
-        if not self._on_gpu():
+        if self.storages[0].device.type == "cpu":
             self.agent.zero(ending)
             return
         areas = []

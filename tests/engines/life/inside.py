@@ -52,7 +52,7 @@ def whats_left(engine):
     scheduler = side(engine)
     status = scheduler.agent.status()
     return {
-        "prefilling": scheduler.prefill.prefilling,
+        "prefilling": list(scheduler.prefill.prefilling),
         "kept": list(scheduler.keep.kept),
         "wanted": list(scheduler.decode.wanted),
         "unwanted": list(scheduler.decode.unwanted),

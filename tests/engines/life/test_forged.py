@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from exact import prompts
+from exact import for_any_prompt, prompts
 
 from .common import SHORT, USUAL, expect, more
 from .inside import begin, give_up, leases, pump, side, turn
@@ -52,7 +52,7 @@ def counts(engine):
 
 def changed(params, tables=None, **ours):
     """Parameters as a client might send them, with the ticket that P gave."""
-    params = copy.deepcopy(params)
+    params = copy.deepcopy(for_any_prompt(params))
     params["kvferry"] |= ours
     return params | ({} if tables is None else {"remote_block_ids": tables})
 
