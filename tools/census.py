@@ -38,10 +38,10 @@ NIXL_SPECS = {
     "SinkFullAttentionSpec": PAGES_BY_BLOCK,
     "ChunkedLocalAttentionSpec": PAGES_BY_BLOCK,
     "CrossAttentionSpec": (
-        "serves",
-        "moves whole blocks; nothing in it is about encoders",
-        f"{NIXL}/tp_mapping.py",
-        "return issubclass(spec_type, AttentionSpec)",
+        "refuses",
+        "vLLM runs no encoder-decoder model with a connector",
+        "v1/core/sched/scheduler.py",
+        "Encoder-decoder models are not currently supported with KV connectors",
     ),
     "HiddenStateCacheSpec": PAGES_BY_BLOCK,
     "SlidingWindowSpec": (
@@ -74,18 +74,6 @@ NIXL_SPECS = {
         f"{NIXL}/base_worker.py",
         "3-read Mamba conv transfer requires DS conv state layout.",
     ),
-    "HiSparseHotSpec": (
-        "moves nothing",
-        "the group is not marked for transfer",
-        "v1/kv_cache_interface.py",
-        '"""Ephemeral per-request HiSparse hot-cache allocation."""',
-    ),
-    "HiSparseResidentSpec": (
-        "serves some",
-        "moves the pages in host memory behind it; only between producers and consumers with latents",
-        f"{NIXL}/base_worker.py",
-        "logical_num_blocks = self.kv_cache_config.hisparse_host_num_blocks",
-    ),
 }
 SPLIT = "distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py"
 NO_SPLIT = ("refuses", "has no split for its states", SPLIT, "raise NotImplementedError(")
@@ -108,6 +96,13 @@ NIXL_BACKENDS = (
     "with the same back end on both sides",
     f"{NIXL}/metadata.py",
     '"attn_backend_name"',
+)
+#: Back ends that vLLM does not choose where there is a connector.
+NIXL_NO_BACKEND = (
+    "refuses",
+    "vLLM does not choose it where there is a connector",
+    "v1/attention/backend.py",
+    "if use_kv_connector and not cls.supports_kv_connector():",
 )
 NIXL_QUANTISED = (
     "serves",
@@ -132,6 +127,17 @@ REGISTRY = {
 }
 #: Whose language model is another architecture of this list.
 BACKBONE = "init_vllm_registered_model"
+
+
+#: Architectures that use the encoder of a model which also has a decoder with cross attention: they
+#: have no such layer themselves.
+ENCODER_ALONE = {
+    "MoonshotKimiaForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration",
+    "UltravoxModel",
+    "VoxtralForConditionalGeneration",
+    "VoxtralRealtimeGeneration",
+}
 
 
 class Unknown(Exception):
@@ -194,7 +200,21 @@ def backend(name: str, places: list[str]) -> dict:
         ours = row(name, "refused", specs.REFUSED_BACKENDS[name])
     else:
         raise Unknown(f"the attention back end {name} of {', '.join(places)}")
-    return ours | {"classes": places} | nixl(NIXL_BACKENDS, name)
+    told = NIXL_BACKENDS if any(map(takes_connectors, places)) else NIXL_NO_BACKEND
+    return ours | {"classes": places} | nixl(told, name)
+
+
+def takes_connectors(place: str) -> bool:
+    """Whether a back end's class says nothing else of connectors than that it works with them."""
+    home, cls = place.rsplit(".", 1)
+    path = f"{home.replace('.', '/')}.py"
+    node = next((it for it in classes(path) if it.name == cls), None) if (SOURCE / path).is_file() else None
+    for item in node.body if node is not None else ():
+        if isinstance(item, ast.FunctionDef) and item.name == "supports_kv_connector":
+            return any(
+                isinstance(part, ast.Constant) and part.value is True for part in ast.walk(item)
+            )
+    return True
 
 
 def architecture(name: str, kind: str, found: tuple[dict[str, list[str]], list[str], bool]) -> dict:
@@ -202,6 +222,9 @@ def architecture(name: str, kind: str, found: tuple[dict[str, list[str]], list[s
     model is another architecture."""
     layers, states, backbone = found
     asked = sorted({cls for classes in layers.values() for cls in classes})
+    if name in ENCODER_ALONE:
+        asked.remove("CrossAttentionSpec")
+        layers = {layer: classes for layer, classes in layers.items() if layer != "CrossAttention"}
     kept = [cls for cls in asked if cls not in specs.NOT_A_CACHE]
     whys = [f"{cls}: {specs.REFUSED[cls]}" for cls in kept if cls in specs.REFUSED]
     theirs = {NIXL_SPECS[cls][0] for cls in kept} | {NIXL_STATES[it][0] for it in states}

@@ -17,7 +17,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 import reference  # noqa: E402
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
 PRESETS = sorted(p.stem for p in reference.PRESETS.glob("*.json") if p.stem != "SOURCES")
@@ -67,10 +66,10 @@ def ask_rules(name, topologies):
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def describe(objects, topology):
+def describe(objects, topology, layers):
     """The manifests of all ranks, from vLLM's objects; tensors without memory behind them."""
     asked = reference.parse(topology)
-    layout = KVCacheLayout[asked.get("layout", "LBHNC")]
+    layout = objects["vllm"].cache_config.get_resolved_kv_cache_layout()
     manifests = []
     for stage, (config, kernels) in enumerate(zip(objects["configs"], objects["kernels"])):
         tensors = allocate_kv_cache(config, torch.device("meta"), layout, kernels)
@@ -84,7 +83,7 @@ def describe(objects, topology):
                 pp_rank=stage,
                 pcp_rank=pcp,
                 engine="engine",
-                backends=dict.fromkeys(tensors, "FLASH_ATTN"),
+                backends={layer: layers[layer]["backend"].get_name() for layer in tensors},
             )
             manifests.append(manifest.to_dict())
     return manifests
@@ -115,8 +114,8 @@ def test_presets_are_described_alike(name, objects):
     for topology, ours in zip(TOPOLOGIES, ask_rules(name, TOPOLOGIES)):
         if "error" in ours:
             continue
-        reference.answer(name, None, topology)
-        theirs = describe(objects, topology)
+        layers = reference.answer(name, None, topology)["layers"]
+        theirs = describe(objects, topology, layers)
         assert len(theirs) == len(ours["manifests"])
         for mine, other in zip(ours["manifests"], theirs):
             expected, found = facts(mine["manifest"]), facts(other)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from stand_in import Backend  # first: it sets the environment up
 
 # isort: split
+import compressed
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention.attention import Attention
@@ -27,7 +28,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Mamba
 
 #: Kinds of layers whose caches grow with tokens.
-ATTENTION = ("attention", "sliding", "mla", "indexer")
+ATTENTION = ("attention", "sliding", "mla", "sliding mla", "indexer", "ring")
 
 # Model classes are looked at in this process: a process for each would take ten seconds a model.
 registry._run_in_subprocess = lambda function: function()
@@ -142,14 +143,24 @@ def list_layers(name, model, draft, tp):
     """The layers that keep something, in the order in which vLLM's modules register."""
     config = model.hf_text_config
     kind = raw_config(name).model_type
+    if model.hf_config.model_type in compressed.FAMILIES:
+        # Its language model has a type of its own.
+        kind = model.hf_config.model_type
     text = getattr(config, "model_type", kind)
     count = total_layers(name, model)
     layers = []
 
-    def add(index, sort, **facts):
-        number = len(layers)
+    def add(index, sort, module=None, **facts):
+        module = len(layers) if module is None else module
+        backend = compressed.backend_of(kind, facts) if "role" in facts else Backend
         layers.append(
-            {"name": f"model.layers.{index}.{number}", "index": index, "sort": sort, **facts}
+            {
+                "name": f"model.layers.{index}.{module}",
+                "index": index,
+                "sort": sort,
+                "backend": backend,
+                **facts,
+            }
         )
 
     def attention(index, at=None, window=None, **facts):
@@ -160,7 +171,10 @@ def list_layers(name, model, draft, tp):
         add(index, "attention" if window is None else "sliding", window=window, **facts)
 
     for index in range(count):
-        if text in ("kimi_linear",):
+        if kind in compressed.FAMILIES:
+            for sort, module, facts in compressed.layers_of(kind, config, index):
+                add(index, sort, module, **facts)
+        elif text in ("kimi_linear",):
             if config.is_kda_layer(index) if hasattr(config, "is_kda_layer") else (
                 index + 1 in config.linear_attn_config["kda_layers"]
             ):
@@ -222,7 +236,11 @@ def list_layers(name, model, draft, tp):
             add(index, "mamba2")
     if draft == "mtp":
         index = count - 1
-        if model.use_mla:
+        if kind in compressed.FAMILIES:
+            (facts,) = (it for _, _, it in compressed.layers_of(kind, config, 0))
+            for number in range(config.num_nextn_predict_layers):
+                add(index, "sliding mla", f"mtp.{number}", **facts)
+        elif model.use_mla:
             for _ in range(config.num_nextn_predict_layers):
                 if hasattr(config, "index_topk"):
                     add(index, "indexer", size=config.index_head_dim)
@@ -248,6 +266,8 @@ def tp_refused(layers, model, tp):
     heads = getattr(model.hf_text_config, "num_attention_heads", None)
     if heads and any(layer["sort"] in ATTENTION for layer in layers) and heads % tp:
         return True
+    if getattr(model.hf_text_config, "o_groups", tp) % tp:
+        return True
     kv = {layer["heads"] for layer in layers if "heads" in layer}
     if any((tp % count if tp >= count else count % tp) for count in kv):
         return True
@@ -267,6 +287,8 @@ def layer_spec(layer, vllm_config, model, shapes, dtypes):
     """A layer's spec, by the layer class's own code."""
     tp = vllm_config.parallel_config.tensor_parallel_size
     sort = layer["sort"]
+    if "role" in layer:
+        return compressed.spec_of(model.hf_config.model_type, layer, vllm_config)
     if sort in ("attention", "sliding"):
         stand_in = SimpleNamespace(
             attn_type=AttentionType.DECODER,

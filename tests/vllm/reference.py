@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from stand_in import Backend, first_spec, order_convolutions, per_layer  # first: the environment
 
 # isort: split
+import compressed
 import torch
 from modules import (
     ATTENTION,
@@ -65,6 +66,10 @@ def answer(name, draft, topology):
     model = gone_model(name) if gone else model_config(name)
     layers = list_layers(name, model, draft, tp)
     latent = any(layer["sort"] == "mla" for layer in layers)
+    own = any("role" in layer for layer in layers)
+    backends = list(dict.fromkeys(layer["backend"] for layer in layers))
+    if own and "kernel" in asked and asked["kernel"] not in kernel_sizes(backends):
+        raise Refused("it has no other back ends")
     Backend.sizes = [asked["kernel"]] if "kernel" in asked else [64] if latent else [MultipleOf(16)]
 
     cache_config = CacheConfig(block_size=asked.get("block"), enable_prefix_caching=False)
@@ -110,11 +115,13 @@ def answer(name, draft, topology):
         has_attention = any(layer["sort"] in ATTENTION for layer in layers)
         if has_attention:
             cache_config.block_size = Platform._preferred_block_size_for_backends(
-                [Backend], CacheConfig.DEFAULT_BLOCK_SIZE, fake_current(vllm_config)
+                backends if own else [Backend],
+                CacheConfig.DEFAULT_BLOCK_SIZE,
+                fake_current(vllm_config),
             )
         else:
             cache_config.block_size = CacheConfig.DEFAULT_BLOCK_SIZE
-    elif not Backend.supports_block_size(asked["block"]):
+    elif not all(it.supports_block_size(asked["block"]) for it in (backends if own else [Backend])):
         raise Refused("block size")
     shapes, dtypes = state_shapes(name, model, vllm_config, gone)
     if shapes and any(layer["sort"] in ATTENTION for layer in layers):
@@ -126,9 +133,12 @@ def answer(name, draft, topology):
         specs[layer["name"]] = layer_spec(layer, vllm_config, model, shapes, dtypes)
 
     # The layout.
-    layout = asked.get("layout", "LBHNC")
-    os.environ["VLLM_KV_CACHE_LAYOUT"] = layout
     names = [member.name for member in KVCacheLayout]
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = asked.get("layout", "LBHNC")
+    if own:
+        names = compressed.layouts(layers)
+        if "layout" not in asked:
+            del os.environ["VLLM_KV_CACHE_LAYOUT"]
     resolve_kv_cache_layout(vllm_config, [names], specs.values())
 
     # The pools.
@@ -143,6 +153,8 @@ def answer(name, draft, topology):
         raise Refused("pipeline parallelism")
     count = total_layers(name, model)
     stages = [get_pp_indices(count, stage, pp) for stage in range(pp)]
+    if compressed.stage_refused(model.hf_text_config, stages):
+        raise Refused("a source on another stage")
     workers = [
         {
             layer["name"]: specs[layer["name"]]
@@ -151,14 +163,21 @@ def answer(name, draft, topology):
         }
         for start, end in stages
     ]
-    configs = get_kv_cache_configs(vllm_config, workers, [1 << 50] * pp)
+    try:
+        configs = get_kv_cache_configs(vllm_config, workers, [1 << 50] * pp)
+    except TypeError as error:
+        # vLLM fails at windows of latents without the hybrid manager.
+        if "bounded_replay" not in str(error):
+            raise
+        raise Refused(str(error)) from error
     by_name = {layer["name"]: layer for layer in layers}
     answers = []
     for config, worker in zip(configs, workers):
         groups = []
         views = {}
         attention_groups = [
-            [SimpleNamespace(backend=Backend, kv_cache_spec=first_spec(group))]
+            [SimpleNamespace(backend=backend, kv_cache_spec=first_spec(group)) for backend in dict.fromkeys(by_name[layer]["backend"] for layer in group.layer_names)]
+            or [SimpleNamespace(backend=Backend, kv_cache_spec=first_spec(group))]
             for group in config.kv_cache_groups
         ]
         kernels = prepare_kernel_block_sizes(config, attention_groups)
@@ -190,7 +209,8 @@ def answer(name, draft, topology):
                     tensor,
                     kernel_block_size=kernels[number],
                 )
-                check_split(layer_spec_, tensor, number, kernels[number], made[0])
+                backend = by_name[tensor.layers[0]]["backend"]
+                check_split(layer_spec_, tensor, number, kernels[number], made[0], backend)
                 for layer, view in zip(tensor.layers, made):
                     views[layer] = bind(by_name[layer], view, layer_spec_)
         answers.append(
@@ -227,13 +247,20 @@ def check_turns(asked, layers, specs):
             raise Refused("turns that do not divide a block")
 
 
-def check_split(spec, tensor, number, kernel, view):
+def kernel_sizes(backends):
+    """The block sizes of which kernels take one and no other."""
+    return {
+        size for it in backends for size in it.get_supported_kernel_block_sizes() if isinstance(size, int)
+    }
+
+
+def check_split(spec, tensor, number, kernel, view, backend):
     """Lets vLLM map a block to the kernel's blocks where the pool leaves it whole."""
     if not isinstance(spec, AttentionSpec):
         return
-    size = select_common_block_size(kernel, [Backend], [spec])
+    size = select_common_block_size(kernel, [backend], [spec])
     if size != spec.block_size and size != kernel:
-        group = AttentionGroup(Backend, tensor.layers, spec, number, kernel_block_size=size)
+        group = AttentionGroup(backend, tensor.layers, spec, number, kernel_block_size=size)
         group.map_kv_cache_to_kernel_blocks(view)
 
 

@@ -59,6 +59,7 @@ DRAFTS = [
     ("glm-5", "mtp"),
     ("qwen3.5-27b", "mtp"),
     ("nemotron-3-super-120b-a12b", "mtp"),
+    ("deepseek-v4-flash", "mtp"),
 ]
 CASES = [(name, None) for name in PRESETS] + DRAFTS
 
@@ -78,10 +79,19 @@ def ask_kvferry(name, draft, topologies):
 compared = {"equal": 0, "refused": 0}
 
 
+#: Models whose kernels take other blocks than most.
+OWN = {
+    "deepseek-v4": ["block=256", "tp=8,block=512", "kernel=256", "pp=2", "pp=3", "tp=4,block=256,layout=BLNHC"],
+    "deepseek-v4.1": ["block=128", "block=64", "kernel=128", "pp=2", "tp=8,pp=2", "tp=4,spec=6", "tp=4,spec=12"],
+}
+
+
 @pytest.mark.parametrize(("name", "draft"), CASES, ids=lambda value: Path(str(value)).stem)
 def test_manifests_equal_vllm(name, draft):
     problems = []
-    for topology, ours in zip(TOPOLOGIES, ask_kvferry(name, draft, TOPOLOGIES)):
+    own = [it for start, more in OWN.items() if name.startswith(f"{start}-") for it in more]
+    topologies = TOPOLOGIES + own
+    for topology, ours in zip(topologies, ask_kvferry(name, draft, topologies)):
         try:
             theirs = reference.answer(name, draft, topology)
         except REFUSALS as error:
@@ -170,7 +180,9 @@ def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
         layer = layers[name]
         mine = [pieces[state] for state in states[name]]
         where = (topology, rank, states[name])
-        if layer["sort"] in modules.ATTENTION:
+        if "role" in layer:
+            check_rows(where, layer, mine, views[0], answer, name in answer["sliding"])
+        elif layer["sort"] in modules.ATTENTION:
             blocks, keeps = answer["blocks"], name in answer["sliding"]
             turns = asked.get("dcp", 1)
             check_attention(where, layer, mine, views[0], rank, tp, blocks, keeps, turns)
@@ -225,6 +237,38 @@ def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window, tu
     # Nothing of a token's content is left out.
     content = view["shape"][3] * view["size"] * (tokens if layer["sort"] == "indexer" else 1)
     assert offset - view["offset"] == content, where
+
+
+def check_rows(where, layer, mine, view, answer, keeps_window):
+    """Compressed and sliding latents, what is not compressed yet, and indexers: all records of a block,
+    then all scales. A ring is one entry for a sequence."""
+    blocks, _, entries, content = view["shape"]
+    assert blocks == answer["blocks"], where
+    offset, ring = view["offset"], layer["role"] == "ring"
+    planes = (entries * content * view["size"],) if ring else layer["planes"]
+    assert len(mine) == len(planes), where
+    for (piece, kind, group), plane in zip(mine, planes):
+        placed, rate = piece["view"], layer.get("rate", 1)
+        assert placed["offset"] == offset, where
+        assert placed["block"] == view["strides"][0] and placed["kernel"] is None, where
+        held = [high - low for low, high in piece["bounds"]]
+        bytes_ = kind["format"]["bytes"]
+        for length in held:
+            bytes_ *= length
+        assert bytes_ == plane, where
+        window = {"tokens": layer["window"] if keeps_window else None, "chunk": 1, "extra": 0}
+        if ring:
+            assert held == [1, entries, content * view["size"] // 4], where
+            assert group["tokens_per_block"] is None and kind["law"]["open"] == 1, where
+            return
+        assert placed["entry"] == plane, where
+        assert group["tokens_per_block"] == entries * rate, where
+        assert kind["law"] == {"entries": 1, "tokens": rate, "open": 0}, where
+        if layer["role"] in ("window", "open"):
+            assert group["window"] == window, where
+        offset += plane * entries
+    # Nothing of an entry's content is left out.
+    assert offset - view["offset"] == entries * content * view["size"], where
 
 
 def check_states(where, layer, mine, views, rank, tp, asked):

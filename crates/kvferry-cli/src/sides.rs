@@ -25,8 +25,9 @@ pub(crate) struct PairArgs {
     /// Kinds of states and families of your own, as JSON: see docs/new-model.md.
     #[arg(long, value_name = "FILE", requires = "model")]
     facts: Option<PathBuf>,
-    /// The prefill engine: a topology such as tp=4,pp=2 (keys: tp, pp, block, kernel, layout, conv,
-    /// spec, blocks, hma, caching), or the manifests that its ranks dumped: files, or the folder they are in.
+    /// The prefill engine: a topology such as tp=4,pp=2 (keys: tp, pp, pcp, dcp, interleave, block, kernel,
+    /// layout, conv, spec, kv, kscale, vscale, blocks, hma, caching), or the manifests that its ranks dumped:
+    /// files, or the folder they are in.
     #[arg(long, value_name = "TOPOLOGY|MANIFESTS", num_args = 1.., default_value = "tp=1")]
     prefill: Vec<String>,
     /// The decode engine, named in the same way.

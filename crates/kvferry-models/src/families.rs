@@ -4,6 +4,7 @@
 //! code here, and build their states from the same facts.
 
 mod attention;
+mod compressed;
 mod latent;
 mod mamba;
 mod parts;
@@ -11,6 +12,7 @@ mod parts;
 use serde_json::Value;
 
 use self::attention::{dense, gemma, gemma4, gpt_oss, mimo};
+use self::compressed::{deepseek_v4, deepseek_v41};
 use self::latent::{kimi_linear, latent};
 use self::mamba::{nemotron_h, zamba2};
 use crate::config::Fields;
@@ -26,6 +28,8 @@ const FAMILIES: &[(&str, Reader)] = &[
     ("deepseek_v2", latent),
     ("deepseek_v3", latent),
     ("deepseek_v32", latent),
+    ("deepseek_v4", deepseek_v4),
+    ("deepseek_v41", deepseek_v41),
     ("gemma2", gemma),
     ("gemma3", gemma),
     ("gemma3_text", gemma),
@@ -55,11 +59,6 @@ const FAMILIES: &[(&str, Reader)] = &[
 
 /// Families that are known but cannot be described, and why.
 const UNSUPPORTED: &[(&str, &str)] = &[
-    (
-        "deepseek_v4",
-        "its compressed attention keeps ring buffers and pages whose packing depends on the attention \
-         kernel, which is not described here yet",
-    ),
     (
         "phi4flash",
         "its released configuration leaves out the sizes of its Mamba states, and vLLM carries it no \

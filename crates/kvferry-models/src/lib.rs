@@ -33,4 +33,4 @@ pub use facts::{Facts, StateKind, States};
 pub use model::{
     Cache, Footprint, Limit, Model, Packing, Recurrence, Rule, Sort, Split, State, Tensor,
 };
-pub use rules::topology::{Conv, Layout, Topology};
+pub use rules::topology::{CacheType, Conv, Layout, Scale, Topology};

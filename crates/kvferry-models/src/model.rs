@@ -33,10 +33,17 @@ pub struct Cache {
     /// The decoder layer that it belongs to, which says on which pipeline stage it lives. Draft layers
     /// live on the last stage.
     pub layer: u32,
+    /// The last layer that reads it: its own, or one that keeps nothing itself. An engine has them on one
+    /// stage.
+    pub read_until: u32,
     /// Whether it belongs to a draft.
     pub draft: bool,
     /// What kind of memory it is.
     pub sort: Sort,
+    /// Tokens in a block, where the module itself decides it, whatever the engine is told.
+    pub block: Option<u64>,
+    /// Bytes to a multiple of which the module rounds a block up.
+    pub align: Option<u64>,
     /// Its tensors, in the order in which they are packed.
     pub tensors: Vec<Tensor>,
 }
@@ -49,10 +56,12 @@ pub enum Sort {
         /// The sliding window, in tokens; `None` when every token stays visible.
         window: Option<u64>,
     },
-    /// One latent vector for each token.
+    /// One latent vector for each token that the window still sees, or for several.
     Latent {
         /// Whether a sparse-attention indexer stands beside it.
         indexed: bool,
+        /// The sliding window, in tokens; `None` when every token stays visible.
+        window: Option<u64>,
     },
     /// The keys of a sparse-attention indexer.
     Indexer,
@@ -150,10 +159,20 @@ impl Cache {
 
     /// Which tokens stay live.
     pub fn window(&self) -> Window {
-        match self.sort {
-            Sort::Attention { window: Some(tokens) } => Window::sliding(tokens),
-            _ => Window::FULL,
+        self.sort.window().map_or(Window::FULL, Window::sliding)
+    }
+
+    /// Tokens that one entry stands for; one for states of a fixed size.
+    pub fn tokens_per_entry(&self) -> u64 {
+        self.states().next().map_or(1, |state| state.kind.law.tokens.into())
+    }
+
+    /// The cache with one entry for every `tokens` tokens.
+    pub(crate) fn every(mut self, tokens: u32) -> Self {
+        for state in self.tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
+            state.kind.law = Law::every(tokens);
         }
+        self
     }
 }
 
@@ -163,9 +182,18 @@ impl Sort {
         match self {
             Self::Attention { window: None } => "attention",
             Self::Attention { window: Some(_) } => "sliding",
-            Self::Latent { .. } => "mla",
+            Self::Latent { window: None, .. } => "mla",
+            Self::Latent { window: Some(_), .. } => "sliding mla",
             Self::Indexer => "indexer",
             Self::Recurrent(kind) => kind.word(),
+        }
+    }
+
+    /// The sliding window, in tokens, if it has one.
+    pub fn window(&self) -> Option<u64> {
+        match self {
+            Self::Attention { window } | Self::Latent { window, .. } => *window,
+            Self::Indexer | Self::Recurrent(_) => None,
         }
     }
 
@@ -190,6 +218,12 @@ impl Recurrence {
 #[derive(Clone, Copy)]
 pub(crate) enum Place {
     Layer(u64),
+    /// One of several modules of a layer that keep states of the same names: an engine's own name for
+    /// it tells them apart.
+    Module {
+        layer: u64,
+        module: &'static str,
+    },
     /// The n-th draft layer of a model with so many layers.
     Draft {
         number: u64,
@@ -202,13 +236,16 @@ impl Place {
     pub(crate) fn cache(self, sort: Sort, mut tensors: Vec<Tensor>) -> Cache {
         let (layer, draft, prefix) = match self {
             Self::Layer(layer) => (layer, false, format!("layers.{layer}")),
+            Self::Module { layer, module } => {
+                (layer, false, format!("model.layers.{layer}.{module}"))
+            }
             Self::Draft { number, layers } => (layers - 1, true, format!("{DRAFT}layers.{number}")),
         };
         for state in tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
             state.name = format!("{prefix}/{}", state.name);
         }
         let layer = u32::try_from(layer).expect("the number of layers is limited");
-        Cache { layer, draft, sort, tensors }
+        Cache { layer, read_until: layer, draft, sort, block: None, align: None, tensors }
     }
 }
 
@@ -263,7 +300,7 @@ impl Limit {
 /// What a model keeps of a prompt of some length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// Bytes that every token adds for good.
+    /// Bytes that every token adds for good, rounded up.
     pub per_token: u64,
     /// Bytes that a token adds while a sliding window sees it.
     pub per_window_token: u64,
@@ -277,18 +314,26 @@ impl Model {
     /// Sizes, in the whole model.
     pub fn footprint(&self) -> Footprint {
         let mut sizes = Footprint::default();
+        // Bytes that a number of tokens adds, which fills entries of every law.
+        let (mut tokens, mut bytes): (u64, u64) = (1, 0);
         for cache in &self.caches {
-            let bytes = cache.entry_bytes();
-            match cache.sort {
-                Sort::Recurrent(_) => sizes.per_sequence += bytes,
-                Sort::Attention { window: Some(tokens) } => {
-                    sizes.per_window_token += bytes;
+            let entry = cache.entry_bytes();
+            match (cache.sort.is_recurrent(), cache.sort.window()) {
+                (true, _) => sizes.per_sequence += entry,
+                (false, Some(window)) => {
+                    sizes.per_window_token += entry;
                     // The next token sees itself and all but one of a window before it.
-                    sizes.windows += bytes * (tokens - 1);
+                    sizes.windows += entry * (window - 1);
                 }
-                _ => sizes.per_token += bytes,
+                (false, None) => {
+                    let rate = cache.tokens_per_entry();
+                    let more = rate / common_divisor(tokens, rate);
+                    (tokens, bytes) = (tokens * more, bytes * more);
+                    bytes += entry * (tokens / rate);
+                }
             }
         }
+        sizes.per_token = bytes.div_ceil(tokens);
         sizes
     }
 
@@ -340,7 +385,7 @@ impl Model {
         let last = self.layers.saturating_sub(1);
         for cache in &draft.caches {
             let mut cache = cache.clone();
-            cache.layer = last;
+            (cache.layer, cache.read_until) = (last, last);
             cache.draft = true;
             for state in cache.tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
                 state.name = format!("{DRAFT}{}", state.name);
@@ -362,6 +407,14 @@ impl Model {
         self.draft = Some("mtp".to_owned());
         Some(self)
     }
+}
+
+fn common_divisor(one: u64, other: u64) -> u64 {
+    let (mut one, mut other) = (one, other);
+    while other != 0 {
+        (one, other) = (other, one % other);
+    }
+    one
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ fn unknown_types_suggest_the_nearest() {
     assert!(found.contains("did you mean 'llama'?") && found.contains("qwen3_next"), "{found}");
     assert!(error(&with("model_type", json!(7))).contains("'model_type'"));
     assert!(error(&with("model_type", json!("rwkv7"))).contains("not supported"));
-    assert!(error(&with("model_type", json!("deepseek_v4"))).contains("not supported"));
+    assert!(error(&with("model_type", json!("phi4flash"))).contains("not supported"));
 }
 
 #[test]

@@ -15,6 +15,10 @@ fn layer_counts_and_state_sizes_are_as_derived() {
     for preset in presets::all() {
         let (model, facts) = (preset.model().unwrap(), &derived[preset.name]);
         assert!(facts.is_object(), "{} has no derived figures", preset.name);
+        if facts["swa_only"].is_number() {
+            // Compressed latents: see below.
+            continue;
+        }
         let number = |key: &str| facts[key].as_u64().unwrap_or(0);
         let full = count(&model, |sort| *sort == Sort::Attention { window: None });
         assert_eq!(full, number("full"), "{}: attention layers", preset.name);
@@ -45,7 +49,7 @@ fn layer_counts_and_state_sizes_are_as_derived() {
                         assert_eq!(*window, number("window"), "{}", preset.name);
                     }
                 }
-                Sort::Latent { indexed } => {
+                Sort::Latent { indexed, .. } => {
                     assert_eq!(lengths("/latent").unwrap(), [number("latent")], "{}", preset.name);
                     assert_eq!(*indexed, facts["indexer"].as_u64().is_some(), "{}", preset.name);
                 }
@@ -85,6 +89,36 @@ fn layer_counts_and_state_sizes_are_as_derived() {
             assert_eq!(found, expected, "{}", preset.name);
         }
     }
+}
+
+#[test]
+fn compressed_latents_are_as_derived() {
+    let derived: Value = serde_json::from_str(DERIVED).unwrap();
+    let mut seen = 0;
+    for (name, facts) in derived.as_object().unwrap() {
+        let Some(alone) = facts["swa_only"].as_u64() else { continue };
+        seen += 1;
+        let model = presets::find(name).unwrap().model().unwrap();
+        let number = |key: &str| facts[key].as_u64().unwrap_or(0);
+        let compressed = |tokens: u64| {
+            let latents = model.caches.iter().filter(|cache| {
+                matches!(cache.sort, Sort::Latent { window: None, .. })
+                    && cache.tokens_per_entry() == tokens
+            });
+            latents.count() as u64
+        };
+        for (tokens, key) in [(1, "csa1"), (2, "csa2"), (4, "csa4"), (128, "hca128")] {
+            assert_eq!(compressed(tokens), number(key), "{name}: {key}");
+        }
+        let kept: u64 = ["csa1", "csa2", "csa4", "hca128"].map(number).iter().sum();
+        assert_eq!(u64::from(model.layers), alone + kept, "{name}");
+        // Every layer keeps the latents of its last tokens.
+        let windows =
+            model.caches.iter().filter(|cache| cache.window().tokens == Some(number("window")));
+        let windows = windows.filter(|cache| cache.tensors[0].states.len() == 2).count() as u64;
+        assert_eq!(windows, u64::from(model.layers), "{name}");
+    }
+    assert_eq!(seen, 3);
 }
 
 #[test]
@@ -162,11 +196,72 @@ fn what_the_engine_cannot_run_is_named() {
         ("kimi-linear", "tp=1,block=16", "blocks of 64 tokens"),
         ("llama-3.1-8b", "tp=1,block=128,kernel=16,layout=BLHNC", "cannot be split"),
         ("falcon-h1-7b", "tp=2,layout=LHBNC", "blocks lie together"),
+        ("deepseek-v4-flash", "block=128", "blocks of 256 tokens"),
+        ("deepseek-v4-flash", "block=512", "cannot be split"),
+        ("deepseek-v4-flash", "kernel=64", "blocks of 256 tokens"),
+        ("deepseek-v4-flash", "layout=LBHNC", "take BLHNC or BLNHC"),
+        ("deepseek-v4-flash", "tp=16", "8 groups of output heads do not divide by 16"),
+        ("deepseek-v4-flash", "hma=off", "cannot keep the latents of a window in full"),
+        ("deepseek-v4-pro", "tp=8,dcp=8", "sliding window"),
+        ("deepseek-v4.1", "pp=3", "reads what layer 8 keeps, on another stage"),
+        ("deepseek-v4-flash", "kv=fp8", "which is what fp8_ds_mla means"),
+        ("deepseek-v3", "kv=int8_per_token_head", "no kernels that keep latents so"),
+        ("deepseek-v3", "kv=fp8_ds_mla", "with a sparse-attention indexer"),
+        ("llama-3.1-8b", "kv=nvfp4_ds_mla", "no kernels that keep keys and values so"),
+        ("mimo-v2-flash", "kv=nvfp4", "keys and values of 192 and 128 numbers cannot share slots"),
+        ("llama-3.1-8b", "kv=nvfp4,layout=LBNHC", "keeps each head in one piece"),
         ("llama-3.1-8b", "tp=1,blocks=4294967295", "larger than any machine's memory"),
     ] {
         let found = error(name, topology);
         assert!(found.contains("cannot run") && found.contains(part), "{name} {topology}: {found}");
     }
+}
+
+/// Bytes of a block of 16 tokens on one of 2 ranks, and of every state of a token and head there.
+#[test]
+fn quantised_pages_hold_what_engines_say() {
+    let model = presets::find("llama-3.1-8b").unwrap().model().unwrap();
+    let (scaled, int4) = ("fp8_e4m3, keys times 0.5, values times 2", "int4_per_token_head");
+    for (kv, page, states) in [
+        ("auto", 2 * 128 * 2, vec![("k", "bf16", 2), ("v", "bf16", 2)]),
+        ("fp8,kscale=0.5,vscale=2", 2 * 128, vec![("k", scaled, 1), ("v", scaled, 1)]),
+        (int4, 64 + 64 + 8, vec![("kv", "int4_per_token_head 128+128 int4_per_token_head", 136)]),
+        (
+            "nvfp4",
+            2 * (64 + 8),
+            vec![
+                ("k", "nvfp4 128+128 nvfp4", 64),
+                ("k.scale", "nvfp4 128+128 nvfp4 scales", 8),
+                ("v", "nvfp4 128+128 nvfp4", 64),
+                ("v.scale", "nvfp4 128+128 nvfp4 scales", 8),
+            ],
+        ),
+    ] {
+        let topology: Topology = format!("tp=2,kv={kv}").parse().unwrap();
+        let pools = vllm::pools(&model, &topology).unwrap();
+        assert_eq!(pools.groups[0].pages[0], page * 4 * 16, "{kv}");
+        let rank = &vllm::manifests(&model, &topology, "engine").unwrap()[1];
+        let found: Vec<_> = rank.groups()[0]
+            .pieces
+            .iter()
+            .filter_map(|piece| {
+                let name = piece.state.strip_prefix("layers.3/")?;
+                assert_eq!(piece.bounds.0[0], (4..8).into(), "{kv}");
+                let format = &rank.kinds()[piece.kind as usize].format;
+                Some((name, format.name.as_str(), format.bytes))
+            })
+            .collect();
+        assert_eq!(found, states, "{kv}");
+    }
+    // The numbers of all heads and tokens come first, then their scales, then the values'.
+    let topology: Topology = "tp=2,kv=nvfp4".parse().unwrap();
+    let rank = &vllm::manifests(&model, &topology, "engine").unwrap()[0];
+    let views: Vec<_> = rank.groups()[0].pieces.iter().take(4).map(|piece| &piece.view).collect();
+    let (numbers, scales) = (4 * 16 * 64, 4 * 16 * 8);
+    let offsets: Vec<u64> = views.iter().map(|view| view.offset).collect();
+    assert_eq!(offsets, [0, numbers, numbers + scales, 2 * numbers + scales]);
+    assert_eq!((views[0].axes[0], views[0].entry), (16 * 64, 64));
+    assert_eq!((views[1].axes[0], views[1].entry), (16 * 8, 8));
 }
 
 #[test]

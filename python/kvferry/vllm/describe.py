@@ -91,7 +91,7 @@ def manifest(
     # were never copied: then a layer needs all that its group keeps.
     needs = {} if prefix_caching else sights
     groups = [
-        _group(layers, number, group, names, needs, kv_cache_config.num_blocks, kv_caches, own_draft)
+        _group(layers, number, group, names, needs, _blocks(kv_cache_config, group), kv_caches, own_draft)
         for number, group in enumerate(transferred)
     ]
     layers.asking.report()
@@ -159,6 +159,13 @@ def _sight(
     # this one.
     own = own_spec(vllm_config, layer) if layer_specs is None else layer_specs.get(layer)
     return kept if own is None else specs.sight_of(own)
+
+
+def _blocks(kv_cache_config: Any, group: Any) -> int:
+    """Blocks of a group: those whose pages live in host memory have a pool of their own."""
+    if getattr(group, "host_resident", False):
+        return int(kv_cache_config.hisparse_host_num_blocks)
+    return int(kv_cache_config.num_blocks)
 
 
 def _group(

@@ -3,7 +3,7 @@ holds; vLLM's spec says how large they are, and its tensor where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -99,8 +99,14 @@ class Layers:
         scales = specs.scales_of(layer, spec)
         if scales is specs.IN_THE_PAGE:
             return self._records(layer, spec, tensor, view, heads)
-        form = self._scaled(layer, spec) if scales else _format(layer, spec.dtype, tensor)
-        if not spec.head_size_v:
+        by_head = None
+        if scales is None:
+            form = _format(layer, spec.dtype, tensor)
+        elif (by_head := self._scaled_by_head(layer, spec)) is None:
+            form = self._scaled(layer)
+        else:
+            form = by_head[0][0]
+        if not spec.head_size_v and by_head is None:
             return self._vectors(layer, spec, view, heads, form)
         sizes = {"heads": heads, "key": spec.head_size, "value": spec.head_size_v}
         (made,) = self._states(layer, "attention", sizes, {"model": form}, self.tp_size)
@@ -108,18 +114,19 @@ class Layers:
         runs = self._runs(layer, spec, tensor, view)
         apart = specs.BACKENDS.get(self.backends.get(layer) or "") is specs.Order.APART
         pieces = []
-        for state, own in zip(made["states"], runs, strict=True):
+        for side, (state, own) in enumerate(zip(made["states"], runs, strict=True)):
             size = state["kind"]["format"]["bytes"]
             head = spec.head_size * size if apart else view.head
-            for run in own:
-                where = view.at(
-                    run.offset * size,
-                    [head, run.number * size],
-                    token=run.token * size,
-                    tile=(run.tile, run.tile_stride * size),
-                )
-                part = {**state, "bounds": [state["bounds"][0], [run.start, run.end]]}
-                pieces.append(self._piece(layer, spec, part, where))
+            for part, skipped in _heads(state, by_head[side] if by_head else None):
+                for run in own:
+                    where = view.at(
+                        run.offset * size + skipped * head,
+                        [head, run.number * size],
+                        token=run.token * size,
+                        tile=(run.tile, run.tile_stride * size),
+                    )
+                    bounds = [part["bounds"][0], [run.start, run.end]]
+                    pieces.append(self._piece(layer, spec, {**part, "bounds": bounds}, where))
         return pieces, []
 
     def _vectors(
@@ -197,23 +204,36 @@ class Layers:
             pieces.append(self._piece(layer, spec, state, view.at(offset, [head], token=size)))
         return pieces, []
 
-    def _scaled(self, layer: str, spec: Any) -> tuple[str, int]:
+    def _scaled(self, layer: str) -> tuple[str, int]:
         """The format of numbers whose scales are the layer's: equal bytes mean equal numbers only where
         the scales are equal too, so that they are part of its name."""
+        cache, keys, values = self._scales(layer)
+        numbers = specs.eight_bits(layer, cache)
+        return f"{numbers}, keys times {keys[0]:.9g}, values times {values[0]:.9g}", 1
+
+    def _scaled_by_head(self, layer: str, spec: Any) -> list[list[tuple[str, int]]] | None:
+        """The formats of the keys and of the values of each head that this rank holds, where heads have
+        scales of their own."""
+        cache, *scales = self._scales(layer)
+        if all(len(set(values)) == 1 for values in scales):
+            return None
+        if any(len(values) not in (1, spec.num_kv_heads) for values in scales):
+            raise refuse(
+                layer,
+                f"its keys and values have {len(scales[0])} and {len(scales[1])} scales for the "
+                f"{spec.num_kv_heads} heads of this rank",
+            )
+        numbers = specs.eight_bits(layer, cache)
+        return [
+            [(f"{numbers}, times {value:.9g}", 1) for value in values * (spec.num_kv_heads // len(values))]
+            for values in scales
+        ]
+
+    def _scales(self, layer: str) -> tuple[str, list[float], list[float]]:
         if getattr(self.config.cache_config, "calculate_kv_scales", False):
             raise refuse(layer, "scales that an engine computes for itself mean nothing to another; "
                                 "load them from the checkpoint instead")
-        cache, *scales = self.model.scales(layer)
-        words = []
-        for name, values in zip(("keys", "values"), scales, strict=True):
-            if len(set(values)) != 1:
-                raise refuse(
-                    layer,
-                    f"its {name} have a scale for each head ({values}), which is not described yet; use a "
-                    "checkpoint with one scale for each layer",
-                )
-            words.append(f"{name} times {values[0]:.9g}")
-        return f"{specs.eight_bits(layer, cache)}, {', '.join(words)}", 1
+        return self.model.scales(layer)
 
     def _runs(
         self, layer: str, spec: Any, tensor: Any, view: View
@@ -270,7 +290,7 @@ class Layers:
             kind, sizes, formats = "latent", {"size": spec.head_size}, {"model": form}
         elif scales is specs.OF_THE_LAYER and spec.state_content_bytes is None:
             kind, sizes = "latent", {"size": spec.head_size}
-            formats = {"model": self._scaled(layer, spec)}
+            formats = {"model": self._scaled(layer)}
         elif content in specs.SCALES_LAST and spec.model_version is not None:
             return self._planes(layer, spec, tensor, view)
         elif scales is specs.IN_THE_PAGE or specs.SCALES_INSIDE.get(str(cache)) == content:
@@ -336,24 +356,34 @@ class Layers:
         """The keys of a sparse-attention indexer. The tensor looks as if each token had a record of
         its own, but vLLM's kernels keep all keys of a kernel block first and all its scales behind
         them."""
-        from vllm.platforms import current_platform
-
-        content = spec.state_content_size_bytes
-        size = getattr(self.config.model_config.hf_text_config, "index_head_dim", None)
-        if current_platform.is_rocm():
-            raise refuse(layer, "the shuffled indexer pages of ROCm are not described yet")
+        content, entries = spec.state_content_size_bytes, tensor.shape[2]
+        config = self.config.model_config.hf_text_config
+        size = getattr(config, "index_head_dim", None) or 0
         if view.token != content:
             raise refuse(layer, "an indexer's block must lie in one piece")
-        made = self._states(layer, "indexer", {"size": size}, {}, 1)[0] if size else {"states": []}
-        pieces, offset = [], 0
-        for state in made["states"]:
-            bytes_ = _bytes(state)
-            strides = [state["kind"]["format"]["bytes"]]
-            where = view.at(offset, strides, token=bytes_)
-            pieces.append(self._piece(layer, spec, state, where))
-            offset += bytes_ * tensor.shape[2]
-        if offset != content * tensor.shape[2]:
+        for kind in specs.INDEXERS if size else ():
+            (made,) = self._states(layer, kind, {"size": size}, {}, 1)
+            if sum(map(_bytes, made["states"])) == content:
+                break
+        else:
             raise refuse(layer, f"an indexer's record of {content} bytes is not described yet")
+        heads = getattr(config, "index_n_heads", 0)
+        tiles = specs.tiles_of(layer, self.backends.get(layer), spec, heads, size, entries)
+        if tiles is not None and (view.kernel is not None or entries % tiles.tokens):
+            raise refuse(layer, f"blocks of {entries} entries cannot be cut into tiles of {tiles.tokens}")
+        pieces, offset = [], 0
+        for number, state in enumerate(made["states"]):
+            size, whole = state["kind"]["format"]["bytes"], _bytes(state)
+            # Keys come first.
+            cut = list(specs.cut(tiles, bool(number), whole))
+            for (first, end), start, token in cut:
+                part = {**state, "bounds": [[first // size, end // size]]}
+                tile = (0, 0)
+                if tiles is not None and len(cut) > 1 and entries > tiles.tokens:
+                    tile = (tiles.tokens, tiles.tokens * whole)
+                where = view.at(offset + start, [size], token=token, tile=tile)
+                pieces.append(self._piece(layer, spec, part, where))
+            offset += whole * entries
         return pieces, []
 
     def _recurrent(
@@ -544,6 +574,20 @@ def _in_full(spec: Any, pages: Pages, described: dict[str, Places]) -> dict[str,
         full[name] = Places((*record.axes, "dim"), at, 1)
         first += count
     return full
+
+
+def _heads(state: Fact, formats: list[tuple[str, int]] | None) -> Iterator[tuple[Fact, int]]:
+    """What is held of a state, and how many heads come before it: all heads at once, or, where each has a
+    format of its own, a state for each of them."""
+    if formats is None:
+        yield state, 0
+        return
+    (first, _), *others = state["bounds"]
+    for number, (name, size) in enumerate(formats):
+        head = first + number
+        kind = {**state["kind"], "format": {"name": name, "bytes": size}}
+        bounds = [[head, head + 1], *others]
+        yield {**state, "name": f"{state['name']}.{head}", "kind": kind, "bounds": bounds}, number
 
 
 def _format(layer: str, dtype: Any, tensor: Any) -> tuple[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._core import facts
 from . import versions
@@ -57,13 +57,13 @@ NOT_A_CACHE = {
     "AttentionSpec": "what the specs of attention derive from",
     "UniformTypeKVCacheSpecs": "wraps the specs of a group's layers, which are looked at one by one",
     "EncoderOnlyAttentionSpec": "keeps nothing: it has no blocks",
+    "HiSparseHotSpec": "holds copies of pages in host memory, which move instead",
+    "HiSparseResidentSpec": "holds copies of pages in host memory, which move instead",
 }
 #: Classes that are refused, and why.
 REFUSED = {
-    "CrossAttentionSpec": "what an encoder left has its own length, which a hand-over does not carry yet; "
-    "let the decode side run the encoder",
-    "HiSparseHotSpec": "it holds copies of pages that live in host memory; run without HiSparse",
-    "HiSparseResidentSpec": "it holds copies of pages that live in host memory; run without HiSparse",
+    "CrossAttentionSpec": "what an encoder left has a length of its own; vLLM itself runs no "
+    "encoder-decoder model with a connector",
 }
 #: Types of recurrent layers (`mamba_type`) and the kinds of states that they keep. Kimi's delta nets
 #: share a type with the others and are a case of them.
@@ -93,6 +93,7 @@ class Order(Enum):
     CPU = "asked of the kernel: it depends on the processor"
     ROWS = "one vector after the other"
     INDEXER = "all keys of a kernel block, then all its scales"
+    TILES = "keys, then scales, each in tiles of several tokens as aiter says"
     STATES = "states, one after the other"
 
 
@@ -118,6 +119,7 @@ BACKENDS = _orders(
         "XPU_MLA_SPARSE XPU_V4_MLA_SPARSE",
         Order.INDEXER: "CPU_V4_INDEXER DEEPSEEK_V32_INDEXER DEEPSEEK_V4_INDEXER DEEPSEEK_V41_INDEXER "
         "DEEPSEEK_V41_SPARSE_INDEXER",
+        Order.TILES: "DEEPSEEK_V41_ROCM_MXFP4_INDEXER",
         Order.STATES: "BAILING_LINEAR_ATTN GDN_ATTN KIMI_K3_KDA KIMI_K3_KDA_ROCM LINEAR_ATTN "
         "MAMBA1_ATTN MAMBA2_ATTN PLE_SHORT_CONV_ATTN SHORT_CONV_ATTN",
     }
@@ -126,9 +128,7 @@ BACKENDS = _orders(
 SIDE_BY_SIDE = frozenset(name for name, it in BACKENDS.items() if it is Order.SIDE_BY_SIDE)
 #: Back ends that are refused, and why.
 REFUSED_BACKENDS = {
-    "DEEPSEEK_V41_ROCM_MXFP4_INDEXER": "its kernels shuffle the keys of a block",
-    "ROCM_ATTN": "its kernels keep keys in packs of 16 bytes or not, as the layout has it; choose "
-    "ROCM_AITER_UNIFIED_ATTN",
+    "ROCM_ATTN": "vLLM itself does not run it with a connector; choose ROCM_AITER_UNIFIED_ATTN",
 }
 #: The back end whose order depends on the processor.
 CPU = "CPU_ATTN"
@@ -186,6 +186,56 @@ SCALES_LAST = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
 #: Latents of so many bytes that are one record after the other, by the names of their formats.
 SCALES_INSIDE = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
+#: The keys of indexers, by what their numbers are.
+INDEXERS = ("indexer", "indexer 4 bits")
+
+
+class Tiles(NamedTuple):
+    """A block whose tokens are cut into tiles: in each, the first bytes of all of its tokens come first,
+    then the next, and so on."""
+
+    tokens: int
+    bytes: int
+    #: Scales are dealt out to so many lanes, each of which has those of all tokens of a tile; one for
+    #: scales that lie token by token.
+    lanes: int
+
+
+def tiles_of(layer: str, backend: str | None, spec: Any, heads: int, size: int, entries: int) -> Tiles | None:
+    """How an indexer's kernels cut its block, if they do."""
+    from vllm.platforms import current_platform
+
+    if BACKENDS.get(backend or "") is Order.TILES:
+        from vllm.v1.attention.ops.rocm_paged_mxfp4_indexer import rocm_paged_mxfp4_cache_layout
+
+        try:
+            told = rocm_paged_mxfp4_cache_layout(heads, size, entries)
+        except (ImportError, ValueError) as error:
+            raise refuse(layer, f"aiter does not say how it cuts a block: {error}") from error
+        return Tiles(told.n_per_tile, told.d_per_tile, told.scale_lanes)
+    # What is compressed by four is not cut, nor is a block of one token.
+    if current_platform.is_rocm() and entries > 1 and spec.tokens_per_state != 4:
+        return Tiles(16, 16, 1)
+    return None
+
+
+def cut(
+    tiles: Tiles | None, scales: bool, size: int
+) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Where an indexer's keys or scales of `size` bytes a token lie: which of them, where the first
+    token's are, and how far it is to the next token's."""
+    if tiles is None or (scales and tiles.lanes == 1):
+        yield (0, size), 0, size
+    elif scales:
+        deep = size // tiles.lanes
+        for number in range(size):
+            lane, depth = number % tiles.lanes, number // tiles.lanes
+            yield (number, number + 1), lane * tiles.tokens * deep + depth, deep
+    else:
+        for first in range(0, size, tiles.bytes):
+            yield (first, first + tiles.bytes), first * tiles.tokens, tiles.bytes
+
+
 #: Every token is kept, or looked at.
 FULL: Fact = {"tokens": None, "chunk": 1, "extra": 0}
 
@@ -217,7 +267,7 @@ def pages_of(layer: str, spec: Any, backend: str | None = None) -> Pages:
         order = BACKENDS.get(backend or "")
         role = getattr(spec, "cache_role", None)
         marked = role is not None and role.value == "indexer"
-        if order is Order.INDEXER or (marked and order is not Order.ROWS):
+        if order in (Order.INDEXER, Order.TILES) or (marked and order is not Order.ROWS):
             return Pages.INDEXER
     return pages
 

@@ -146,7 +146,7 @@ impl StateKind {
     pub(super) fn sort(&self, name: &str, window: Option<u64>) -> Sort {
         match self.sort {
             SortWord::Attention => Sort::Attention { window },
-            SortWord::Latent => Sort::Latent { indexed: false },
+            SortWord::Latent => Sort::Latent { indexed: false, window },
             SortWord::Indexer => Sort::Indexer,
             SortWord::Recurrent => Sort::Recurrent(Recurrence::new(name)),
         }
@@ -154,7 +154,7 @@ impl StateKind {
 
     /// Whether a sliding window means anything to it.
     pub(super) fn can_slide(&self) -> bool {
-        self.sort == SortWord::Attention
+        matches!(self.sort, SortWord::Attention | SortWord::Latent)
     }
 
     pub(super) fn tensors(

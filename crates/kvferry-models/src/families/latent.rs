@@ -30,7 +30,7 @@ impl Latents {
         }
         let formats = [("model", &self.format)];
         let mut latent = states().cache("latent", at, &[("size", self.size)], &formats, None)?;
-        latent.sort = Sort::Latent { indexed: self.indexer.is_some() };
+        latent.sort = Sort::Latent { indexed: self.indexer.is_some(), window: None };
         into.push(latent);
         Ok(())
     }

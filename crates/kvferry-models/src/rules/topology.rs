@@ -85,6 +85,85 @@ impl fmt::Display for Conv {
     }
 }
 
+/// What keys, values and latents are quantised to, by the engine's own names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "the names are the engine's")]
+pub enum CacheType {
+    Fp8,
+    Fp8E5m2,
+    Fp8PerTokenHead,
+    Int8PerTokenHead,
+    Int4PerTokenHead,
+    Nvfp4,
+    Fp8DsMla,
+    Nvfp4DsMla,
+}
+
+impl CacheType {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Fp8,
+        Self::Fp8E5m2,
+        Self::Fp8PerTokenHead,
+        Self::Int8PerTokenHead,
+        Self::Int4PerTokenHead,
+        Self::Nvfp4,
+        Self::Fp8DsMla,
+        Self::Nvfp4DsMla,
+    ];
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Fp8 => "fp8",
+            Self::Fp8E5m2 => "fp8_e5m2",
+            Self::Fp8PerTokenHead => "fp8_per_token_head",
+            Self::Int8PerTokenHead => "int8_per_token_head",
+            Self::Int4PerTokenHead => "int4_per_token_head",
+            Self::Nvfp4 => "nvfp4",
+            Self::Fp8DsMla => "fp8_ds_mla",
+            Self::Nvfp4DsMla => "nvfp4_ds_mla",
+        }
+    }
+
+    /// Whether its scales are numbers of the layer, outside of the pages.
+    pub fn is_scaled(self) -> bool {
+        matches!(self, Self::Fp8 | Self::Fp8E5m2)
+    }
+}
+
+/// A scale of the layer: a positive 32-bit number, as engines keep it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Scale(u32);
+
+impl Scale {
+    /// The scale that engines assume where a checkpoint has none.
+    pub const ONE: Self = Self(0x3f80_0000);
+
+    fn read(text: &str) -> Option<Self> {
+        let number: f32 = text.parse().ok()?;
+        (number.is_finite() && number > 0.0).then_some(Self(number.to_bits()))
+    }
+}
+
+impl fmt::Display for Scale {
+    /// Nine digits, which tell any two apart.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = format!("{:.8e}", f64::from(f32::from_bits(self.0)));
+        let (digits, power) = text.split_once('e').unwrap_or((&text, "0"));
+        let power: i32 = power.parse().unwrap_or(0);
+        if (-4..9).contains(&power) {
+            let decimals = usize::try_from(8 - power).unwrap_or(0);
+            let plain = format!("{:.decimals$}", f64::from(f32::from_bits(self.0)));
+            let short = plain.trim_end_matches('0').trim_end_matches('.');
+            return f.write_str(if plain.contains('.') { short } else { &plain });
+        }
+        let digits = digits.trim_end_matches('0').trim_end_matches('.');
+        let sign = if power < 0 { '-' } else { '+' };
+        write!(f, "{digits}e{sign}{:02}", power.abs())
+    }
+}
+
 /// How an engine runs a model, as on a command line: `tp=4,pp=2,block=32`. What is left out is up to
 /// the engine's rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,6 +188,11 @@ pub struct Topology {
     pub conv: Option<Conv>,
     /// Speculative tokens.
     pub spec: u32,
+    /// What the engine quantises keys, values and latents to (`kv`); they have the model's format
+    /// otherwise.
+    pub kv: Option<CacheType>,
+    /// The scales of keys and values, where they are numbers of the layer (`kscale`, `vscale`).
+    pub scales: [Scale; 2],
     /// Blocks in the pool.
     pub blocks: Option<u32>,
     /// Whether layers with different windows get block tables of their own (the hybrid allocator).
@@ -132,6 +216,8 @@ impl Default for Topology {
             layout: None,
             conv: None,
             spec: 0,
+            kv: None,
+            scales: [Scale::ONE; 2],
             blocks: None,
             hma: true,
             caching: true,
@@ -139,7 +225,7 @@ impl Default for Topology {
     }
 }
 
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 16] = [
     "tp",
     "pp",
     "pcp",
@@ -150,6 +236,9 @@ const KEYS: [&str; 13] = [
     "layout",
     "conv",
     "spec",
+    "kv",
+    "kscale",
+    "vscale",
     "blocks",
     "hma",
     "caching",
@@ -220,6 +309,24 @@ impl FromStr for Topology {
                     topology.conv = Some([Conv::Sd, Conv::Ds][word(&["sd", "ds"])?]);
                 }
                 "spec" => topology.spec = number(0..=64)?,
+                "kv" => {
+                    let mut words: Vec<&str> = CacheType::ALL.iter().map(CacheType::name).collect();
+                    words.extend(["auto", "fp8_e4m3"]);
+                    topology.kv = match word(&words)? {
+                        index if index < CacheType::ALL.len() => Some(CacheType::ALL[index]),
+                        index if words[index] == "auto" => None,
+                        _ => Some(CacheType::Fp8),
+                    };
+                }
+                "kscale" | "vscale" => {
+                    let scale = Scale::read(value).ok_or_else(|| TopologyError::BadValue {
+                        key: key.to_owned(),
+                        value: value.to_owned(),
+                        expected: "a positive number".to_owned(),
+                        nearest: None,
+                    })?;
+                    topology.scales[usize::from(key == "vscale")] = scale;
+                }
                 "blocks" => topology.blocks = Some(number(2..=u32::MAX)?),
                 "hma" => topology.hma = word(&["off", "on"])? == 1,
                 "caching" => topology.caching = word(&["off", "on"])? == 1,
@@ -231,6 +338,14 @@ impl FromStr for Topology {
                     });
                 }
             }
+        }
+        if topology.scales != [Scale::ONE; 2] && !topology.kv.is_some_and(CacheType::is_scaled) {
+            let (kv, [keys, values]) =
+                (topology.kv.map_or("auto", |kv| kv.name()), topology.scales);
+            return Err(TopologyError::Contradiction(format!(
+                "kscale={keys} and vscale={values} mean nothing to kv={kv}, whose scales are not \
+                 numbers of the layer"
+            )));
         }
         if let (Some(block), Some(kernel)) = (topology.block, topology.kernel)
             && block % kernel != 0
@@ -273,6 +388,14 @@ impl fmt::Display for Topology {
         if self.spec != 0 {
             write!(f, ",spec={}", self.spec)?;
         }
+        if let Some(kv) = self.kv {
+            write!(f, ",kv={}", kv.name())?;
+        }
+        for (key, scale) in ["kscale", "vscale"].into_iter().zip(self.scales) {
+            if scale != Scale::ONE {
+                write!(f, ",{key}={scale}")?;
+            }
+        }
         if let Some(blocks) = self.blocks {
             write!(f, ",blocks={blocks}")?;
         }
@@ -296,6 +419,8 @@ mod tests {
             "tp=4,pp=2",
             "tp=2,pp=3,pcp=2,dcp=4,interleave=16",
             "tp=2,block=64,kernel=16,layout=BLNHC,conv=ds,spec=3,blocks=9,hma=off,caching=off",
+            "tp=2,kv=int8_per_token_head",
+            "tp=2,kv=fp8,kscale=0.100000001,vscale=3.00000011e-07",
         ] {
             assert_eq!(text.parse::<Topology>().unwrap().to_string(), text);
         }
@@ -311,6 +436,13 @@ mod tests {
         assert!(error("tp=2,tp=2").contains("twice"));
         assert!(error("layout=LBHCN").contains("did you mean"));
         assert!(error("hma=no").contains("one of off, on"));
+        assert!(error("kv=nvfp").contains("did you mean"));
+        assert!(error("kv=fp8,kscale=-1").contains("a positive number"));
+        assert!(
+            error("kv=nvfp4,kscale=2").contains("kscale=2 and vscale=1 mean nothing to kv=nvfp4")
+        );
+        assert_eq!("kv=auto".parse::<Topology>().unwrap().kv, None);
+        assert_eq!("kv=fp8_e4m3".parse::<Topology>().unwrap().kv, Some(CacheType::Fp8));
         assert!(error("block=24,kernel=16").contains("does not divide"));
         assert!(error("tp=1024,pp=1024").contains("4096"));
     }

@@ -17,10 +17,7 @@ pub(super) struct SpecGroup {
 impl SpecGroup {
     /// Which tokens stay live: a window only where all members have it.
     pub(super) fn window(&self) -> Window {
-        let mut windows = self.members.iter().map(|spec| match spec.class.sort {
-            Sort::Attention { window } => window,
-            _ => None,
-        });
+        let mut windows = self.members.iter().map(|spec| spec.class.sort.window());
         let first = windows.next().flatten();
         match first {
             Some(tokens) if windows.all(|window| window == first) => Window::sliding(tokens),
@@ -66,8 +63,11 @@ pub(super) fn promote(mut specs: Vec<Spec>) -> Result<Vec<Spec>, String> {
     }
     let full = |spec: &&Spec| {
         let sort = &spec.class.sort;
-        !sort.is_recurrent() && !matches!(sort, Sort::Attention { window: Some(_) })
+        !sort.is_recurrent() && sort.window().is_none()
     };
+    if specs.iter().any(|spec| matches!(spec.class.sort, Sort::Latent { window: Some(_), .. })) {
+        return Err("it cannot keep the latents of a window in full".to_owned());
+    }
     if let Some(block) = specs.iter().find(full).map(|spec| spec.class.block) {
         for spec in &mut specs {
             if let Sort::Attention { window: window @ Some(_) } = &mut spec.class.sort {
@@ -96,13 +96,7 @@ fn is_one_type(specs: &[Spec]) -> bool {
             && match (&first.class.sort, &spec.class.sort) {
                 (Sort::Recurrent(_), Sort::Recurrent(_)) => first.page() == spec.page(),
                 (Sort::Recurrent(_), _) | (_, Sort::Recurrent(_)) => false,
-                (
-                    Sort::Attention { window: Some(one) },
-                    Sort::Attention { window: Some(other) },
-                ) => one == other,
-                (Sort::Attention { window: Some(_) }, _)
-                | (_, Sort::Attention { window: Some(_) }) => false,
-                _ => true,
+                (one, other) => one.window() == other.window(),
             }
     })
 }
@@ -209,8 +203,7 @@ fn packed(specs: Vec<Spec>) -> Vec<SpecGroup> {
     for bucket in &mut buckets {
         bucket.is_state = match bucket.members[0].class.sort {
             Sort::Recurrent(_) => true,
-            Sort::Attention { window: Some(_) } => per_group.is_none(),
-            _ => false,
+            ref sort => sort.window().is_some() && per_group.is_none(),
         };
     }
     let parts = |bucket: &Bucket| match per_group {

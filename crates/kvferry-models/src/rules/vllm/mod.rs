@@ -12,8 +12,10 @@
 
 mod error;
 mod group;
+mod kept;
 mod place;
 mod pools;
+mod quantised;
 mod spec;
 pub mod verdict;
 
@@ -31,6 +33,7 @@ const DEFAULT_BLOCKS: u32 = 4096;
 
 /// What the engine decides for a model and a topology.
 pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
+    let model = &*kept::kept(model, topology)?;
     let tp = u64::from(topology.tp);
     for limit in &model.limits {
         if let Some(reason) = limit.refuses(tp) {
@@ -40,7 +43,7 @@ pub fn pools(model: &Model, topology: &Topology) -> Result<Pools, RulesError> {
     check_turns(model, topology)?;
     let stages = stages(model, topology)?;
     let kernels = spec::Kernels::of(model, topology)?;
-    let layout = topology.layout.unwrap_or(Layout::Lbhnc);
+    let layout = layout(model, topology)?;
     let conv = topology.conv.unwrap_or(Conv::Sd);
     let blocks = topology.blocks.unwrap_or(DEFAULT_BLOCKS);
     let specs = spec::specs(model, topology, &kernels)?;
@@ -96,7 +99,7 @@ impl Pools {
         topology: &Topology,
         engine: &str,
     ) -> Result<Vec<Manifest>, RulesError> {
-        let pools = self;
+        let (pools, model) = (self, &*kept::kept(model, topology)?);
         let mut ranks = vec![];
         for stage in 0..topology.pp {
             let placed = place::stage(model, pools, stage)?;
@@ -160,6 +163,23 @@ impl Pools {
     }
 }
 
+/// The layout that is asked for, or else the one that vLLM's own connector asks for, or that the
+/// model's kernels need.
+fn layout(model: &Model, topology: &Topology) -> Result<Layout, RulesError> {
+    let Some(own) = spec::OwnKernels::of(model) else {
+        return Ok(topology.layout.unwrap_or(Layout::Lbhnc));
+    };
+    match topology.layout {
+        None => Ok(own.layouts[0]),
+        Some(layout) if own.layouts.contains(&layout) => Ok(layout),
+        Some(layout) => {
+            let names: Vec<_> = own.layouts.iter().map(Layout::name).collect();
+            let reason = format!("its attention kernels take {}", names.join(" or "));
+            Err(cannot_run(model, format!("layout={layout}"), reason))
+        }
+    }
+}
+
 /// Which ranks can take turns at tokens.
 fn check_turns(model: &Model, topology: &Topology) -> Result<(), RulesError> {
     let Topology { tp, pcp, dcp, .. } = *topology;
@@ -177,7 +197,7 @@ fn check_turns(model: &Model, topology: &Topology) -> Result<(), RulesError> {
         ));
     }
     let attention = || model.caches.iter().filter(|cache| !cache.sort.is_recurrent());
-    if attention().any(|cache| matches!(cache.sort, Sort::Attention { window: Some(_) })) {
+    if attention().any(|cache| cache.sort.window().is_some()) {
         return refuse("ranks cannot take turns at the tokens of a sliding window".to_owned());
     }
     for cache in attention().filter(|cache| matches!(cache.sort, Sort::Attention { .. })) {
@@ -212,6 +232,14 @@ fn stages(model: &Model, topology: &Topology) -> Result<Vec<u32>, RulesError> {
     let mut starts = vec![0];
     for size in sizes {
         starts.push(starts[starts.len() - 1] + size);
+    }
+    let stage = |layer: u32| starts.iter().rposition(|start| *start <= layer);
+    if let Some(cache) =
+        model.caches.iter().find(|it| stage(it.layer) != stage(it.read_until.min(layers - 1)))
+    {
+        let (layer, reader) = (cache.layer, cache.read_until);
+        let reason = format!("layer {reader} reads what layer {layer} keeps, on another stage");
+        return Err(cannot_run(model, setting(), reason));
     }
     Ok(starts)
 }

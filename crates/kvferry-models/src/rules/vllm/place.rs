@@ -42,11 +42,19 @@ pub(super) fn check_layout(model: &Model, pools: &Pools) -> Result<(), RulesErro
     let refuse = |reason| Err(cannot_run(model, format!("layout={}", pools.layout), reason));
     let specs = || pools.specs.iter().flat_map(|group| &group.members);
     let first = &pools.specs[0].members[0];
-    let shape = |spec: &Spec| (spec.class.heads, spec.class.block, spec.page());
+    let shape = |spec: &Spec| (spec.class.heads, spec.entries(), spec.page());
     if !pools.layout.is_block_compact() && specs().any(|spec| shape(spec) != shape(first)) {
         return refuse(
             "layers with different pages need a layout whose blocks lie together".into(),
         );
+    }
+    let in_slots = |spec: &Spec| {
+        let cache = &model.caches[spec.cache];
+        matches!(cache.sort, Sort::Attention { .. })
+            && cache.tensors.iter().any(|tensor| tensor.packing == Packing::Planes)
+    };
+    if specs().any(in_slots) && !pools.layout.is_block_contiguous() {
+        return refuse("4-bit pages need a layout that keeps each head in one piece".into());
     }
     let mixed = specs().any(|spec| spec.page() != first.page());
     if mixed && pools.groups.len() > 1 && !pools.layout.is_block_outermost() {
@@ -81,7 +89,9 @@ pub(super) fn kernel(
     let group = &pools.specs[number];
     let Some(block) = group.block() else { return Ok(None) };
     let Kernels::Fixed(size) = *kernels else { return Ok(Some(block)) };
-    if size == block {
+    // A module that decides its blocks itself has kernels that take them.
+    let own = |spec: &Spec| model.caches[spec.cache].block == Some(block);
+    if size == block || group.members.iter().all(own) {
         return Ok(Some(block));
     }
     let refuse = |reason: &str| {
@@ -153,7 +163,7 @@ pub(super) fn stage(model: &Model, pools: &Pools, stage: u32) -> Result<Placed, 
                 [Some(layer), Some(block / ratio)],
             );
             let kernel = (ratio > 1)
-                .then(|| Kernel { entries: spec.class.block / ratio, stride: inner[BLOCK] });
+                .then(|| Kernel { entries: spec.entries() / ratio, stride: inner[BLOCK] });
             for (index, spec) in (0u64..).zip(&run) {
                 placed.push(PlacedLayer {
                     cache: spec.cache,
@@ -184,8 +194,8 @@ fn strides(
     fixed: [Option<u64>; 2],
 ) -> [u64; 5] {
     let class = &spec.class;
-    let tokens = if class.sort.is_recurrent() { 1 } else { class.block / ratio };
-    let shape = [layers, blocks * ratio, class.heads, tokens, class.content];
+    let entries = spec.entries() / ratio;
+    let shape = [layers, blocks * ratio, class.heads, entries, class.content];
     let order = layout.order();
     let place = |dim| order.iter().position(|&other| other == dim).expect("a permutation");
     // Padding goes to the end of a page: inside of both layers and blocks.
@@ -222,7 +232,7 @@ impl PlacedLayer {
         // it needs unless another request may use its blocks again.
         let sight = cache.window();
         let need = (!topology.caching && sight != group.window).then_some(sight);
-        let turns = u64::from(topology.dcp);
+        let (turns, rate) = (u64::from(topology.dcp), cache.tokens_per_entry());
         let phase = match cache.sort.is_recurrent() || turns == 1 {
             true => Phase::ALL,
             false => Phase::share(turn, turns, topology.interleave.into()),
@@ -252,15 +262,25 @@ impl PlacedLayer {
                         }
                     },
                     (Packing::Plain, Sort::Attention { .. }) => {
-                        (vec![self.head, size], lengths[1] * size)
+                        let content = lengths[1..].iter().product::<u64>() * size;
+                        let inner = dense(&lengths[1..], size).0;
+                        ([vec![self.head], inner].concat(), content)
                     }
                     (Packing::Plain, _) => dense(&lengths, size),
+                    // All numbers of a head, then those of the next: a head's slots lie together.
+                    (Packing::Planes, Sort::Attention { .. }) => {
+                        let entries = self.kernel.map(|kernel| kernel.entries);
+                        let block = group.tokens_per_block.map(|tokens| tokens / turns / rate);
+                        let plane = entries.or(block).unwrap_or(1) * size;
+                        entry = size;
+                        (vec![plane], lengths[0] * plane)
+                    }
                     (Packing::Planes, _) => {
                         let (axes, bytes) = dense(&lengths, size);
-                        let tokens = self.kernel.map(|kernel| kernel.entries);
+                        let entries = self.kernel.map(|kernel| kernel.entries);
                         entry = bytes;
-                        let block = group.tokens_per_block.map(|tokens| tokens / turns);
-                        (axes, bytes * tokens.or(block).unwrap_or(1))
+                        let block = group.tokens_per_block.map(|tokens| tokens / turns / rate);
+                        (axes, bytes * entries.or(block).unwrap_or(1))
                     }
                 };
                 group.pieces.push(Piece {

@@ -5,7 +5,7 @@ use kvferry_layout::Format;
 use super::error::cannot_run;
 use crate::error::RulesError;
 use crate::model::{Cache, Model, Packing, Sort};
-use crate::rules::topology::Topology;
+use crate::rules::topology::{Layout, Topology};
 
 /// No page may be larger than this: far above every real one, and low enough that a pool's bytes fit
 /// in 64 bits.
@@ -23,10 +23,15 @@ pub(super) enum Kernels {
 impl Kernels {
     pub(super) fn of(model: &Model, topology: &Topology) -> Result<Self, RulesError> {
         let latent = model.caches.iter().any(|cache| matches!(cache.sort, Sort::Latent { .. }));
-        let kernels = match topology.kernel {
-            Some(kernel) => Self::Fixed(kernel.into()),
-            None if latent => Self::Fixed(64),
-            None => Self::Multiples,
+        let kernels = match (OwnKernels::of(model), topology.kernel) {
+            (Some(own), Some(kernel)) if own.block != u64::from(kernel) => {
+                let reason = format!("its attention kernels take blocks of {} tokens", own.block);
+                return Err(cannot_run(model, format!("kernel={kernel}"), reason));
+            }
+            (Some(own), _) => Self::Fixed(own.block),
+            (None, Some(kernel)) => Self::Fixed(kernel.into()),
+            (None, None) if latent => Self::Fixed(64),
+            (None, None) => Self::Multiples,
         };
         if let Some(block) = topology.block
             && !u64::from(block).is_multiple_of(kernels.smallest())
@@ -48,6 +53,27 @@ impl Kernels {
     }
 }
 
+/// A family with attention kernels of its own.
+pub(super) struct OwnKernels {
+    family: &'static str,
+    /// The one block size that they take.
+    block: u64,
+    /// The layouts that they take, the preferred one first: pages of several sizes lie side by side in
+    /// a block.
+    pub(super) layouts: [Layout; 2],
+}
+
+const OWN_KERNELS: [OwnKernels; 2] = [
+    OwnKernels { family: "deepseek_v4", block: 256, layouts: [Layout::Blhnc, Layout::Blnhc] },
+    OwnKernels { family: "deepseek_v41", block: 128, layouts: [Layout::Blhnc, Layout::Blnhc] },
+];
+
+impl OwnKernels {
+    pub(super) fn of(model: &Model) -> Option<&'static Self> {
+        OWN_KERNELS.iter().find(|own| own.family == model.family)
+    }
+}
+
 /// What one layer asks of the pool on one rank; the same on every tensor-parallel rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Spec {
@@ -63,6 +89,8 @@ pub(super) struct Class {
     pub(super) sort: Sort,
     /// Tokens in a block; zero for states of a fixed size.
     pub(super) block: u64,
+    /// Tokens that one entry stands for.
+    rate: u64,
     /// Heads that a rank keeps; one where there are none.
     pub(super) heads: u64,
     /// Bytes of one head and token, or of all states together.
@@ -80,8 +108,13 @@ impl Spec {
         if class.sort.is_recurrent() {
             class.content
         } else {
-            class.heads * class.block * class.content
+            class.heads * self.entries() * class.content
         }
+    }
+
+    /// Entries in a block; one for states of a fixed size.
+    pub(super) fn entries(&self) -> u64 {
+        if self.class.sort.is_recurrent() { 1 } else { self.class.block / self.class.rate }
     }
 
     /// Bytes of a block.
@@ -103,7 +136,7 @@ pub(super) fn specs(
         .map(|(cache, kept)| Spec { cache, class: class(kept, topology) })
         .collect();
     let block = block_size(&specs, topology, kernels);
-    let states = specs.iter().filter(|spec| spec.class.sort.is_recurrent());
+    let states = specs.iter().filter(|spec| is_fitted(&spec.class.sort));
     let is_hybrid = states.clone().count() > 0 && states.clone().count() < specs.len();
     let counted = |spec: &Spec| counted_bytes(&model.caches[spec.cache], topology);
     let largest_state = states.map(counted).max().unwrap_or(0);
@@ -112,9 +145,10 @@ pub(super) fn specs(
     let block =
         if is_hybrid { hybrid_block(&specs, block, token, largest_state, kernels) } else { block };
     for spec in &mut specs {
+        let cache = &model.caches[spec.cache];
         match spec.class.sort {
             // The platform pads states to the attention page that it aligned to them.
-            Sort::Recurrent(_) if is_hybrid => {
+            Sort::Recurrent(_) if is_hybrid && is_fitted(&spec.class.sort) => {
                 let page = block * token;
                 spec.class.padded = Some(page).filter(|_| page != largest_state);
             }
@@ -126,7 +160,11 @@ pub(super) fn specs(
                     Kernels::Fixed(size) => *size,
                 };
             }
-            _ => spec.class.block = block,
+            _ => spec.class.block = cache.block.unwrap_or(block),
+        }
+        if let Some(align) = cache.align {
+            let page = spec.dense().next_multiple_of(align);
+            spec.class.padded = Some(page).filter(|page| *page != spec.dense());
         }
         let page = spec.page();
         if page < spec.dense() {
@@ -163,7 +201,16 @@ fn class(cache: &Cache, topology: &Topology) -> Class {
             shapes.push((shape, state.kind.format.clone()));
         }
     }
-    Class { sort: cache.sort.clone(), block: 0, heads, content, shapes, padded: None }
+    let (sort, rate) = (cache.sort.clone(), cache.tokens_per_entry());
+    Class { sort, block: 0, rate, heads, content, shapes, padded: None }
+}
+
+/// Kinds of states of a fixed size that have a block of their own, to which the engine fits no others.
+pub(super) const OWN_BLOCK: [&str; 1] = ["ring"];
+
+/// Whether the engine makes attention blocks as large as it.
+fn is_fitted(sort: &Sort) -> bool {
+    matches!(sort, Sort::Recurrent(kind) if !OWN_BLOCK.contains(&kind.word()))
 }
 
 /// Kinds whose columns for speculative tokens the engine forgets when it fits blocks to states: the

@@ -175,6 +175,15 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::Refuses,
+        applies: |pair| pair.prefill.topology.kv != pair.decode.topology.kv,
+        reason: |pair| {
+            let name = |side: EngineSide<'_>| side.topology.kv.map_or("auto", |kv| kv.name());
+            let (prefill, decode) = (name(pair.prefill), name(pair.decode));
+            format!("the cache data types of the two sides differ ({prefill} and {decode})")
+        },
+    },
+    Rule {
+        outcome: Outcome::Refuses,
         applies: |pair| pair.decode.topology.pp > 1,
         reason: |_| "its connector does not let the decode side have pipeline stages".to_owned(),
     },
@@ -324,6 +333,19 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::SilentlyWrong,
+        applies: |pair| pair.prefill.topology.scales != pair.decode.topology.scales,
+        reason: |pair| {
+            let [prefill, decode] = [pair.prefill, pair.decode]
+                .map(|side| side.topology.scales.map(|it| it.to_string()));
+            format!(
+                "the scales of keys and values differ ({} and {}), which its handshake does not compare",
+                prefill.join(", "),
+                decode.join(", ")
+            )
+        },
+    },
+    Rule {
+        outcome: Outcome::SilentlyWrong,
         applies: |pair| pair.grows() && pair.prefill.topology.spec != pair.decode.topology.spec,
         reason: |pair| {
             format!(
@@ -335,8 +357,8 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// The recurrent kinds that its connector knows how to split.
-const SPLIT: [&str; 4] = ["mamba1", "mamba2", "gdn", "kda"];
+/// The recurrent kinds that its connector knows how to split, or moves whole.
+const SPLIT: [&str; 5] = ["mamba1", "mamba2", "gdn", "kda", "ring"];
 
 /// Kinds with groups of which its connector takes an equal share for each rank, even where there is
 /// one group alone and every rank has a copy of it.
@@ -480,6 +502,12 @@ mod tests {
             ("lfm2-1.2b", "tp=2", "tp=2", Refuses),
             ("minimax", "tp=2", "tp=2", Refuses),
             ("gemma-3", "tp=2,pp=2", "tp=2", Refuses),
+            ("llama-3.1-8b", "tp=2,kv=fp8", "tp=2", Refuses),
+            ("llama-3.1-8b", "tp=2,kv=nvfp4", "tp=4,kv=nvfp4", Works),
+            ("llama-3.1-8b", "tp=2,kv=fp8,kscale=2", "tp=2,kv=fp8", SilentlyWrong),
+            ("deepseek-v4-flash", "tp=8", "tp=2", Works),
+            ("deepseek-v4-flash", "pp=2", "tp=2", Refuses),
+            ("deepseek-v4.1", "tp=2", "tp=8", Works),
         ] {
             assert_eq!(outcome(model, prefill, decode), expected, "{model} {prefill} {decode}");
         }
