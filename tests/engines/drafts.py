@@ -34,6 +34,8 @@ def save_eagle(folder, seed):
         **SIZES,
         num_hidden_layers=1,
         draft_vocab_size=512,
+        # Three of four layers: those that vLLM would choose are not all different in so small a model.
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
         max_position_embeddings=512,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,

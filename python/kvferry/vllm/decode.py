@@ -153,7 +153,7 @@ class Decode:
     @staticmethod
     def _not_for(request: Any, offer: Offer) -> str | None:
         """Why what P has is of no use to a request."""
-        if request.resumable:
+        if getattr(request, "resumable", False):
             return "more of its prompt comes later (streamed input)"
         if not offer.prompt:
             return None

@@ -44,7 +44,7 @@ class Prefill:
     def begin(self, request: Any) -> None:
         """A request whose answer another engine will give."""
         name = request.request_id
-        if request.resumable:
+        if getattr(request, "resumable", False):
             logger.warning(
                 "kvferry: %s is not handed over: more of its prompt comes later (streamed input)", name
             )
@@ -75,7 +75,7 @@ class Prefill:
             return
         # Other requests may share the list of a prompt; `_all_token_ids` has a view on it.
         for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
-            if (given := getattr(request, name)) is not None:
+            if (given := getattr(request, name, None)) is not None:
                 setattr(request, name, given[:-count])
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count

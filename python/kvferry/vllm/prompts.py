@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .logs import logger
+
 Facts = dict[str, str]
 
 
@@ -66,10 +68,14 @@ def _embeddings(request: Any, tokens: int) -> str:
 def _weights(path: str) -> str:
     """Stands for an adapter, whatever folder it is in; for one that is not in a folder of this machine, its
     name elsewhere."""
-    folder = Path(path).expanduser()
-    files = sorted(file for file in folder.glob("adapter_*") if file.is_file())
-    # An adapter may be replaced where it lies.
-    return _content(tuple((file, file.stat().st_mtime_ns) for file in files)) if files else path
+    try:
+        files = sorted(file for file in Path(path).expanduser().glob("adapter_*") if file.is_file())
+        # An adapter may be replaced where it lies.
+        return _content(tuple((file, file.stat().st_mtime_ns) for file in files)) if files else path
+    except (OSError, ValueError, AttributeError) as error:
+        # The engine has read it, and goes on without us.
+        logger.warning("kvferry: cannot read the adapter in %s: %s. It is known by its name alone", path, error)
+        return path
 
 
 @lru_cache(maxsize=1024)
