@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Bell",
     "Ending",
     "Manifest",
     "Plan",
@@ -14,6 +15,7 @@ __all__ = [
     "Worker",
     "compile",
     "facts",
+    "introduce",
     "log_level",
     "log_lines",
     "metrics",

@@ -159,7 +159,7 @@ def params(**changes):
 @pytest.fixture
 def stock():
     groups = SimpleNamespace(specs=[FULL, WINDOW], recurrent=[False, False])
-    made = Stock(groups, SimpleNamespace(speculative_config=None), 30.0)
+    made = Stock(groups, 30.0)
     place = Place("127.0.0.1", 5600, "p", 1)
     made._engines[place] = _Engine(place, introduction=Introduction(place, (answer(),)))
     yield made

@@ -51,7 +51,7 @@ class SchedulerSide:
         self.prefill = Prefill(self.agent, self.keep, groups, self.push)
         self.stock: Stock | None = None
         if options.stock_lease:
-            self.stock = Stock(groups, vllm_config, options.stock_lease)
+            self.stock = Stock(groups, options.stock_lease)
         self.decode = Decode(self.agent, groups, options, self.stock)
         self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
         #: Where others read from a buffer in host memory: what steps write to it.

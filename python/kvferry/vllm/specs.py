@@ -337,7 +337,7 @@ def keeps_window(spec: Any) -> bool:
 
 def is_clipped(spec: Any) -> bool:
     """Whether vLLM's own connector hands over no more of a group's table than its window."""
-    return type(first_spec(spec)).__name__ == "SlidingWindowSpec"
+    return any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__)
 
 
 def is_replayed(spec: Any) -> bool:

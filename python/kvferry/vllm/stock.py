@@ -60,10 +60,9 @@ class Stock:
     """The engines without kvferry that requests come from. It has the calls of the agent's scheduler that a
     ticket is given to (`hold`, `reading`, `settle`, `abandon`, `lost`)."""
 
-    def __init__(self, groups: Groups, vllm_config: Any, lease: float) -> None:
+    def __init__(self, groups: Groups, lease: float) -> None:
         self.groups, self.lease = groups, lease
         self.counts = dict.fromkeys(COUNTS, 0)
-        self._drafts = _has_drafts(vllm_config)
         self._lock = threading.Lock()
         self._engines: dict[Place, _Engine] = {}
         self._introductions: list[Introduction] = []
@@ -196,16 +195,12 @@ class Stock:
                 first.append(0)
                 continue
             clipped = specs.is_clipped(spec)
-            if clipped and self._drafts:
-                raise ValueError(
-                    "with a draft model, an engine without kvferry does not tell where the tables of its "
-                    "windows start: use FerryConnector there, too"
-                )
             if len(ids) < needed and not clipped:
                 raise ValueError(
                     f"table {group} of 'remote_block_ids' has {len(ids)} blocks of {introduction.block} tokens, "
                     f"but 'remote_num_tokens' is {offer.tokens}"
                 )
+            # The last ones, of as many as its tokens take.
             first.append(max(0, needed - len(ids)) if clipped else 0)
         return first
 
@@ -306,8 +301,3 @@ def _heartbeat(requests: list[str]) -> bytes:
 def _read(request: str) -> bytes:
     # Each rank of P waits for as many of these as the message says. All ranks here are done.
     return f"{request}:1".encode()
-
-
-def _has_drafts(vllm_config: Any) -> bool:
-    speculative = getattr(vllm_config, "speculative_config", None)
-    return speculative is not None and bool(speculative.uses_draft_kv_cache())
