@@ -43,6 +43,19 @@ def test_a_load_that_fails_says_why_and_for_whom(engines, lines):
     assert not [line for line in lines() if line[0] == "DEBUG"]
 
 
+@pytest.mark.parametrize("level", ["warning", "debug"])
+def test_a_line_names_its_request_on_both_sides_whatever_is_logged(engines, lines, level):
+    logs.start(level)
+    prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
+    facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3, 4]])
+    ticket = grant(prefill, "request-1", **facts)
+    (ending,) = load(decode, "request-9", ticket, **facts | dict(source_blocks=[[2, 7]]))
+    assert ending.outcome == "expired"
+    wait_for(lines, "what was read is not used")
+    (line,) = [line for _, line in lines() if "what was read is not used" in line]
+    assert line.endswith(" request=request-9 from=prefill theirs=request-1")
+
+
 def test_debug_says_where_the_time_went_and_off_says_nothing(engines, lines):
     logs.start("debug")
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)

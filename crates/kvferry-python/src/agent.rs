@@ -57,7 +57,7 @@ pub(crate) struct Ending {
     #[pyo3(get)]
     copies: u64,
     timings: Timings,
-    moments: Option<Moments>,
+    moments: Option<Box<Moments>>,
     lowerings: Lowerings,
     rest: Vec<u8>,
 }
@@ -544,7 +544,7 @@ impl Ending {
 
     #[getter]
     fn moments(&self) -> BTreeMap<&'static str, f64> {
-        let Some(moments) = self.moments else { return BTreeMap::new() };
+        let Some(moments) = &self.moments else { return BTreeMap::new() };
         let began = since_1970(moments.began);
         let over = moments.named().into_iter();
         let over = over.filter_map(|(name, at)| Some((name, began + at?.as_secs_f64())));

@@ -140,8 +140,8 @@ impl Drive {
     }
 
     /// The last lap ended now: since the load began.
-    fn moment(&self) -> Option<Duration> {
-        Some(self.since - self.began)
+    fn moment(&self) -> Duration {
+        self.since - self.began
     }
 
     fn step(&mut self, step: Step) {
@@ -153,14 +153,14 @@ impl Drive {
                     return self.follow();
                 }
                 self.timings.queue = self.lap();
-                self.moments.admitted = self.moment();
+                self.moments.admitted = Some(self.moment());
                 Event::Admitted
             }
             Step::Known(engine) => {
                 self.growing = Some(Growing::new(&self.load, &engine.plan));
                 self.engine = Some(engine);
                 self.timings.handshake = self.lap();
-                self.moments.known = self.moment();
+                self.moments.known = Some(self.moment());
                 if self.load.grant.is_none() {
                     self.hear_of_growth();
                 }
@@ -170,7 +170,7 @@ impl Drive {
             Step::Heard(heard) => return self.heard(heard),
             Step::Moving(Progress::Arrived(moved)) => {
                 self.lap();
-                self.moments.arrived = self.moment();
+                self.moments.arrived = Some(self.moment());
                 self.timings.plan += moved.plan;
                 self.timings.post += moved.post;
                 self.timings.wire += moved.wire;
@@ -193,7 +193,7 @@ impl Drive {
                 self.timings.audit = self.lap();
                 match audited {
                     Audited::Passed => {
-                        self.moments.audited = self.moment();
+                        self.moments.audited = Some(self.moment());
                         Event::Passed
                     }
                     Audited::NotHeld(loss) => Event::NotHeld(loss),
@@ -204,7 +204,7 @@ impl Drive {
                 self.timings.confirm = self.lap();
                 match answer {
                     Answer::Held => {
-                        self.moments.confirmed = self.moment();
+                        self.moments.confirmed = Some(self.moment());
                         Event::Held
                     }
                     Answer::NotHeld(loss) => self.not_held(loss),
@@ -413,7 +413,7 @@ impl Drive {
             bytes,
             copies,
             timings: self.timings,
-            moments: self.moments,
+            moments: Box::new(self.moments),
             lowerings: self.moved.lowerings,
             rest: std::mem::take(&mut self.moved.rest),
         }));

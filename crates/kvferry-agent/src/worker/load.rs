@@ -88,7 +88,7 @@ pub struct Ending {
     /// Where the time went.
     pub timings: Timings,
     /// When each stage was over.
-    pub moments: Moments,
+    pub moments: Box<Moments>,
     /// How it was read.
     pub lowerings: Lowerings,
     /// What is left of the request's own blocks, where it was asked for.

@@ -173,7 +173,7 @@ impl RateWatch {
         match self.judge(report) {
             Some(Verdict::Slow(text)) => tracing::warn!("transfers are slow: {text}"),
             Some(Verdict::Short(text)) => {
-                tracing::info!("transfers are made of short copies: {text}")
+                tracing::info!("transfers are made of short copies: {text}");
             }
             None => {}
         }
