@@ -31,6 +31,7 @@ def start(caplog):
                 tensor_parallel_size=1,
                 pipeline_parallel_size=1,
             ),
+            model_config=SimpleNamespace(multimodal_config=None),
             num_prefill_lookahead_tokens=0,
             speculative_config=None,
         )
@@ -55,6 +56,11 @@ def request(**params):
         num_computed_tokens=40,
         num_in_flight_tokens=0,
         num_preemptions=0,
+        all_token_ids=list(range(40)),
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        mm_features=None,
     )
 
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_agent::{
-    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Notice, Outcome, Progress,
-    SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
+    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Notice, Origin, Outcome,
+    Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust, WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::tcp::TcpOptions;
@@ -153,19 +153,24 @@ impl Scheduler {
         made.map_err(|error| errors::agent(py, &error))
     }
 
-    #[pyo3(signature = (request, *, tokens, blocks, first=None))]
+    #[pyo3(signature = (request, *, tokens, blocks, first=None, origin=None))]
     fn grant<'py>(
         &self,
         request: &str,
         tokens: u64,
         blocks: &Bound<'py, PyAny>,
         first: Option<&Bound<'py, PyAny>>,
+        origin: Option<&[u8]>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = blocks.py();
         let half = self.0.get(py)?;
+        let origin = origin.map(read_origin).transpose()?;
         let grant = Grant { epoch: 0, tokens, tables: granted_tables(blocks, first)? };
         let granted = py.detach(|| {
-            let ticket = half.grant(request, grant)?;
+            let ticket = match origin {
+                Some(origin) => half.grant_from(request, grant, origin)?,
+                None => half.grant(request, grant)?,
+            };
             Ok((ticket, half.granted(request).map_or(0, |grant| grant.epoch)))
         });
         let (granted, epoch) = granted.map_err(|error| errors::agent(py, &error))?;
@@ -394,9 +399,9 @@ impl Worker {
     }
 
     #[pyo3(
-        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, **tables),
+        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, origin=None, **tables),
         text_signature = "($self, request, ticket, *, deadline=60.0, patience=60.0, rest=True, \
-                          granted=None, tokens, source_blocks=None, destination_blocks, cached=None, \
+                          granted=None, origin=None, tokens, source_blocks=None, destination_blocks, cached=None, \
                           source_first=None, destination_first=None)"
     )]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -408,6 +413,7 @@ impl Worker {
         patience: f64,
         rest: bool,
         granted: Option<u64>,
+        origin: Option<&[u8]>,
         tables: Option<Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let py = ticket.py();
@@ -434,6 +440,7 @@ impl Worker {
             request,
             ticket: read_ticket(ticket)?,
             grant,
+            origin: origin.map(read_origin).transpose()?,
             tokens: asked.tokens,
             cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
             destination: asked.destination,
@@ -555,6 +562,15 @@ impl Ending {
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
         }
     }
+}
+
+/// What a cache was computed from, as the engine says.
+fn read_origin(bytes: &[u8]) -> PyResult<Origin> {
+    let wrong = |_| {
+        let message = format!("origin has {} bytes, but must have 16", bytes.len());
+        PyValueError::new_err(message)
+    };
+    Ok(Origin(bytes.try_into().map_err(wrong)?))
 }
 
 fn trust(

@@ -15,8 +15,8 @@ from .logs import logger
 from .messages import Orders
 from .options import Options
 from .pace import Pace
+from .origin import Origins
 from .params import Offer, Source, shared_name
-from .turns import hash_tokens
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Wanted:
     offer: Offer | None
     #: Tokens that this engine can use, at most.
     tokens: int
+    #: What it must have been computed from.
+    origin: bytes | None
     #: The ticket to read it by, as soon as it is known.
     ticket: dict[str, Any] | None = None
     #: The other engine is asked how far it is: what to ask it for.
@@ -52,8 +54,10 @@ class Wanted:
 class Decode:
     """The part of the scheduler's side that takes requests over."""
 
-    def __init__(self, agent: Scheduler, groups: Groups, options: Options) -> None:
-        self.agent, self.groups, self.options = agent, groups, options
+    def __init__(
+        self, agent: Scheduler, groups: Groups, origins: Origins, options: Options
+    ) -> None:
+        self.agent, self.groups, self.origins, self.options = agent, groups, origins, options
         #: Requests that wait or load.
         self.wanted: dict[str, Wanted] = {}
         #: The last tickets that came to an end: whoever replays a request brings one of them again.
@@ -66,6 +70,8 @@ class Decode:
         self.pace = Pace()
         #: vLLM's manager of all blocks.
         self.manager: Any = None
+        #: The share of them that the longest request takes, once it was asked for.
+        self.largest: float | None = None
 
     def begin(self, request: Any) -> None:
         """A request that another engine has computed, or computes. What cannot be used is computed
@@ -84,18 +90,19 @@ class Decode:
 
     def _begin(self, request: Any) -> Wanted:
         name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
+        origin = self.origins.of(request, request.num_prompt_tokens)
         source = Source.read(params)
         if source is not None:
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
-            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens))
+            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens), origin)
             where: dict[str, Any] = {
                 "engine": source.engine,
                 "address": source.address,
                 "name": shared,
             }
             self.agent.follow(name, **where, patience=patience)
-            return Wanted(None, tokens, follows=where)
+            return Wanted(None, tokens, origin, follows=where)
         offer = Offer.read(params)
         if any(offer.ticket == other.ticket for other in self.wanted.values()):
             # The answers of one prompt (`n`): the lease ends when the first of them has read.
@@ -103,8 +110,9 @@ class Decode:
         if offer.ticket in self.spent:
             raise ValueError("they have been used already, and the blocks are gone")
         if params.get("do_remote_decode") or offer.hash is not None:
-            said = hash_tokens(request, offer.tokens)
-            if said is None or offer.hash != said:
+            # Of what was answered, which the prompt goes on from.
+            origin = self.origins.of(request, offer.tokens)
+            if origin is None or offer.hash != origin.hex():
                 # D need not be told: it keeps them for whoever does continue.
                 raise ValueError(
                     f"the first {offer.tokens} tokens of this prompt are not those of the answer that "
@@ -113,9 +121,9 @@ class Decode:
             # Whether D still has it is asked first: P can compute it, so it must not fail for that.
             where = {"ticket": offer.ticket}
             self.agent.follow(name, **where, patience=patience)
-            return Wanted(offer, offer.tokens, offer.ticket, follows=where)
+            return Wanted(offer, offer.tokens, origin, offer.ticket, follows=where)
         self.agent.hold(offer.ticket, patience=patience)
-        return Wanted(offer, offer.tokens, offer.ticket)
+        return Wanted(offer, offer.tokens, origin, offer.ticket)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after those that are held already, and whether any can. None: not
@@ -163,7 +171,19 @@ class Decode:
         now = time.monotonic()
         if wanted.news[0] != frontier["tokens"]:
             wanted.news = (frontier["tokens"], now)
-        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, self._free_share())
+        free = self._free_share()
+        if not frontier["sealed"] and not self._leaves_room(wanted, free):
+            return False
+        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, free)
+
+    def _leaves_room(self, wanted: Wanted, free: float) -> bool:
+        """Whether what P has finished can still be loaded, whatever it is, while this request holds blocks
+        and P computes it. P may need the blocks of those for this one: if each waited for the other,
+        neither would ever be served."""
+        if self.largest is None:
+            self.largest = self.groups.largest_share()
+        own = self.largest * wanted.tokens / self.groups.config.model_config.max_model_len
+        return free - own >= self.largest
 
     def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:
         """Whether a ticket that was found by a name is nobody else's."""
@@ -225,6 +245,7 @@ class Decode:
             "request": name,
             "ticket": wanted.ticket,
             "tokens": tokens,
+            "origin": wanted.origin,
             "cached": self.groups.cached(blocks.blocks, wanted.computed),
             "destination_blocks": self.groups.tables(blocks.get_block_ids(), tokens),
             "deadline": self.options.deadline,

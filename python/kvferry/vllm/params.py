@@ -85,10 +85,15 @@ class Source:
         return cls(engine, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def shared_name(request: str, tokens: int) -> str:
+def shared_name(request: str, tokens: int, origin: bytes | None) -> str:
     """The name of a request that two engines have in common: vLLM makes its own from the one that the
     router has given to it, and adds eight digits. With it goes what they must agree on, a number of
-    tokens: a state is of use after so many only."""
+    tokens: a state is of use after so many only.
+
+    Requests to `/v1/responses` are named by each server for itself, whatever the router says. What they
+    have in common is the prompt: of several with the same one, any will do."""
+    if request.startswith("resp_") and origin is not None:
+        return f"resp:{origin.hex()}:{tokens}"
     return f"{_ADDED.sub('', request)}:{tokens}"
 
 

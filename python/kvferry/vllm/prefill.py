@@ -13,6 +13,7 @@ from .._errors import AgentError
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
+from .origin import Origins
 from .params import Offer, shared_name
 
 
@@ -29,10 +30,13 @@ class Growing:
 class Prefill:
     """The part of the scheduler's side that hands requests over."""
 
-    def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, push: bool) -> None:
+    def __init__(
+        self, agent: Scheduler, keep: Keep, groups: Groups, origins: Origins, push: bool
+    ) -> None:
         self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
-        #: Requests whose blocks will be kept.
-        self.prefilling: set[str] = set()
+        self.origins = origins
+        #: Requests whose blocks will be kept, and what they are computed from.
+        self.prefilling: dict[str, bytes | None] = {}
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
         #: vLLM's manager of all blocks.
@@ -41,13 +45,14 @@ class Prefill:
     def begin(self, request: Any) -> None:
         """A request whose answer another engine will give."""
         name = request.request_id
-        self.prefilling.add(name)
         prompt = request.num_prompt_tokens
+        # Of all of the prompt, as D has it.
+        self.prefilling[name] = origin = self.origins.of(request, prompt)
         self._hold_back(request)
         if self.push:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
-            self.agent.open(name, name=shared_name(name, agreed))
+            self.agent.open(name, name=shared_name(name, agreed, origin))
             self.growing[name] = Growing(request, request.num_preemptions)
 
     def _hold_back(self, request: Any) -> None:
@@ -99,9 +104,9 @@ class Prefill:
         name = request.request_id
         if name not in self.prefilling:
             return None
-        self.prefilling.discard(name)
+        origin = self.prefilling.pop(name)
         self.growing.pop(name, None)
-        offer = self.keep.keep(request, block_ids)
+        offer = self.keep.keep(request, block_ids, origin)
         if offer is None and self.push:
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
@@ -109,4 +114,4 @@ class Prefill:
 
     def may_finish(self, scheduled: Iterable[str]) -> bool:
         """Whether a step computes a prompt that another engine reads then."""
-        return not self.prefilling.isdisjoint(scheduled)
+        return not self.prefilling.keys().isdisjoint(scheduled)

@@ -13,6 +13,7 @@ from .logs import logger
 from .messages import Orders
 from .metrics import Stats
 from .options import Options
+from .origin import Origins
 from .params import KEY
 from .prefill import Prefill
 from .turns import Turns
@@ -34,11 +35,14 @@ class SchedulerSide:
         logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
+        self.origins = origins = Origins(vllm_config)
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
-        self.prefill = Prefill(self.agent, self.keep, groups, self.push)
-        self.decode = Decode(self.agent, groups, options)
-        self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
+        self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push)
+        self.decode = Decode(self.agent, groups, origins, options)
+        self.turns = Turns(
+            self.agent, self.keep, groups, origins, vllm_config, options.next_turn
+        )
         #: What the counters were when they were last asked for.
         self.counted: dict[str, int] = {}
 

@@ -12,11 +12,11 @@ use tracing::{debug, info, warn};
 use super::bells::{Bells, Of};
 use super::holds::Holds;
 use super::options::SchedulerOptions;
-use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
+use super::status::{GrowingStatus, GuestStatus, LeaseStatus, Status, milliseconds};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
-use crate::rules::grant::Grant;
+use crate::rules::grant::{Grant, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
@@ -124,14 +124,19 @@ impl Core {
     }
 
     /// Promises to keep a request's blocks; seals its lease, if it has one that grows.
-    pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+    pub(super) fn grant(
+        &self,
+        request: &str,
+        grant: Grant,
+        origin: Option<Origin>,
+    ) -> Result<Ticket, Error> {
         self.check_tables(request, &grant.tables)?;
         let present = self.present.lock();
         let mut leases = self.leases();
         let growing = leases.frontier(request).filter(|frontier| !frontier.sealed);
         let nonce = match growing.map(|frontier| frontier.nonce) {
             Some(nonce) => {
-                leases.seal(request, grant.tokens, grant.tables, self.now())?;
+                leases.seal(request, grant.tokens, grant.tables, origin, self.now())?;
                 nonce
             }
             None if leases.given_up(request) => {
@@ -142,7 +147,7 @@ impl Core {
             None => {
                 let key = new_key(request)?;
                 let nonce = key.nonce;
-                leases.grant(key, Grant { epoch: 0, ..grant }, self.now())?;
+                leases.grant(key, Grant { epoch: 0, ..grant }, origin, self.now())?;
                 nonce
             }
         };
@@ -158,7 +163,7 @@ impl Core {
         let present = self.present.lock();
         let key = new_key(request)?;
         let nonce = key.nonce;
-        self.leases().begin(key, name)?;
+        self.leases().begin(key, name, self.now())?;
         debug!(request, name, "opened");
         if let Some(name) = name {
             self.bells.ring(&Of::Name(name.to_owned()));
@@ -276,6 +281,20 @@ impl Core {
             });
             leases.collect()
         };
+        let mut growing: Vec<GrowingStatus> = {
+            let leases = self.leases();
+            let growing = leases.iter_growing(now).map(|(request, age, grant)| GrowingStatus {
+                request: request.to_owned(),
+                age_ms: milliseconds(age),
+                tokens: grant.tokens,
+                epoch: grant.epoch,
+                followers: 0,
+            });
+            growing.collect()
+        };
+        for one in &mut growing {
+            one.followers = self.bells.waiting(&Of::Request(one.request.clone()));
+        }
         let peers = self.door.guests().into_iter().map(|guest| GuestStatus {
             who: guest.who,
             from: guest.from.to_string(),
@@ -288,6 +307,7 @@ impl Core {
             uptime_ms: milliseconds(now),
             ranks: self.published().map_or(0, |published| published.ranks.len()),
             leases,
+            growing,
             holds: self.holds.status(),
             peers: peers.collect(),
             connected_to: self.holds.connected_to(),

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::rules::grant::Origin;
+
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -55,6 +57,14 @@ pub enum Loss {
     Restarted,
     /// It is held, but for other blocks or tokens than those that were read.
     NotGranted,
+    /// It is held, and these are its blocks, but they were computed from something else than what the
+    /// reader has. (since 1.3)
+    OtherOrigin {
+        /// What they were computed from.
+        granted: Option<Origin>,
+        /// What the reader has.
+        wanted: Option<Origin>,
+    },
 }
 
 impl fmt::Display for Loss {
@@ -67,6 +77,20 @@ impl fmt::Display for Loss {
                 "the block tables that were read are not those that the engine granted: a router or a \
                  client has changed them",
             ),
+            Self::OtherOrigin { granted, wanted } => {
+                let said = |origin: &Option<Origin>| match origin {
+                    Some(origin) => format!("{origin:?}"),
+                    None => "nothing that was named".to_owned(),
+                };
+                write!(
+                    f,
+                    "the blocks were computed from another prompt: from {}, but this request is {}. Send \
+                     the same prompt, adapter, cache salt and media to both engines, and each answer's \
+                     parameters with the request that they are for",
+                    said(granted),
+                    said(wanted)
+                )
+            }
         }
     }
 }
