@@ -246,12 +246,14 @@ class Scheduler:
         tokens: int,
         blocks: Sequence[_Numbers],
         first: _Numbers | None = None,
+        origin: bytes | None = None,
     ) -> dict[str, Any]:
         """Promises to keep a request's blocks, and gives the ticket to read them.
 
         `blocks` has the table of every group, `first` the position of its first block where it was
         clipped: what a peer passes to `Worker.load` as `source_blocks` and `source_first`. What a peer
-        has read by anything else it is told not to use.
+        has read by anything else it is told not to use. `origin` stands in 16 bytes for what the blocks were
+        computed from: a peer that passes another one to `Worker.load`, or none, is told the same.
 
         Where the request was opened, the ticket is the same as then (with an `epoch`, if the request has
         started over), and tokens and tables must go on from those that it has advanced to. Raises
@@ -459,6 +461,7 @@ class Worker:
         patience: float = 60.0,
         rest: bool = True,
         granted: int | None = None,
+        origin: bytes | None = None,
         tokens: int,
         source_blocks: Sequence[_Numbers] | None = None,
         destination_blocks: Sequence[_Numbers],
@@ -470,7 +473,8 @@ class Worker:
         latest `deadline` seconds from now.
 
         The source's tables must be those that it granted, whoever carried them here: otherwise the load
-        ends as `expired`. `granted` is how many tokens it granted, where this engine reads fewer.
+        ends as `expired`. `granted` is how many tokens it granted, where this engine reads fewer. So must
+        `origin` be: 16 bytes for what this engine's request is computed from, as in `Scheduler.grant`.
 
         Without `source_blocks` the source is asked for them. It may still be computing the request: what
         is complete is read meanwhile, and the rest when all of it is. Then `deadline` counts from when

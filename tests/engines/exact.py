@@ -1,5 +1,6 @@
 """What a handover must hold: one engine's tokens, from P's state, and nothing left behind."""
 
+import contextlib
 import math
 import random
 
@@ -19,14 +20,35 @@ def prompts(draw, lengths):
 
 def hand_over(prefill, decode, prompt, tokens=12, sent=None):
     """The answer of `decode` to `sent`, with the state that `prefill` has after `prompt`."""
-    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    if sent is None:
-        return decode.generate(prompt, tokens, params)[0]
-    return decode.generate(sent, tokens, for_any_prompt(params))[0]
+    with unbound(prefill, decode) if sent is not None else contextlib.nullcontext():
+        _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+        return decode.generate(prompt if sent is None else sent, tokens, params)[0]
 
 
-def for_any_prompt(params):
-    """As a P gives them that does not say what its blocks are for: D takes them for any prompt."""
+@contextlib.contextmanager
+def unbound(*engines):
+    """For controls: what P has computed serves any prompt meanwhile."""
+    for engine in engines:
+        engine.call(bind, False)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.call(bind, True)
+
+
+def bind(engine, bound):
+    from kvferry.vllm.origin import Origins
+
+    if bound:
+        Origins.of, Origins.facts = Origins.given
+    else:
+        Origins.given = (Origins.of, Origins.facts)
+        Origins.of, Origins.facts = (lambda *_: None), (lambda *_: {})
+
+
+def without_hints(params):
+    """As a client sends them that says nothing of what they are for."""
     ours = {name: value for name, value in params["kvferry"].items() if name != "prompt"}
     return params | {"kvferry": ours}
 
@@ -57,8 +79,9 @@ def check_close(prefill, decode, lengths=LENGTHS, tokens=6, seed=0):
         assert distance(alone, moved) < NEAR, f"a prompt of {len(prompt)} tokens"
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert distance(alone, decode.call(likely, tokens, other)) > 4 * NEAR
-    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    assert distance(alone, decode.call(likely, tokens, other, for_any_prompt(params))) < NEAR
+    with unbound(prefill, decode):
+        _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+        assert distance(alone, decode.call(likely, tokens, other, params)) < NEAR
     nothing_left(prefill, decode)
 
 

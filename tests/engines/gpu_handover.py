@@ -7,6 +7,7 @@ write late: P's whole step waits on the GPU, and D's NaN come long after it was 
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import random
@@ -18,7 +19,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch  # noqa: E402
 from environment import REMOTE_DECODE  # noqa: E402
-from exact import for_any_prompt, prompts  # noqa: E402
+from exact import prompts, unbound  # noqa: E402
 from patches import environment, split_prompts  # noqa: E402
 from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402
@@ -175,7 +176,8 @@ def check(model, prefill, decode):
     # The control: only P's state can give P's answer to another prompt with the same last token.
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert prefill.generate(other)[0] != alone, "the control's own answer is no other"
-    assert hand_over(prefill, decode, prompt, other) == alone, "D did not use P's state"
+    with unbound(prefill, decode):
+        assert hand_over(prefill, decode, prompt, other) == alone, "D did not use P's state"
     assert (prefill.idle(), decode.idle()) == (0, 0), "blocks are left behind"
     loads = decode.call(seen)
     failed = [load for load in loads if load["outcome"] != "done"]
@@ -205,11 +207,10 @@ def measure(model, prefill, decode):
 
 
 def hand_over(prefill, decode, prompt, other=None, spoil=None):
-    _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
-    decode.call(spoil or poison)
-    if other is None:
-        return decode.generate(prompt, params=params)[0]
-    return decode.generate(other, params=for_any_prompt(params))[0]
+    with unbound(prefill, decode) if other is not None else contextlib.nullcontext():
+        _, params = prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+        decode.call(spoil or poison)
+        return decode.generate(other or prompt, params=params)[0]
 
 
 def words(load):

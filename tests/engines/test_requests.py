@@ -1,10 +1,11 @@
 """Requests of every kind that vLLM serves: handed over, the answer is that of one engine alone, and it is made
 from P's state."""
 
+import contextlib
 import random
 
 import pytest
-from exact import for_any_prompt, nothing_left
+from exact import nothing_left, unbound
 from http_pair import save_tokenizer
 from life.inside import counter, whats_left
 from requests_inside import ask, prefilled
@@ -113,13 +114,11 @@ def shuffled(draw, prompt):
 
 
 def hand_over(prefill, decode, question, sent=None):
-    (made,) = prefill.call(ask, [prefilled(question)])
-    assert made["params"], "P hands nothing over"
-    params = made["params"]
-    if sent is not None:
-        question, params = sent, for_any_prompt(params)
     before = decode.call(counter, "kvferry_read_bytes_total")
-    (answer,) = decode.call(ask, [question | {"params": params}])
+    with unbound(prefill, decode) if sent is not None else contextlib.nullcontext():
+        (made,) = prefill.call(ask, [prefilled(question)])
+        assert made["params"], "P hands nothing over"
+        (answer,) = decode.call(ask, [(sent or question) | {"params": made["params"]}])
     assert decode.call(counter, "kvferry_read_bytes_total") > before, "D has read nothing"
     return answer["answers"]
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import safetensors.torch
 import torch
-from exact import for_any_prompt, nothing_left, prompts
+from exact import nothing_left, prompts, unbound
 from http_pair import save_tokenizer
 from life.inside import count_preemptions, counter, leases, preemptions, whats_left
 from requests_inside import ask, cut, pooled, prefilled
@@ -129,9 +129,10 @@ def test_an_adapter_is_in_the_state(pair, adapters):
     prefill, decode = pair
     (prompt,) = prompts(random.Random("adapter control"), [LENGTH])
     question = {"prompt": prompt, "lora": adapters["one"]}
-    (made,) = prefill.call(ask, [prefilled(question)])
-    sent = {"prompt": prompt, "params": for_any_prompt(made["params"])}
-    assert alone(decode, sent) != alone(decode, {"prompt": prompt})
+    with unbound(prefill, decode):
+        (made,) = prefill.call(ask, [prefilled(question)])
+        sent = {"prompt": prompt, "params": made["params"]}
+        assert alone(decode, sent) != alone(decode, {"prompt": prompt})
 
 
 def test_embeddings_instead_of_tokens(pair):
@@ -143,8 +144,9 @@ def test_embeddings_instead_of_tokens(pair):
     expected = alone(decode, question)
     assert alone(decode, other) != expected
     assert hand_over(prefill, decode, question) == (expected, True)
-    (made,) = prefill.call(ask, [prefilled(question)])
-    assert alone(decode, other | {"params": for_any_prompt(made["params"])}) == expected
+    with unbound(prefill, decode):
+        (made,) = prefill.call(ask, [prefilled(question)])
+        assert alone(decode, other | {"params": made["params"]}) == expected
     # What P has of other embeddings is not used.
     assert hand_over(prefill, decode, question, other) == (alone(decode, other), False)
 
@@ -178,8 +180,9 @@ def test_a_prompt_that_is_cut(pair):
     assert decode.call(cut, text, LENGTH + 20, params)[0] == expected
     assert "its tokens differ" in decode.call(said, "cannot use the transfer parameters")
     # The control: it would have been another answer.
-    _, params = prefill.call(cut, text, LENGTH, True)
-    assert decode.call(cut, text, LENGTH + 20, for_any_prompt(params))[0] != expected
+    with unbound(prefill, decode):
+        _, params = prefill.call(cut, text, LENGTH, True)
+        assert decode.call(cut, text, LENGTH + 20, params)[0] != expected
 
 
 def test_a_prompt_that_is_too_long_for_d(pair):

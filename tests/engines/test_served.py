@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +22,9 @@ from pathlib import Path
 
 import openai
 import pytest
+import safetensors.torch
 from environment import REMOTE_DECODE
+from exact import without_hints
 from http_pair import ANSWER, START, Pair, free_neighbours, save_tokenizer, until
 from tiny import save_model
 
@@ -281,8 +284,7 @@ def test_the_canary_sings(pair):
 
 
 class Wrong(BaseHTTPRequestHandler):
-    """A router that lets the prefill server read another prompt: as if the bytes of a block were
-    another request's."""
+    """A router that lets the prefill server read another prompt, and does not pass on what it says of it."""
 
     pair = None
 
@@ -293,9 +295,13 @@ class Wrong(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         other = [token + 1 for token in asked["prompt"][:-1]] + asked["prompt"][-1:]
         first = self.pass_on("prefill", asked, other, 1, dict(REMOTE_DECODE))
-        params = first["kv_transfer_params"]
-        said = json.dumps(self.pass_on("decode", asked, asked["prompt"], None, params)).encode()
-        self.send_response(200)
+        params = without_hints(first["kv_transfer_params"])
+        try:
+            said = self.pass_on("decode", asked, asked["prompt"], None, params)
+            said, status = json.dumps(said).encode(), 200
+        except urllib.error.HTTPError as error:
+            said, status = error.read(), error.code
+        self.send_response(status)
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
@@ -312,15 +318,22 @@ class Wrong(BaseHTTPRequestHandler):
             return json.loads(answer.read())
 
 
-def test_the_canary_falls_silent_when_a_pair_is_wrong(pair):
+def test_what_was_computed_from_another_prompt_is_refused(pair):
     handler = type("WrongPair", (Wrong,), {"pair": pair})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
         threading.Thread(target=wrong.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{wrong.server_port}"
         code, said = canary(pair, url, "--decode", pair.url("decode"), "--lengths", "64,300", "--seed", "1")
         wrong.shutdown()
-    assert code == 1 and [case["verdict"] for case in said["cases"]] == ["differ"] * 2, said
+    if pair.transfer["kv_load_failure_policy"] == "recompute":
+        assert code == 0 and [case["verdict"] for case in said["cases"]] == ["agree"] * 2, said
+    else:
+        assert code == 3 and "500" in said["error"], said
     assert_no_block_is_held(pair)
+    # Which request, both digests, and what to do.
+    (line, *_) = re.findall(r".*computed from another prompt.*", pair.log("decode").read_text())
+    assert re.search(r"request=\S+", line) and len(set(re.findall(r"\b[0-9a-f]{32}\b", line))) == 2, line
+    assert "Send the same prompt" in line
 
 
 def operate(*words):
@@ -367,7 +380,7 @@ def test_a_server_that_drains(pair):
     assert_no_block_is_held(pair)
 
 
-# The last one: it ends the prefill server.
+# The last two: they end the prefill server.
 def test_a_killed_prefill_server(pair):
     draw = random.Random(5)
     prompt = text(draw, 400)
@@ -409,6 +422,22 @@ def test_a_killed_prefill_server(pair):
             answer = ask(pair, "router", prompt)
     assert answer == alone
     assert moved(pair) - before >= len(prompt) - 1
+    assert_no_block_is_held(pair)
+
+
+def test_the_canary_falls_silent_when_a_pair_is_wrong(pair):
+    """The two servers have other weights: everything is as it was granted, and the answers are wrong."""
+    pair.kill("prefill")
+    path = Path(pair.model) / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name, weight in weights.items():
+        if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
+            weights[name] = weight.flip(0).contiguous()
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    pair.start("prefill")
+    servers = ("--prefill", pair.url("prefill"), "--decode", pair.url("decode"))
+    code, said = canary(pair, *servers, "--lengths", "64,300", "--seed", "1")
+    assert code == 1 and [case["verdict"] for case in said["cases"]] == ["differ"] * 2, said
     assert_no_block_is_held(pair)
 
 

@@ -83,7 +83,15 @@ def test_what_a_router_leaves_when_it_sends_to_both():
     ],
 )
 def test_the_name_that_two_engines_share(request_id, name):
-    assert shared_name(request_id, 70) == f"{name}:70"
+    for origin in (None, b"1" * 16):
+        assert shared_name(request_id, 70, origin) == f"{name}:70"
+
+
+def test_the_name_of_requests_that_each_server_names_for_itself():
+    ours, theirs = (shared_name(f"resp_{at}_0-0123abcd", 70, b"1" * 16) for at in "pd")
+    assert ours == theirs
+    assert shared_name("resp_p_0-0123abcd", 70, b"2" * 16) != ours
+    assert shared_name("resp_p_0-0123abcd", 71, b"1" * 16) != ours
 
 
 def test_answers_go_the_other_way():

@@ -31,6 +31,7 @@ def start(caplog):
                 tensor_parallel_size=1,
                 pipeline_parallel_size=1,
             ),
+            model_config=SimpleNamespace(multimodal_config=None),
             num_prefill_lookahead_tokens=0,
             speculative_config=None,
         )
@@ -57,9 +58,10 @@ def request(**params):
         num_preemptions=0,
         prompt_token_ids=list(range(40)),
         all_token_ids=list(range(40)),
-        prompt_embeds=None,
         lora_request=None,
-        mm_features=[],
+        cache_salt=None,
+        prompt_embeds=None,
+        mm_features=None,
         resumable=False,
     )
 

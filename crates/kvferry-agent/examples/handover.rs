@@ -51,6 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             request: "request-1".to_owned(),
             ticket: ticket.clone(),
             grant: Some(grant.clone()),
+            origin: None,
             tokens,
             cached: vec![0],
             destination: vec![BlockTable { first: 0, blocks: vec![3] }],

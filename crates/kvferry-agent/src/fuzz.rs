@@ -13,7 +13,7 @@ use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::rules::grant::{Fingerprint, Grant};
+use crate::rules::grant::{Fingerprint, Grant, Origin};
 use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
@@ -86,6 +86,9 @@ impl Host for Counting {
             }
             Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
             Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
+            Question::ConfirmFor { origin: wanted, .. } => {
+                Reply::Lease(Answer::NotHeld(Loss::OtherOrigin { granted: None, wanted }))
+            }
             Question::Fit { .. } => Reply::NotReady,
             Question::Ask { .. } | Question::Do { .. } => {
                 Reply::Task(TaskReply::NotHeld(Loss::NotGranted))
@@ -132,6 +135,10 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::NotReady,
         Reply::Leases(vec![Answer::Held, Answer::NotHeld(Loss::Restarted)]),
         Reply::Lease(Answer::NotHeld(Loss::Ended(Ended::Expired))),
+        Reply::Lease(Answer::NotHeld(Loss::OtherOrigin {
+            granted: Some(Origin([1; 16])),
+            wanted: None,
+        })),
         Reply::Done,
         Reply::Status("{}".to_owned()),
         Reply::Frontier(news(&Known::default())),
@@ -190,8 +197,15 @@ fn questions() -> [Question; 12] {
         Question::ConfirmRead {
             incarnation,
             key: key("a"),
+            consumer: consumer.clone(),
+            read_by: Fingerprint([7; 16]),
+        },
+        Question::ConfirmFor {
+            incarnation,
+            key: key("a"),
             consumer,
             read_by: Fingerprint([7; 16]),
+            origin: Some(Origin([8; 16])),
         },
         Question::Ask {
             incarnation,

@@ -50,12 +50,12 @@ pub use kvferry_plan::cost::{Choice, Way};
 pub use metrics::{Described, Timings, catalogue};
 pub use rules::audit::{Audit, NotAFraction};
 pub use rules::failure::Failure;
-pub use rules::grant::{Fingerprint, Grant};
+pub use rules::grant::{Claim, Fingerprint, Grant, Origin};
 pub use rules::lease::{Ended, Loss, Released};
 pub use rules::{follow, lease, life};
 pub use scheduler::{
-    Did, Following, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Note, Progress, Scheduler,
-    SchedulerOptions, Status, ask_drain, ask_status,
+    Did, Following, GrowingStatus, GuestStatus, HoldStatus, LeaseStatus, Lost, LostWhy, Note,
+    Progress, Scheduler, SchedulerOptions, Status, ask_drain, ask_status,
 };
 pub use several::carry_several;
 pub use wire::door::Limits;

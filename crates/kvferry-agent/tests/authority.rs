@@ -7,7 +7,7 @@ use std::io;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use common::*;
-use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Outcome, Version};
+use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Origin, Outcome, Version};
 
 const TOKENS: u64 = 10;
 /// Ours, and those of another request.
@@ -133,6 +133,48 @@ fn a_ticket_of_another_engine() {
     assert_eq!(other.scheduler.status().leases.len(), 1);
 }
 
+/// A ticket with all that belongs to it, but for another request than the one that it comes with: in the
+/// same blocks, granted at once or followed while they were computed.
+#[test]
+fn a_ticket_of_another_request() {
+    let (p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 2).start());
+    let [ours, theirs] = [Origin([1; 16]), Origin([2; 16])];
+    p.prefill(1, &OURS, TOKENS);
+    for (round, followed) in [false, true].into_iter().enumerate() {
+        let name = format!("r{round}");
+        let grant = granted(&OURS, TOKENS);
+        if followed {
+            p.scheduler.open(&name, None).unwrap();
+            p.scheduler.advance(&name, 8, table(&OURS[..2])).unwrap();
+        }
+        let ticket = p.scheduler.grant_from(&name, grant.clone(), ours).unwrap();
+        let by_ticket = load("r", &ticket, grant, &DESTINATION);
+        let given = by_ticket.grant.clone().filter(|_| !followed);
+        for (what, wanted) in [("another prompt", Some(theirs)), ("of nothing", None)] {
+            let before = p.counter("confirmations_not_granted");
+            let (request, grant) = (what.to_owned(), given.clone());
+            d.load(&Load { request, origin: wanted, grant, ..by_ticket.clone() });
+            let loss = Loss::OtherOrigin { granted: Some(ours), wanted };
+            let expired = [Outcome::Expired(loss), Outcome::Expired(loss)];
+            assert_eq!(d.wait_ends(what), expired, "{what}");
+            assert_eq!(p.counter("confirmations_not_granted"), before + 2);
+            assert_eq!(p.scheduler.released(), [], "{what}: the lease is still held");
+        }
+        // Whom it was meant for, who may read less of it.
+        let tokens = TOKENS - 3;
+        d.load(&Load { origin: Some(ours), grant: given, tokens, ..by_ticket.clone() });
+        assert_eq!(d.wait_ends("r"), [const { Outcome::Done }; 2]);
+        assert_eq!(d.ranks[0].wrong(1, &DESTINATION, tokens), 0);
+        assert_eq!(p.wait_released().why, Ended::Confirmed);
+    }
+    // What P does not bind is not for whoever wants to be sure.
+    let ticket = p.grant("unbound", &OURS, TOKENS);
+    let one = load("unbound", &ticket, granted(&OURS, TOKENS), &DESTINATION);
+    d.load(&Load { origin: Some(ours), ..one });
+    let loss = Loss::OtherOrigin { granted: None, wanted: Some(ours) };
+    assert_eq!(d.wait_ends("unbound"), [Outcome::Expired(loss), Outcome::Expired(loss)]);
+}
+
 /// Two engines with one ticket: one of them has it, and what the other has is right or not used.
 #[test]
 fn one_ticket_at_two_engines_at_once() {
@@ -182,6 +224,38 @@ fn an_older_side_works_unbound_and_both_sides_say_so() {
     }
 }
 
+/// A side of 1.2 neither says nor asks what was read for. It works as before, and each side says so.
+#[test]
+fn a_side_that_does_not_know_origins_works_unbound_and_both_sides_say_so() {
+    let log = Log::start();
+    let old = Version { major: 1, minor: 2 };
+    let said =
+        |log: &Log| (log.lines("which prompt it reads for"), log.lines("which prompt they are"));
+    for (theirs, ours) in [(old, Version::CURRENT), (Version::CURRENT, old)] {
+        let before = said(&log);
+        let mut p = Recipe::new("p-before-origins", 1);
+        (p.scheduler.version, p.worker.version) = (theirs, theirs);
+        let mut d = Recipe::new("d-before-origins", 1);
+        (d.scheduler.version, d.worker.version) = (ours, ours);
+        let (p, d) = (p.start(), d.start());
+        p.prefill(1, &OURS, TOKENS);
+        for name in ["first", "second"] {
+            let grant = granted(&OURS, TOKENS);
+            let ticket = p.scheduler.grant_from(name, grant.clone(), Origin([1; 16])).unwrap();
+            // The limit: nobody notices that it is for another prompt. The tables are still compared.
+            let wanted = Some(Origin([2; 16]));
+            let forged = load("forged", &ticket, forged(TOKENS, 0, &THEIRS), &DESTINATION);
+            d.load(&Load { origin: wanted, ..forged });
+            assert_eq!(d.wait_ends("forged"), [Outcome::Expired(Loss::NotGranted)]);
+            d.load(&Load { origin: wanted, ..load(name, &ticket, grant, &DESTINATION) });
+            assert_eq!(d.wait_ends(name), [Outcome::Done]);
+            assert_eq!(p.wait_released().why, Ended::Confirmed);
+        }
+        let now = said(&log);
+        assert_eq!((now.0 - before.0, now.1 - before.1), (1, 1), "once each: {log:?}");
+    }
+}
+
 /// What all agents of this process say.
 #[derive(Clone, Debug, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
@@ -198,9 +272,13 @@ impl Log {
 
     /// How often P and D, of the test that this is about, have said that nothing is bound.
     fn count(&self) -> (usize, usize) {
+        (self.lines("will not say what it has read by"), self.lines("do not say what was read by"))
+    }
+
+    /// How many lines there are with this text.
+    fn lines(&self, text: &str) -> usize {
         let said = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
-        let lines = |text: &str| said.lines().filter(|line| line.contains(text)).count();
-        (lines("a peer will not say what it has read by"), lines("confirmations do not say"))
+        said.lines().filter(|line| line.contains(text)).count()
     }
 }
 

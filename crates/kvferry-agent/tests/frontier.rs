@@ -414,13 +414,21 @@ fn decode_comes_first_and_knows_only_a_name() {
         progress,
         Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
     );
+    let status = p.scheduler.status();
+    assert_eq!(status.leases, []);
     d.load(&follow("d-1", &ticket, &[9, 10, 11], 12));
+    // Its scheduler and its one rank.
+    eventually("both follow it", || p.scheduler.status().growing[0].followers == 2);
     for (tokens, known) in [(4, false), (8, true)] {
         thread::sleep(Duration::from_millis(50));
         advance(&p, 1, "p-1", &[3, 4, 5], tokens);
         let progress = heard(&d, "d-1", |progress| progress.tokens == tokens);
         assert_eq!(progress.speed.is_some(), known, "{progress:?}");
         assert!(progress.speed.is_none_or(|speed| speed > 1.0 && speed < 100.0), "{progress:?}");
+        let status = p.scheduler.status();
+        let [growing] = &status.growing[..] else { panic!("{status:?}") };
+        assert_eq!((growing.request.as_str(), growing.tokens, growing.epoch), ("p-1", tokens, 0));
+        assert!(growing.age_ms >= 50, "{growing:?}");
     }
     p.prefill(1, &[3, 4, 5], 12);
     p.grant("p-1", &[3, 4, 5], 12);
@@ -430,7 +438,40 @@ fn decode_comes_first_and_knows_only_a_name() {
     d.scheduler.settle(&ticket);
     assert_eq!(d.scheduler.frontier("d-1"), None);
     assert_eq!((d.scheduler.lost(), d.scheduler.status().holds), (vec![], vec![]));
+    assert_eq!(p.scheduler.status().growing, []);
     d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
+}
+
+/// P restarts under another name at its address, of which a router hears later: D asks whoever is there, also
+/// while nobody is.
+#[test]
+fn an_engine_that_has_restarted_is_found_by_the_name_of_the_request() {
+    let d = Recipe::new("d", 1).start();
+    let mut first = Recipe::new("p", 1);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    first.scheduler.bind = port;
+    let p = first.start();
+    let known = named(&p, "n");
+    let before = p.scheduler.open("p-0", Some("n")).unwrap();
+    d.scheduler.follow("d-0", known.clone(), LONG).unwrap();
+    heard(&d, "d-0", |_| true);
+    drop(p);
+    d.scheduler.follow("d-1", known, LONG).unwrap();
+    thread::sleep(Duration::from_millis(100));
+    let mut second = Recipe::new("p-again", 1);
+    second.scheduler.bind = port;
+    let p = second.start();
+    p.prefill(1, &[3, 4, 5], 12);
+    p.scheduler.open("p-1", Some("n")).unwrap();
+    let progress = heard(&d, "d-1", |_| true);
+    assert_eq!(progress.ticket.engine, "p-again");
+    d.load(&follow("d-1", &progress.ticket, &[9, 10, 11], 12));
+    p.grant("p-1", &[3, 4, 5], 12);
+    assert_eq!(d.wait_ends("d-1"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10, 11], 12), 0);
+    // What the life before had begun is lost, and is not taken for what is there now.
+    let found = lost(&d);
+    assert_eq!(found[0].ticket, Some(before), "{found:?}");
 }
 
 /// P never hears of it, is another engine, or speaks an older protocol: D need not wait for ever.
@@ -460,7 +501,12 @@ fn a_name_that_is_never_heard_of_is_lost() {
     );
 
     let other = Recipe::new("other", 1).start();
-    d.scheduler.follow("r", named(&other, "n"), LONG).unwrap();
+    d.scheduler.follow("r", named(&other, "n"), SHORT).unwrap();
+    assert_eq!(lost(&d), [Lost { ticket: None, follows, why: LostWhy::NeverHeardOf }]);
+    // A ticket is of one engine.
+    let address = other.scheduler.address().to_owned();
+    let elsewhere = Ticket { address, ..p.grant("t", &[3], 4) };
+    d.scheduler.follow("r", Following::Ticket(elsewhere), LONG).unwrap();
     let found = lost(&d);
     assert!(
         matches!(&found[0].why, LostWhy::Unreachable(PeerError::Refused(why)) if why.contains("'other', not 'p'")),

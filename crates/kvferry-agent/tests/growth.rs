@@ -238,6 +238,7 @@ fn serve(
         request: name.to_owned(),
         ticket,
         grant: None,
+        origin: None,
         tokens,
         cached: request.cached.clone(),
         destination: all_tables(&request.destination),

@@ -57,6 +57,7 @@ fn loops_are_exact() {
         request: "r".to_owned(),
         ticket: p.grant("r", &source, tokens),
         grant: Some(granted(&source, tokens)),
+        origin: None,
         tokens,
         cached: vec![0],
         destination: table(&destination),

@@ -7,7 +7,8 @@
 //! transport says that it has settled; the request keeps its name when it is served again; a decode
 //! rank may start over under its old name. P may compute while ranks follow: a word at a time, starting
 //! over in a block that others have overwritten meanwhile; ranks come early, late or in between, with a
-//! ticket or with nothing but a name, which may be used again; and a client may forge the tables.
+//! ticket or with nothing but a name, which may be used again; and a client may forge the tables, or send
+//! a ticket with another prompt than its own.
 //!
 //! Shown in every state: what is used was read under a confirmed lease (invariant 3), nothing lands
 //! in a block that was handed back (4), when nothing more is delivered and time passes, all blocks are
@@ -24,7 +25,7 @@ use std::time::Duration;
 use kvferry_agent::follow::{Follower, Pace, Part};
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Stage};
-use kvferry_agent::{BlockTable, Failure, Fingerprint, Grant, Loss};
+use kvferry_agent::{BlockTable, Claim, Failure, Fingerprint, Grant, Loss, Origin};
 
 const RANKS: usize = 2;
 const REQUEST: &str = "request";
@@ -55,6 +56,8 @@ enum Fault {
     NoIncarnation,
     /// D does not say by which tables it read.
     NoFingerprint,
+    /// D does not say what it reads for.
+    NoOrigin,
     /// P does not tell followers that it has started over.
     NoEpoch,
     /// D keeps what it read before P started over.
@@ -79,6 +82,7 @@ enum Message {
         rank: u8,
         attempt: u8,
         read_by: Fingerprint,
+        swapped: bool,
     },
     Answer {
         rank: u8,
@@ -141,6 +145,8 @@ struct Load {
     attempt: u8,
     /// A client has put another block into its tables.
     forged: bool,
+    /// A client has sent its ticket with another prompt.
+    swapped: bool,
     follower: Follower,
     /// The question how far P is. Its answer comes on the connection that it was asked on: late or not
     /// at all, but not twice.
@@ -189,6 +195,8 @@ struct Bounds {
     restarts: u8,
     /// Whether a client may change tables on their way to D.
     forgery: bool,
+    /// Whether a client may send a ticket with another prompt.
+    swaps: bool,
     /// Whether a word may arrive as another; if so, every load is audited.
     corruption: bool,
     /// P computes word by word, and starts over at most this often; `None`: all at once.
@@ -210,6 +218,11 @@ fn key(grant: u8) -> LeaseKey {
 fn tables(epoch: u8, words: u8, forged: bool) -> Grant {
     let table = BlockTable { first: u64::from(forged), blocks: (0..words.into()).collect() };
     Grant { epoch: epoch.into(), tokens: words.into(), tables: vec![table] }
+}
+
+/// What P has computed, or what a client makes of it.
+fn origin(swapped: bool) -> Origin {
+    Origin([u8::from(swapped); 16])
 }
 
 impl World {
@@ -245,14 +258,16 @@ impl World {
                 None => step("P grants".into(), &|w| {
                     w.grants += 1;
                     (w.block, w.words) = (Some(w.grants), [w.grants; 2]);
-                    let granted = w.leases.grant(key(w.grants), tables(0, 2, false), at(w.now));
+                    let (tables, origin) = (tables(0, 2, false), Some(origin(false)));
+                    let granted = w.leases.grant(key(w.grants), tables, origin, at(w.now));
                     granted.map_err(|e| e.to_string())
                 }),
                 Some(restarts) => step("P begins".into(), &|w| {
                     w.grants += 1;
                     (w.block, w.words) = (Some(w.grants), [SCRAP; 2]);
                     w.computing = Some(restarts);
-                    w.leases.begin(key(w.grants), Some(NAME)).map_err(|e| e.to_string())
+                    // When it began changes nothing.
+                    w.leases.begin(key(w.grants), Some(NAME), at(0)).map_err(|e| e.to_string())
                 }),
             }
         }
@@ -268,7 +283,7 @@ impl World {
                     w.words[1] = w.grants;
                     w.computing = None;
                     let tables = tables(0, 2, false).tables;
-                    if w.leases.seal(REQUEST, 2, tables, at(w.now)).is_err() {
+                    if w.leases.seal(REQUEST, 2, tables, Some(origin(false)), at(w.now)).is_err() {
                         // Nobody wants it: the block is free at once.
                         (w.block, w.words) = (None, [SCRAP; 2]);
                     }
@@ -323,12 +338,19 @@ impl World {
                 let forged = [false, true].into_iter().take(1 + usize::from(bounds.forgery));
                 let tickets = (1..=self.grants).flat_map(|g| forged.clone().map(move |f| (g, f)));
                 let name = bounds.names.then_some((0, false));
-                for (grant, forged) in tickets.chain(name) {
-                    let how = match (grant, forged) {
+                let swapped = [false, true].into_iter().take(1 + usize::from(bounds.swaps));
+                let all = tickets.chain(name).flat_map(|(grant, forged)| {
+                    swapped.clone().map(move |swapped| (grant, forged, swapped))
+                });
+                for (grant, forged, swapped) in all {
+                    let mut how = match (grant, forged) {
                         (0, _) => "what has the name".to_owned(),
                         (_, true) => format!("grant {grant} by forged tables"),
                         (_, false) => format!("grant {grant}"),
                     };
+                    if swapped {
+                        how.push_str(" for another prompt");
+                    }
                     step(format!("D{r} loads {how}"), &|w| {
                         let rank = &mut w.ranks[r];
                         rank.attempts += 1;
@@ -340,6 +362,7 @@ impl World {
                             grant,
                             attempt,
                             forged,
+                            swapped,
                             follower: Follower::of(
                                 bounds.growth.is_none().then(|| tables(0, 2, forged)),
                                 Pace { from: 0, to: 2, step: 1 },
@@ -514,7 +537,7 @@ impl World {
                 let grant = self.heard(*grant, bounds);
                 self.leases.abandon(&key(grant), at(self.now));
             }
-            Message::Confirm { grant, rank, attempt, read_by } => {
+            Message::Confirm { grant, rank, attempt, read_by, swapped } => {
                 let answer = if current(grant) {
                     let grant = self.heard(*grant, bounds);
                     let consumer = |rank| {
@@ -525,13 +548,14 @@ impl World {
                         Consumer { engine: "d".into(), rank, ranks: 2, attempt }
                     };
                     let given = *read_by;
-                    let read_by = match bounds.fault {
-                        Fault::NoFingerprint => None,
-                        _ => Some(*read_by),
+                    let claim = match bounds.fault {
+                        Fault::NoFingerprint => Claim::Nothing,
+                        Fault::NoOrigin => Claim::Tables(*read_by),
+                        _ => Claim::All(*read_by, Some(origin(*swapped))),
                     };
                     let rank = u32::from(*rank);
                     let mut answer =
-                        self.leases.confirm(&key(grant), &consumer(rank), read_by, at(self.now));
+                        self.leases.confirm(&key(grant), &consumer(rank), claim, at(self.now));
                     let frontier = self.leases.frontier(REQUEST);
                     if bounds.fault == Fault::NoSeal
                         && frontier.is_some_and(|so_far| so_far.grant.fingerprint() == given)
@@ -542,10 +566,11 @@ impl World {
                     if bounds.fault == Fault::CountByNumber && open && answer == Answer::Held {
                         // As if the next one counted, whoever sends it.
                         let attempt = *attempt;
-                        let again = Message::Confirm { grant, rank: 2, attempt, read_by: given };
+                        let (read_by, swapped) = (given, *swapped);
+                        let again = Message::Confirm { grant, rank: 2, attempt, read_by, swapped };
                         if !self.sent.insert(again) {
                             let other = consumer(1 - rank);
-                            self.leases.confirm(&key(grant), &other, read_by, at(self.now));
+                            self.leases.confirm(&key(grant), &other, claim, at(self.now));
                         }
                     }
                     answer
@@ -612,6 +637,7 @@ impl World {
             load.follower.arrived(&part);
         }
         let (grant, attempt, forged) = (load.grant, load.attempt, load.forged);
+        let swapped = load.swapped;
         for action in load.life.on(event) {
             let rank = &mut self.ranks[r];
             match action {
@@ -655,7 +681,8 @@ impl World {
                         grant.fingerprint()
                     });
                     let read_by = read_by.unwrap_or(Fingerprint([0; 16]));
-                    self.sent.insert(Message::Confirm { grant, rank: r as u8, attempt, read_by });
+                    let rank = r as u8;
+                    self.sent.insert(Message::Confirm { grant, rank, attempt, read_by, swapped });
                 }
                 // What was never found cannot be given up.
                 Action::Abandon if grant == 0 => {}
@@ -667,6 +694,9 @@ impl World {
                     if done && rank.words != [grant; 2] {
                         let words = rank.words;
                         return Err(format!("D{r} uses {words:?} for grant {grant}"));
+                    }
+                    if done && swapped {
+                        return Err(format!("D{r} uses grant {grant} for another prompt"));
                     }
                 }
                 Action::Cancel if bounds.fault == Fault::HandBackOnCancel => {
@@ -781,6 +811,7 @@ fn two_ranks_one_lease() {
         ticks: 2,
         restarts: 0,
         forgery: false,
+        swaps: false,
         corruption: false,
         growth: None,
         names: false,
@@ -796,6 +827,7 @@ fn the_request_is_served_again() {
         ticks: 1,
         restarts: 0,
         forgery: false,
+        swaps: false,
         corruption: false,
         growth: None,
         names: false,
@@ -811,6 +843,7 @@ fn a_rank_starts_over() {
         ticks: 1,
         restarts: 0,
         forgery: false,
+        swaps: false,
         corruption: false,
         growth: None,
         names: false,
@@ -826,6 +859,7 @@ fn the_prefill_engine_restarts() {
         ticks: 0,
         restarts: 1,
         forgery: false,
+        swaps: false,
         corruption: false,
         growth: None,
         names: false,
@@ -841,11 +875,30 @@ fn a_client_forges_tables() {
         ticks: 1,
         restarts: 0,
         forgery: true,
+        swaps: false,
         corruption: false,
         growth: None,
         names: false,
         fault: Fault::None,
     });
+}
+
+#[test]
+fn a_client_sends_a_ticket_with_another_prompt() {
+    for (attempts, growth, names) in [([1, 1], None, false), ([1, 0], Some(0), true)] {
+        check(&Bounds {
+            grants: 1,
+            attempts,
+            ticks: 1,
+            restarts: 0,
+            forgery: false,
+            swaps: true,
+            corruption: false,
+            growth,
+            names,
+            fault: Fault::None,
+        });
+    }
 }
 
 #[test]
@@ -856,6 +909,7 @@ fn ranks_follow_while_p_computes_and_starts_over() {
         ticks: 0,
         restarts: 0,
         forgery: false,
+        swaps: false,
         corruption: false,
         growth: Some(1),
         names: false,
@@ -872,6 +926,7 @@ fn ranks_know_only_a_name_which_is_used_again() {
             ticks: 1,
             restarts,
             forgery: false,
+            swaps: false,
             corruption: false,
             growth: Some(0),
             names: true,
@@ -888,6 +943,7 @@ fn a_network_corrupts_what_it_carries() {
         ticks: 1,
         restarts: 0,
         forgery: false,
+        swaps: false,
         corruption: true,
         growth: None,
         names: false,
@@ -907,6 +963,7 @@ fn every_safeguard_is_needed() {
         (Fault::NoExpiry, 1, [0, 0], 0, 0, false, None),
         (Fault::NoIncarnation, 2, [1, 0], 0, 1, false, None),
         (Fault::NoFingerprint, 1, [1, 0], 0, 0, true, None),
+        (Fault::NoOrigin, 1, [1, 0], 0, 0, false, None),
         (Fault::NoEpoch, 1, [1, 0], 0, 0, false, Some(1)),
         (Fault::KeepsOldEpoch, 1, [1, 0], 0, 0, false, Some(1)),
         (Fault::ReadsOverLateWords, 1, [1, 0], 0, 0, false, Some(1)),
@@ -921,6 +978,7 @@ fn every_safeguard_is_needed() {
             ticks,
             restarts,
             forgery,
+            swaps: fault == Fault::NoOrigin,
             corruption,
             growth,
             names,

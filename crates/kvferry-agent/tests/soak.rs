@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvferry_agent::{Ended, Notice, Outcome};
+use kvferry_agent::{Ended, Following, Load, Notice, Outcome};
 
 /// A thousand requests at once, one in twenty of them aborted: each ends, and each block comes back.
 #[test]
@@ -100,9 +100,26 @@ fn a_soak_leaves_nothing_behind() {
     let round = |from: u64, to: u64| {
         for i in from..to {
             let name = format!("r{i}");
-            let ticket = p.grant(&name, &source, 8);
-            d.scheduler.hold(&ticket, LONG);
-            d.start_load(&name, &ticket, &source, &destination, 8, LONG);
+            // Every third one is followed while it is computed, and some of these are started over.
+            let followed = i % 3 == 0;
+            let ticket = if followed {
+                let ticket = p.scheduler.open(&name, Some(&name)).unwrap();
+                let (engine, address) = (ticket.engine.clone(), ticket.address.clone());
+                let following = Following::Name { engine, address, name: name.clone() };
+                d.scheduler.follow(&name, following, LONG).unwrap();
+                let all = load(&name, &ticket, granted(&source, 8), &destination);
+                d.load(&Load { grant: None, ..all });
+                p.scheduler.advance(&name, 4, table(&source[..1])).unwrap();
+                if i % 2 == 0 {
+                    p.scheduler.restart(&name).unwrap();
+                }
+                p.grant(&name, &source, 8)
+            } else {
+                let ticket = p.grant(&name, &source, 8);
+                d.scheduler.hold(&ticket, LONG);
+                d.start_load(&name, &ticket, &source, &destination, 8, LONG);
+                ticket
+            };
             if i % 7 == 0 {
                 d.ranks[0].worker.abort(&name);
             }
@@ -117,6 +134,9 @@ fn a_soak_leaves_nothing_behind() {
                     }
                 }
             }
+            if followed {
+                d.scheduler.unfollow(&name);
+            }
             d.scheduler.settle(&ticket);
             p.scheduler.released();
         }
@@ -124,7 +144,11 @@ fn a_soak_leaves_nothing_behind() {
     round(0, 300);
     let before = (count("fd"), count("task"), resident());
     round(300, 3000);
-    eventually("all leases have ended", || p.scheduler.status().leases.is_empty());
+    eventually("all leases have ended", || {
+        let status = p.scheduler.status();
+        status.leases.is_empty() && status.growing.is_empty()
+    });
+    assert_eq!(d.scheduler.status().holds, []);
     let after = (count("fd"), count("task"), resident());
     println!("descriptors, threads, bytes: {before:?}, then {after:?}");
     assert_eq!(after.0, before.0, "descriptors");

@@ -9,7 +9,7 @@ use std::time::{Instant, SystemTime};
 
 use kvferry_agent::{
     self as agent, Audit, Card, Error, Following, Grant, Key, Load, Loss, LostWhy, Lowerings,
-    Moments, Notice, Outcome, Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust,
+    Moments, Notice, Origin, Outcome, Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust,
     WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
@@ -156,19 +156,24 @@ impl Scheduler {
         made.map_err(|error| errors::agent(py, &error))
     }
 
-    #[pyo3(signature = (request, *, tokens, blocks, first=None))]
+    #[pyo3(signature = (request, *, tokens, blocks, first=None, origin=None))]
     fn grant<'py>(
         &self,
         request: &str,
         tokens: u64,
         blocks: &Bound<'py, PyAny>,
         first: Option<&Bound<'py, PyAny>>,
+        origin: Option<&[u8]>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = blocks.py();
         let half = self.0.get(py)?;
+        let origin = origin.map(read_origin).transpose()?;
         let grant = Grant { epoch: 0, tokens, tables: granted_tables(blocks, first)? };
         let granted = py.detach(|| {
-            let ticket = half.grant(request, grant)?;
+            let ticket = match origin {
+                Some(origin) => half.grant_from(request, grant, origin)?,
+                None => half.grant(request, grant)?,
+            };
             Ok((ticket, half.granted(request).map_or(0, |grant| grant.epoch)))
         });
         let (granted, epoch) = granted.map_err(|error| errors::agent(py, &error))?;
@@ -433,9 +438,9 @@ impl Worker {
     }
 
     #[pyo3(
-        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, **tables),
+        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, origin=None, **tables),
         text_signature = "($self, request, ticket, *, deadline=60.0, patience=60.0, rest=True, \
-                          granted=None, tokens, source_blocks=None, destination_blocks, cached=None, \
+                          granted=None, origin=None, tokens, source_blocks=None, destination_blocks, cached=None, \
                           source_first=None, destination_first=None)"
     )]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -447,6 +452,7 @@ impl Worker {
         patience: f64,
         rest: bool,
         granted: Option<u64>,
+        origin: Option<&[u8]>,
         tables: Option<Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let py = ticket.py();
@@ -473,6 +479,7 @@ impl Worker {
             request,
             ticket: read_ticket(ticket)?,
             grant,
+            origin: origin.map(read_origin).transpose()?,
             tokens: asked.tokens,
             cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
             destination: asked.destination,
@@ -617,6 +624,15 @@ impl Ending {
 /// Seconds, by the wall clock.
 fn since_1970(at: SystemTime) -> f64 {
     at.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// What a cache was computed from, as the engine says.
+fn read_origin(bytes: &[u8]) -> PyResult<Origin> {
+    let wrong = |_| {
+        let message = format!("origin has {} bytes, but must have 16", bytes.len());
+        PyValueError::new_err(message)
+    };
+    Ok(Origin(bytes.try_into().map_err(wrong)?))
 }
 
 fn trust(

@@ -10,16 +10,16 @@ from typing import Any
 
 from .._core import Scheduler
 from .._errors import AgentError
-from . import prompts, siblings
+from . import siblings
 from .buffer import landing
 from .groups import Groups
 from .logs import logger
 from .messages import Orders
 from .options import Options
 from .pace import Pace
+from .origin import Origins, differ
 from .params import Offer, Source, shared_name
 from .stock import Stock, is_stock
-from .turns import hash_tokens
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Wanted:
     offer: Offer | None
     #: Tokens that this engine can use, at most.
     tokens: int
+    #: What it must have been computed from.
+    origin: bytes | None
     #: The ticket to read it by, as soon as it is known.
     ticket: dict[str, Any] | None = None
     #: The other engine is asked how far it is: what to ask it for.
@@ -63,9 +65,14 @@ class Decode:
     """The part of the scheduler's side that takes requests over."""
 
     def __init__(
-        self, agent: Scheduler, groups: Groups, options: Options, stock: Stock | None = None
+        self,
+        agent: Scheduler,
+        groups: Groups,
+        origins: Origins,
+        options: Options,
+        stock: Stock | None = None,
     ) -> None:
-        self.agent, self.groups, self.options = agent, groups, options
+        self.agent, self.groups, self.origins, self.options = agent, groups, origins, options
         #: Engines without kvferry.
         self.stock = stock
         #: Requests that wait or load.
@@ -82,6 +89,8 @@ class Decode:
         self.manager: Any = None
         #: Whether bytes come through host memory (`kv_buffer_device`).
         self.buffered = False
+        #: The share of them that the longest request takes, once it was asked for.
+        self.largest: float | None = None
 
     def begin(self, request: Any) -> None:
         """A request that another engine has computed, or computes. What cannot be used is computed
@@ -100,19 +109,19 @@ class Decode:
 
     def _begin(self, request: Any) -> Wanted:
         name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
+        origin = self.origins.of(request, request.num_prompt_tokens)
         source = Source.read(params)
         if source is not None:
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
-            agreed = self.groups.agreed(request.num_prompt_tokens)
-            shared = shared_name(name, agreed, prompts.surroundings(request))
+            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens), origin)
             where: dict[str, Any] = {
                 "engine": source.engine,
                 "address": source.address,
                 "name": shared,
             }
             self.agent.follow(name, **where, patience=patience)
-            return Wanted(None, tokens, follows=where)
+            return Wanted(None, tokens, origin, follows=where)
         stock = self.stock.read(params) if self.stock is not None else None
         if self.stock is None and is_stock(params):
             raise ValueError(
@@ -128,13 +137,16 @@ class Decode:
         if reader is not None:
             if offer.hash is not None:
                 raise ValueError("another request is reading the same blocks")
+            if origin != self.wanted[reader].origin:
+                raise ValueError("another request with another prompt is reading the same blocks")
             # Several answers to one prompt (`n`): what one of them reads is for all.
-            return Wanted(offer, offer.tokens, offer.ticket, reader=reader)
+            return Wanted(offer, offer.tokens, origin, offer.ticket, reader=reader)
         if offer.ticket in self.spent:
             raise ValueError("they have been used already, and the blocks are gone")
         if params.get("do_remote_decode") or offer.hash is not None:
-            said = hash_tokens(request, offer.tokens)
-            if said is None or offer.hash != said:
+            # Of what was answered, which the prompt goes on from.
+            origin = self.origins.of(request, offer.tokens)
+            if origin is None or offer.hash != origin.hex():
                 # D need not be told: it keeps them for whoever does continue.
                 raise ValueError(
                     f"the first {offer.tokens} tokens of this prompt are not those of the answer that "
@@ -143,21 +155,21 @@ class Decode:
             # Whether D still has it is asked first: P can compute it, so it must not fail for that.
             where = {"ticket": offer.ticket}
             self.agent.follow(name, **where, patience=patience)
-            return Wanted(offer, offer.tokens, offer.ticket, follows=where)
+            return Wanted(offer, offer.tokens, origin, offer.ticket, follows=where)
         if stock is not None and self.stock is not None:
             self.stock.hold(offer.ticket)
-            return Wanted(offer, offer.tokens, offer.ticket, stock=True)
+            return Wanted(offer, offer.tokens, None, offer.ticket, stock=True)
         self.agent.hold(offer.ticket, patience=patience)
-        return Wanted(offer, offer.tokens, offer.ticket)
+        return Wanted(offer, offer.tokens, origin, offer.ticket)
 
-    @staticmethod
-    def _not_for(request: Any, offer: Offer) -> str | None:
-        """Why what P has is of no use to a request."""
+    def _not_for(self, request: Any, offer: Offer) -> str | None:
+        """Why what P has is of no use to a request, as far as P's hints say it. Who changes them gains
+        nothing: P confirms for its own prompt only."""
         if getattr(request, "resumable", False):
             return "more of its prompt comes later (streamed input)"
         if not offer.prompt:
             return None
-        wrong = prompts.differ(prompts.facts(request, offer.tokens), offer.prompt)
+        wrong = differ(self.origins.facts(request, offer.tokens), offer.prompt)
         return None if wrong is None else f"they are for another prompt: {wrong}"
 
     def _reader(self, ticket: dict[str, Any]) -> str | None:
@@ -249,7 +261,19 @@ class Decode:
         now = time.monotonic()
         if wanted.news[0] != frontier["tokens"]:
             wanted.news = (frontier["tokens"], now)
-        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, self._free_share())
+        free = self._free_share()
+        if not frontier["sealed"] and not self._leaves_room(wanted, free):
+            return False
+        return self.pace.is_time(frontier, now - wanted.news[1], wanted.tokens, free)
+
+    def _leaves_room(self, wanted: Wanted, free: float) -> bool:
+        """Whether what P has finished can still be loaded, whatever it is, while this request holds blocks
+        and P computes it. P may need the blocks of those for this one: if each waited for the other,
+        neither would ever be served."""
+        if self.largest is None:
+            self.largest = self.groups.largest_share()
+        own = self.largest * wanted.tokens / self.groups.config.model_config.max_model_len
+        return free - own >= self.largest
 
     def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:
         """Whether a ticket that was found by a name is nobody else's."""
@@ -325,6 +349,7 @@ class Decode:
             "request": name,
             "ticket": ticket,
             "tokens": tokens,
+            "origin": wanted.origin,
             "cached": self.groups.cached(blocks.blocks, wanted.computed),
             "destination_blocks": wanted.blocks,
             "deadline": deadline,

@@ -23,7 +23,7 @@ class Groups:
     """The groups whose blocks are moved, by their index in block tables and manifests."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self.cache = kv_cache_config
+        self.config, self.cache = vllm_config, kv_cache_config
         self.specs = [
             kv_cache_config.kv_cache_groups[group].kv_cache_spec
             for group in kv_cache_config.transfer_group_ids
@@ -43,6 +43,13 @@ class Groups:
         self.held_back = max(
             1 if self._needs_last_token() else 0, draft_lookahead(vllm_config) - 1
         )
+
+    def largest_share(self) -> float:
+        """The share of all blocks that the longest possible request takes."""
+        specs = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
+        each = (-(-spec.max_memory_usage_bytes(self.config) // spec.page_size_bytes) for spec in specs)
+        share: float = sum(each) / self.cache.num_blocks
+        return share
 
     def agreed(self, prompt: int) -> int:
         """What P and D must agree on, for a prompt of so many tokens."""

@@ -19,8 +19,11 @@ class Keep:
         #: Requests whose blocks are being kept, the oldest first, and the tickets to read them.
         self.kept: dict[str, dict[str, Any]] = {}
 
-    def keep(self, request: Any, block_ids: tuple[list[int], ...]) -> Offer | None:
-        """Grants a lease on what a finished request has computed, unless there is nothing of use."""
+    def keep(
+        self, request: Any, block_ids: tuple[list[int], ...], origin: bytes | None
+    ) -> Offer | None:
+        """Grants a lease on what a finished request has computed from `origin`, unless there is nothing of
+        use."""
         if request.status not in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
@@ -39,7 +42,9 @@ class Keep:
             return None
         name = request.request_id
         try:
-            ticket = self.agent.grant(name, tokens=tokens, blocks=tables, first=first)
+            ticket = self.agent.grant(
+                name, tokens=tokens, blocks=tables, first=first, origin=origin
+            )
         except AgentError as error:
             if error.kind == "draining":
                 logger.info("kvferry: %s. Whoever answers it computes the prompt again", error)

@@ -50,7 +50,7 @@ class Options:
     patience: float = _option(480.0, least=1e-3)
     #: Whether P tells the router to send requests to both engines at once, and D reads while P computes:
     #: `auto` is `always`, but for data-parallel engines, one of which a router cannot tell D in advance.
-    push: str = _option("auto", one_of=("auto", "always", "never"))
+    push: str = _option("never", one_of=("auto", "always", "never"))
     #: Seconds that D waits for P to hear of a request that was sent to both.
     meet: float = _option(30.0, least=1e-3)
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import prompts
-from .prompts import Facts
+from . import origin
+from .origin import Facts
 
 #: Where our part lies.
 KEY = "kvferry"
@@ -43,7 +43,7 @@ class Offer:
             _field(params, "remote_block_ids", (list, tuple), "remote_block_ids"),
             _field(ours, "first", list, f"{KEY}.first"),
             None if ours.get("hash") is None else _field(ours, "hash", str, f"{KEY}.hash"),
-            prompts.read(ours.get("prompt")),
+            origin.read(ours.get("prompt")),
         )
 
     def write(
@@ -92,12 +92,16 @@ class Source:
         return cls(engine, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def shared_name(request: str, tokens: int, surroundings: Facts | None = None) -> str:
+def shared_name(request: str, tokens: int, origin: bytes | None) -> str:
     """The name of a request that two engines have in common: vLLM makes its own from the one that the
-    router has given to it, and adds eight digits. With it goes what they must agree on: a number of
-    tokens, because a state is of use after so many only, and adapters and images."""
-    agreed = [str(tokens), *(f"{name} {value}" for name, value in sorted((surroundings or {}).items()))]
-    return ":".join([stem(request), *agreed])
+    router has given to it, and adds eight digits. With it goes what they must agree on, a number of
+    tokens: a state is of use after so many only.
+
+    Requests to `/v1/responses` are named by each server for itself, whatever the router says. What they
+    have in common is the prompt: of several with the same one, any will do."""
+    if request.startswith("resp_") and origin is not None:
+        return f"resp:{origin.hex()}:{tokens}"
+    return f"{stem(request)}:{tokens}"
 
 
 def stem(request: str) -> str:

@@ -10,10 +10,11 @@ from vllm.v1.request import RequestStatus
 
 from .._core import Scheduler
 from .._errors import AgentError
-from . import prompts, siblings
+from . import siblings
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
+from .origin import Origins
 from .params import Offer, shared_name
 
 
@@ -27,13 +28,24 @@ class Growing:
     tokens: int = 0
 
 
+@dataclass
+class Prefilling:
+    """A prompt whose blocks will be kept."""
+
+    request: Any
+    #: What they are computed from.
+    origin: bytes | None
+
+
 class Prefill:
     """The part of the scheduler's side that hands requests over."""
 
-    def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, push: bool) -> None:
+    def __init__(
+        self, agent: Scheduler, keep: Keep, groups: Groups, origins: Origins, push: bool
+    ) -> None:
         self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
-        #: Requests whose blocks will be kept.
-        self.prefilling: dict[str, Any] = {}
+        self.origins = origins
+        self.prefilling: dict[str, Prefilling] = {}
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
         #: By prompts with several answers, the last one whose blocks are kept.
@@ -49,15 +61,16 @@ class Prefill:
                 "kvferry: %s is not handed over: more of its prompt comes later (streamed input)", name
             )
             return
-        self.prefilling[name] = request
         prompt = request.num_prompt_tokens
+        # Of all of the prompt, as D has it.
+        origin = self.origins.of(request, prompt)
+        self.prefilling[name] = Prefilling(request, origin)
         self._hold_back(request)
         if self.push:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
-            around = prompts.surroundings(request)
             try:
-                self.agent.open(name, name=shared_name(name, agreed, around))
+                self.agent.open(name, name=shared_name(name, agreed, origin))
             except AgentError as error:
                 # An engine that drains computes it, and hands nothing over.
                 if error.kind != "draining":
@@ -113,9 +126,9 @@ class Prefill:
         name = request.request_id
         if name not in self.prefilling:
             return None
-        del self.prefilling[name]
+        origin = self.prefilling.pop(name).origin
         self.growing.pop(name, None)
-        offer = self.keep.keep(request, block_ids)
+        offer = self.keep.keep(request, block_ids, origin)
         if offer is None and self.push:
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
@@ -123,7 +136,7 @@ class Prefill:
             return None
         if not self.push:
             self._keep_one_of(name)
-        return replace(offer, prompt=prompts.facts(request, offer.tokens))
+        return replace(offer, prompt=self.origins.facts(request, offer.tokens))
 
     def _keep_one_of(self, name: str) -> None:
         """Of several answers to one prompt (`n`) vLLM passes on the parameters of the last alone. Where D asks

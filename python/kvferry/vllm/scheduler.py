@@ -16,6 +16,7 @@ from .logs import logger
 from .messages import Orders
 from .metrics import Stats
 from .options import Options
+from .origin import Origins
 from .params import KEY
 from .prefill import Prefill
 from .stock import Stock
@@ -46,14 +47,17 @@ class SchedulerSide:
             )
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
+        self.origins = origins = Origins(vllm_config)
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
-        self.prefill = Prefill(self.agent, self.keep, groups, self.push)
+        self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push)
         self.stock: Stock | None = None
         if options.stock_lease:
             self.stock = Stock(groups, options.stock_lease)
-        self.decode = Decode(self.agent, groups, options, self.stock)
-        self.turns = Turns(self.agent, self.keep, groups, vllm_config, options.next_turn)
+        self.decode = Decode(self.agent, groups, origins, options, self.stock)
+        self.turns = Turns(
+            self.agent, self.keep, groups, origins, vllm_config, options.next_turn
+        )
         #: Where others read from a buffer in host memory: what steps write to it.
         self.saves = Saves(kv_cache_config) if is_wanted(vllm_config) else None
         self.decode.buffered = self.saves is not None
@@ -91,7 +95,8 @@ class SchedulerSide:
         self.prefill.advance()
         orders = self.decode.orders()
         if self.saves is not None:
-            orders.saves = self.saves.of_step(self.prefill.prefilling, scheduled, self.prefill.manager)
+            requests = {name: it.request for name, it in self.prefill.prefilling.items()}
+            orders.saves = self.saves.of_step(requests, scheduled, self.prefill.manager)
         self.turns.make_room()
         orders.released = list(self.released())
         self.turns.released(orders.released)

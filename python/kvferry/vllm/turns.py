@@ -3,9 +3,7 @@ comes, so that nobody computes it again."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +12,7 @@ from .._core import Scheduler
 from .groups import Groups
 from .keep import Keep, settled
 from .logs import logger
+from .origin import Origins
 from .params import Offer
 
 
@@ -21,8 +20,17 @@ class Turns:
     """Keeps the blocks of answers. That is a saving and no promise: when requests wait for blocks, the
     oldest answers are let go."""
 
-    def __init__(self, agent: Scheduler, keep: Keep, groups: Groups, config: Any, seconds: float) -> None:
+    def __init__(
+        self,
+        agent: Scheduler,
+        keep: Keep,
+        groups: Groups,
+        origins: Origins,
+        config: Any,
+        seconds: float,
+    ) -> None:
         self.agent, self.keep, self.groups, self.seconds = agent, keep, groups, seconds
+        self.origins = origins
         self.drafts = config.speculative_config is not None
         #: Answers that are kept, the oldest first: their tickets, and until when.
         self.answers: dict[str, tuple[dict[str, Any], float]] = {}
@@ -40,16 +48,16 @@ class Turns:
             # A state is that of one position: that of drafts depends on how many were accepted, and
             # a step that vLLM scheduled ahead still changes it.
             return None
-        said = hash_tokens(request, settled(request))
-        if said is None:
+        origin = self.origins.of(request, settled(request))
+        if origin is None:
             return None
-        offer = self.keep.keep(request, block_ids)
+        offer = self.keep.keep(request, block_ids, origin)
         if offer is None:
             return None
         # Nobody reads it for a while: this engine itself keeps its lease alive, and ends it.
         self.agent.hold(offer.ticket, patience=2 * self.seconds + 60)
         self.answers[request.request_id] = (offer.ticket, time.monotonic() + self.seconds)
-        return replace(offer, hash=said)
+        return replace(offer, hash=origin.hex())
 
     def make_room(self) -> None:
         """At the end of each of the scheduler's turns: lets go what was kept for long enough, or what
@@ -82,18 +90,3 @@ class Turns:
     def freed(self, requests: Iterable[str]) -> None:
         """vLLM gets the blocks of these back."""
         self.leaving.difference_update(requests)
-
-
-def hash_tokens(request: Any, tokens: int) -> str | None:
-    """Stands for the first tokens of a request and all else that its blocks depend on: text that is
-    tokenized again may have become other tokens. None where there are no tokens."""
-    if request.prompt_token_ids is None or tokens > len(request.all_token_ids):
-        return None
-    made = hashlib.sha256(array("Q", request.all_token_ids[:tokens]).tobytes())
-    lora = request.lora_request
-    rest = [lora.lora_name if lora is not None else "", request.cache_salt or ""]
-    for feature in request.mm_features or ():
-        if feature.mm_position.offset < tokens:
-            rest += [feature.identifier, str(feature.mm_position.offset)]
-    made.update("\0".join(rest).encode())
-    return made.hexdigest()[:32]

@@ -5,10 +5,9 @@ import time
 from serving import sampled
 
 
-def begin(engine, name, prompt, tokens=12, params=None, **options):
-    engine.llm_engine.add_request(
-        name, {"prompt_token_ids": prompt}, sampled(tokens, params, **options)
-    )
+def begin(engine, name, prompt, tokens=12, params=None, salt=None, **options):
+    asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+    engine.llm_engine.add_request(name, asked, sampled(tokens, params, **options))
 
 
 def abort(engine, name):

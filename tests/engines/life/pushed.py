@@ -7,13 +7,13 @@ from environment import REMOTE_DECODE
 from .inside import begin, turn, where
 
 
-def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r"):
-    """Names of requests that both engines have now."""
+def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None):
+    """Names of requests that both engines have now, on P beginning with `on_p` where that is another."""
     there = prefill.call(where)
     names = []
     for at, prompt in enumerate(prompts):
         names.append(f"{prefix}{at}")
-        prefill.call(begin, names[-1], prompt, 1, dict(REMOTE_DECODE))
+        prefill.call(begin, f"{on_p or prefix}{at}", prompt, 1, dict(REMOTE_DECODE))
         decode.call(begin, names[-1], prompt if sent is None else sent[at], tokens, dict(there))
     return names
 

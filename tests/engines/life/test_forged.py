@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from exact import for_any_prompt, prompts
+from exact import without_hints, prompts
 
 from .common import SHORT, USUAL, expect, more
 from .inside import begin, give_up, leases, pump, side, turn
@@ -52,7 +52,7 @@ def counts(engine):
 
 def changed(params, tables=None, **ours):
     """Parameters as a client might send them, with the ticket that P gave."""
-    params = copy.deepcopy(for_any_prompt(params))
+    params = copy.deepcopy(without_hints(params))
     params["kvferry"] |= ours
     return params | ({} if tables is None else {"remote_block_ids": tables})
 
@@ -100,6 +100,41 @@ def test_other_blocks_than_were_granted(pair, kind, policy):
     right = case.granted()
     case.fails(changed(right, first=[first + 1 for first in right["kvferry"]["first"]]))
     assert case.prefill.idle() == 0
+
+
+@CASES
+def test_the_ticket_of_another_request(pair, kind, policy):
+    """With all that belongs to it, and in the very same blocks: nothing is forged but whom it is for."""
+    case = Case(pair, kind, policy)
+    refused = case.not_granted()
+    tables = []
+    for prompt, alone in ((case.others, case.theirs), (case.prompt, case.alone)):
+        case.prefill.call(use_blocks_in_order)
+        (params,) = case.prefill.prefill([prompt])
+        tables.append((params["remote_block_ids"], params["kvferry"]["tokens"]))
+        if prompt is case.others:
+            case.fails(params)
+            assert case.not_granted() == refused + 1
+        else:
+            assert case.decode.generate(prompt, params=params)[0] == alone
+        assert case.prefill.idle() == 0
+    assert tables[0] == tables[1], "the prompt alone tells them apart"
+    # Of one's own prompt, but with another salt: another cache.
+    case.decode.call(begin, "salted", case.prompt, 12, case.granted(), salt="another")
+    ((made, _, how),) = case.decode.call(pump).values()
+    assert (how == "error") if policy == "fail" else (made == case.alone)
+    assert case.not_granted() == refused + 2
+    assert case.decode.idle() == case.prefill.idle() == 0
+
+
+def use_blocks_in_order(engine):
+    """The next request gets the blocks that the first one of an engine gets."""
+    pool = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = sorted(pool.free_block_queue.get_all_free_blocks(), key=lambda block: block.block_id)
+    for block in free:
+        pool.free_block_queue.remove(block)
+    for block in free:
+        pool.free_block_queue.append(block)
 
 
 @CASES
@@ -165,11 +200,7 @@ def test_other_engines(engines, pair, kind, policy):
     other = engines(kind, "kv_both", **usual)
     # A ticket of another engine: with its own address, and with the one that it is not for.
     right = case.granted()
-    # In other blocks: with the same ones in the same order nothing would be forged but the ticket, and a
-    # ticket with all that belongs to it is a secret of its own request.
-    foreign = right
-    while foreign["remote_block_ids"] == right["remote_block_ids"]:
-        (foreign,) = other.prefill([case.others])
+    (foreign,) = other.prefill([case.others])
     tickets = [params["kvferry"]["ticket"] for params in (right, foreign)]
     case.fails(changed(right, ticket=tickets[1]))
     case.fails(changed(right, ticket=tickets[0] | {"address": tickets[1]["address"]}))

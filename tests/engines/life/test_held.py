@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from exact import for_any_prompt, prompts
+from exact import prompts, unbound
 from serving import sampled
 
 from .common import more
@@ -76,8 +76,9 @@ def test_a_prefix_that_is_held_is_not_moved(pair, kind, p, d, token, window):
     assert decode.call(forget)
     decode.generate(prompt[:70], 1)
     other = prompt[:64] + prompts(draw, [135])[0] + prompt[-1:]
-    (params,) = prefill.prefill([prompt])
-    assert decode.generate(other, params=for_any_prompt(params))[0] == alone
+    with unbound(prefill, decode):
+        (params,) = prefill.prefill([prompt])
+        assert decode.generate(other, params=params)[0] == alone
     assert decode.call(forget)
 
 
@@ -138,9 +139,10 @@ def test_states_of_a_prefix(pair, p, d):
         moved = decode.call(counter, "kvferry_read_bytes_total") - before
         assert moved == RECURRENT + ATTENTION * (len(fork) - 1 - hit)
     # The control.
-    (params,) = prefill.prefill([fork])
     other = prompts(draw, [len(fork) - 1])[0] + fork[-1:]
-    assert decode.generate(other, params=for_any_prompt(params))[0] == alone
+    with unbound(prefill, decode):
+        (params,) = prefill.prefill([fork])
+        assert decode.generate(other, params=params)[0] == alone
 
 
 def block_size(engine):

@@ -10,7 +10,12 @@ from .pushed import start
 
 #: Seconds of a step of P, of 64 tokens: D can tell how long it will take.
 STEP = 0.1
-CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+CHUNKS = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "async_scheduling": False,
+    "extra": {"push": "always"},
+}
 
 
 def test_blocks_are_taken_when_they_are_needed(pair):

@@ -5,9 +5,9 @@ import time
 
 import pytest
 from environment import REMOTE_DECODE
-from exact import prompts
+from exact import prompts, unbound
 
-from .common import eventually, more
+from .common import USUAL, eventually, more
 from .inside import (
     abort,
     begin,
@@ -26,7 +26,12 @@ from .inside import (
 from .pushed import answers, push, start
 
 #: Chunks of two or three blocks, or of less than one.
-CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+CHUNKS = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "async_scheduling": False,
+    "extra": {"push": "always"},
+}
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 #: Options of a D that does not wait for long.
@@ -67,7 +72,8 @@ def test_answers_are_those_of_one_engine(pair, kind, p, d):
     assert push(prefill, decode, some) == alone
     # The control: only P's state leads to this answer.
     other = prompts(draw, [199])[0] + some[0][-1:]
-    assert push(prefill, decode, some[:1], sent=[other]) == alone[:1]
+    with unbound(prefill, decode):
+        assert push(prefill, decode, some[:1], sent=[other]) == alone[:1]
 
 
 @pytest.mark.parametrize("kind, length", [("qwen3", 300), ("nemotron_h", 480)])
@@ -110,12 +116,9 @@ def read(decode):
     return decode.call(counter, "kvferry_read_bytes_total")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", more("nemotron_h")])
-def test_prefixes_that_either_side_holds(pair, kind):
+def test_prefixes_that_either_side_holds(pair):
     """What P holds can be read before it computes anything; what D holds is not moved."""
-    if kind == "nemotron_h":
-        pytest.skip("vLLM does not cache states on a CPU")
-    prefill, decode = pair(kind, {"prefix": True}, CHUNKS, {})
+    prefill, decode = pair("qwen3", {"prefix": True}, CHUNKS, {})
     draw = random.Random(30)
     (prompt,) = prompts(draw, [250])
     alone = prefill.generate(prompt)[0]
@@ -138,7 +141,7 @@ def test_p_starts_requests_over(pair, kind):
     """On few blocks, while D reads them: what was read before counts for nothing."""
     few = {"blocks": 13, "max_model_len": 256, "scheduler_reserve_full_isl": False}
     chunks = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 24}
-    prefill, decode = pair(kind, None, few | chunks, {})
+    prefill, decode = pair(kind, None, few | chunks | {"extra": CHUNKS["extra"]}, {})
     draw = random.Random(31)
     many = prompts(draw, [draw.randrange(50, 180) for _ in range(12)])
     alone = [decode.generate(prompt)[0] for prompt in many]
@@ -295,6 +298,55 @@ def test_two_with_one_name(pair):
         prefill.call(turn)
         made |= decode.call(turn)
     assert [one[0] for one in made.values()] == [alone] * 2
+
+
+@pytest.mark.more
+def test_one_name_at_two_engines(engines, pair):
+    """Both follow it: one of them has it at least, and the other one has it or computes it."""
+    options = HASTY | {"failure": "recompute"}
+    prefill, decode = pair("qwen3", None, CHUNKS, options)
+    other = engines("qwen3", "kv_both", **USUAL["qwen3"] | options)
+    (prompt,) = prompts(random.Random(41), [150])
+    alone = decode.generate(prompt)[0]
+    there = prefill.call(where)
+    made, until = [], time.monotonic() + 90
+    for engine in (decode, other):
+        engine.call(begin, "both", prompt, 12, dict(there))
+    prefill.call(begin, "both", prompt, 1, dict(REMOTE_DECODE))
+    while len(made) < 2:
+        assert time.monotonic() < until
+        prefill.call(turn)
+        for engine in (decode, other):
+            made += [tokens for tokens, _, _ in engine.call(turn).values()]
+    assert made == [alone] * 2
+    assert prefill.idle() == decode.idle() == other.idle() == 0
+
+
+def test_requests_that_each_server_names_for_itself(pair):
+    """As those to `/v1/responses`: the prompt is what they have in common."""
+    prefill, decode = pair("qwen3", None, CHUNKS)
+    draw = random.Random(39)
+    some = prompts(draw, [150, 33, 70])
+    alone = [prefill.generate(prompt)[0] for prompt in some]
+    before = read(decode)
+    names = start(prefill, decode, some, prefix="resp_d", on_p="resp_p")
+    assert [made for made, _ in answers(prefill, decode, names)] == alone
+    # 2,048 bytes a token: D has computed none of them.
+    assert read(decode) - before >= 2048 * sum(len(prompt) - 1 for prompt in some)
+
+
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_a_name_of_somebody_else(pair, policy):
+    """Names of requests are no secret, and tables are P's own: the prompt tells."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prompt, theirs = prompts(random.Random(38), [150, 150])
+    alone = decode.generate(prompt)[0]
+    before = prefill.call(refused)
+    (name,) = start(prefill, decode, [theirs], sent=[prompt])
+    ((made, how),) = answers(prefill, decode, [name])
+    assert (how == "error") if policy == "fail" else (made == alone)
+    assert prefill.call(refused) - before == 1
+    assert decode.idle() == prefill.idle() == 0
 
 
 def twins(engine, prompt, there):

@@ -62,7 +62,41 @@ impl Grant {
     }
 }
 
+/// Stands for what a request's cache was computed from, as its engine says: its prompt, and whatever else
+/// decides what is in the cache. Both engines make it from the request that they have; here it is compared
+/// and never looked into. With a ticket of another request come blocks and tables that were granted, but
+/// not for this one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Origin(pub [u8; 16]);
+
+/// What a reader says of what it has read, as far as its version lets it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Claim {
+    /// Nothing.
+    Nothing,
+    /// By which tables.
+    Tables(Fingerprint),
+    /// By which tables, and for what; `None` where its engine does not say.
+    All(Fingerprint, Option<Origin>),
+}
+
+impl Claim {
+    /// The tables that it was read by, if that was said.
+    pub fn tables(&self) -> Option<Fingerprint> {
+        match self {
+            Self::Nothing => None,
+            Self::Tables(read_by) | Self::All(read_by, _) => Some(*read_by),
+        }
+    }
+}
+
 impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }

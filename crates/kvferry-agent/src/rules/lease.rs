@@ -11,7 +11,8 @@
 //!
 //! A lease says what may be read: its [`Grant`]. Block ids reach the reader through a router and a
 //! client; it asks with the [`Fingerprint`] of what it read by, and what is not what was granted is not
-//! held.
+//! held. So may the ticket itself: a lease also says what its blocks were computed from ([`Origin`]), and a
+//! reader that wants something else gets nothing by it.
 //!
 //! A lease may be opened while the engine still computes the request. It *grows* until it is *sealed*:
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
@@ -26,7 +27,7 @@ use std::time::Duration;
 
 use kvferry_plan::BlockTable;
 
-use super::grant::{Fingerprint, Grant};
+use super::grant::{Claim, Fingerprint, Grant, Origin};
 pub use words::{AlreadyGranted, Answer, Consumer, Ended, LeaseKey, Loss, NotGrown, Released};
 
 /// How far a lease has come.
@@ -58,6 +59,7 @@ pub struct Leases {
 struct Lease {
     nonce: u64,
     name: Option<String>,
+    begun: Duration,
     grant: Grant,
     /// `None` while it grows.
     sealed: Option<Sealed>,
@@ -67,6 +69,7 @@ struct Lease {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Sealed {
     grant: Fingerprint,
+    origin: Option<Origin>,
     since: Duration,
     expires: Duration,
     readers: Readers,
@@ -126,27 +129,42 @@ impl Leases {
         })
     }
 
-    /// Promises to keep a request's blocks. The key's nonce must never have been used before.
+    /// Every lease that grows: its request, its age, and what is granted so far.
+    pub fn iter_growing(&self, now: Duration) -> impl Iterator<Item = (&str, Duration, &Grant)> {
+        let growing = self.open.iter().filter(|(_, lease)| lease.sealed.is_none());
+        growing.map(move |(request, lease)| {
+            (request.as_str(), now.saturating_sub(lease.begun), &lease.grant)
+        })
+    }
+
+    /// Promises to keep a request's blocks, which were computed from `origin`. The key's nonce must never
+    /// have been used before.
     pub fn grant(
         &mut self,
         key: LeaseKey,
         grant: Grant,
+        origin: Option<Origin>,
         now: Duration,
     ) -> Result<(), AlreadyGranted> {
         let request = key.request.clone();
-        self.begin(key, None)?;
+        self.begin(key, None, now)?;
         // Whatever it is, it goes on from nothing.
         let lease = self.open.get_mut(&request);
         if let Some(lease) = lease {
             lease.grant = grant;
-            lease.seal(now, self.term);
+            lease.seal(origin, now, self.term);
         }
         Ok(())
     }
 
     /// Begins a lease that grows. The key's nonce must never have been used before. By the name readers
     /// find it who have no ticket; of several leases of one name the latest.
-    pub fn begin(&mut self, key: LeaseKey, name: Option<&str>) -> Result<(), AlreadyGranted> {
+    pub fn begin(
+        &mut self,
+        key: LeaseKey,
+        name: Option<&str>,
+        now: Duration,
+    ) -> Result<(), AlreadyGranted> {
         match self.open.entry(key.request) {
             btree_map::Entry::Occupied(entry) => Err(AlreadyGranted(entry.key().clone())),
             btree_map::Entry::Vacant(entry) => {
@@ -157,6 +175,7 @@ impl Leases {
                 entry.insert(Lease {
                     nonce: key.nonce,
                     name: name.map(str::to_owned),
+                    begun: now,
                     grant: Grant::default(),
                     sealed: None,
                 });
@@ -200,12 +219,14 @@ impl Leases {
         Ok(())
     }
 
-    /// All of a request is complete: from now on the lease is a promise to keep its blocks.
+    /// All of a request is complete, and was computed from `origin`: from now on the lease is a promise to
+    /// keep its blocks.
     pub fn seal(
         &mut self,
         request: &str,
         tokens: u64,
         tables: Vec<BlockTable>,
+        origin: Option<Origin>,
         now: Duration,
     ) -> Result<(), NotGrown> {
         if let Err(error) = self.advance(request, tokens, tables) {
@@ -214,7 +235,7 @@ impl Leases {
             return Err(error);
         }
         let term = self.term;
-        self.growing(request)?.seal(now, term);
+        self.growing(request)?.seal(origin, now, term);
         Ok(())
     }
 
@@ -259,15 +280,15 @@ impl Leases {
         }
     }
 
-    /// A rank has read all that it needs, by the tables that `read_by` stands for, and asks whether the
-    /// blocks were kept until now. When every rank of an engine has asked, the lease ends. A rank that
-    /// read by other tables is told so and is not counted: whoever changed them cannot end the lease.
-    /// `None`: the rank is of a version that does not say.
+    /// A rank has read all that it needs, by the tables and for the origin that it claims, and asks whether
+    /// the blocks were kept until now. When every rank of an engine has asked, the lease ends. A rank that
+    /// read by other tables, or wants what was computed from something else, is told so and is not
+    /// counted: whoever changed that cannot end the lease.
     pub fn confirm(
         &mut self,
         key: &LeaseKey,
         consumer: &Consumer,
-        read_by: Option<Fingerprint>,
+        claim: Claim,
         now: Duration,
     ) -> Answer {
         let reader = (consumer.engine.clone(), consumer.ranks);
@@ -280,8 +301,14 @@ impl Leases {
                 let Some(sealed) = &mut lease.sealed else {
                     return Answer::NotHeld(Loss::NotGranted);
                 };
-                if read_by.is_some_and(|read_by| read_by != sealed.grant) {
+                if claim.tables().is_some_and(|read_by| read_by != sealed.grant) {
                     return Answer::NotHeld(Loss::NotGranted);
+                }
+                if let Claim::All(_, wanted) = claim
+                    && wanted != sealed.origin
+                {
+                    let granted = sealed.origin;
+                    return Answer::NotHeld(Loss::OtherOrigin { granted, wanted });
                 }
                 let ranks = sealed.readers.entry(reader).or_default();
                 ranks.insert(consumer.rank, consumer.attempt);
@@ -372,9 +399,10 @@ impl Leases {
 }
 
 impl Lease {
-    fn seal(&mut self, now: Duration, term: Duration) {
+    fn seal(&mut self, origin: Option<Origin>, now: Duration, term: Duration) {
         self.sealed = Some(Sealed {
             grant: self.grant.fingerprint(),
+            origin,
             since: now,
             expires: now + term,
             readers: Readers::new(),

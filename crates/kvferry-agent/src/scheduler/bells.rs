@@ -45,6 +45,12 @@ impl Bells {
         }
     }
 
+    /// How many wait for it at this moment.
+    pub(super) fn waiting(&self, of: &Of) -> usize {
+        // The map has one.
+        self.0.lock().get(of).map_or(0, |bell| Arc::strong_count(bell) - 1)
+    }
+
     /// Something has happened.
     pub(super) fn ring(&self, of: &Of) {
         // Whoever waits on finds that there is none, and hangs up another.

@@ -14,11 +14,11 @@ use super::drain::Drain;
 use super::holds::Holds;
 use super::notes::Notes;
 use super::options::SchedulerOptions;
-use super::status::{GuestStatus, LeaseStatus, Status, milliseconds};
+use super::status::{GrowingStatus, GuestStatus, LeaseStatus, Status, milliseconds};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
-use crate::rules::grant::Grant;
+use crate::rules::grant::{Grant, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
@@ -130,14 +130,19 @@ impl Core {
     }
 
     /// Promises to keep a request's blocks; seals its lease, if it has one that grows.
-    pub(super) fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
+    pub(super) fn grant(
+        &self,
+        request: &str,
+        grant: Grant,
+        origin: Option<Origin>,
+    ) -> Result<Ticket, Error> {
         self.check_tables(request, &grant.tables)?;
         let present = self.present.lock();
         let mut leases = self.leases();
         let growing = leases.frontier(request).filter(|frontier| !frontier.sealed);
         let nonce = match growing.map(|frontier| frontier.nonce) {
             Some(nonce) => {
-                leases.seal(request, grant.tokens, grant.tables, self.now())?;
+                leases.seal(request, grant.tokens, grant.tables, origin, self.now())?;
                 nonce
             }
             None if leases.given_up(request) => {
@@ -149,7 +154,7 @@ impl Core {
             None => {
                 let key = new_key(request)?;
                 let nonce = key.nonce;
-                leases.grant(key, Grant { epoch: 0, ..grant }, self.now())?;
+                leases.grant(key, Grant { epoch: 0, ..grant }, origin, self.now())?;
                 nonce
             }
         };
@@ -169,7 +174,7 @@ impl Core {
         if self.draining() {
             return Err(Error::Draining(request.to_owned()));
         }
-        leases.begin(key, name)?;
+        leases.begin(key, name, self.now())?;
         drop(leases);
         debug!(request, name, "opened");
         if let Some(name) = name {
@@ -289,6 +294,20 @@ impl Core {
             });
             leases.collect()
         };
+        let mut growing: Vec<GrowingStatus> = {
+            let leases = self.leases();
+            let growing = leases.iter_growing(now).map(|(request, age, grant)| GrowingStatus {
+                request: request.to_owned(),
+                age_ms: milliseconds(age),
+                tokens: grant.tokens,
+                epoch: grant.epoch,
+                followers: 0,
+            });
+            growing.collect()
+        };
+        for one in &mut growing {
+            one.followers = self.bells.waiting(&Of::Request(one.request.clone()));
+        }
         let peers = self.door.guests().into_iter().map(|guest| GuestStatus {
             who: guest.who,
             from: guest.from.to_string(),
@@ -302,6 +321,7 @@ impl Core {
             ranks: self.published().map_or(0, |published| published.ranks.len()),
             draining: self.draining(),
             leases,
+            growing,
             holds: self.holds.status(),
             peers: peers.collect(),
             connected_to: self.holds.connected_to(),

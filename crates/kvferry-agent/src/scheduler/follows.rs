@@ -13,23 +13,23 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout_at};
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::holds::{Holds, Lost, LostWhy};
 use crate::background::after;
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::rules::lease::{Ended, Loss};
 use crate::wire::link::{Told, is_final};
-use crate::wire::message::{Known, News, Sought, Ticket};
+use crate::wire::message::{Known, News, Sought, Ticket, Welcome};
 
 /// A request that another engine computes for this one: where to ask for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Following {
     /// Its ticket is known.
     Ticket(Ticket),
-    /// Only a name is known, which that engine has given to it, or will.
+    /// Only a name is known, which the engine there has given to it, or will.
     Name {
-        /// The engine.
+        /// The engine that was there last: one that has restarted may have another name.
         engine: String,
         /// Where it listens: `host:port`.
         address: String,
@@ -176,7 +176,7 @@ impl Run<'_> {
                 (last_answer, trouble) = (Instant::now(), None);
             }
             match answer {
-                Ok((Told::News(news), term_ms)) => {
+                Ok((Told::News(news), welcome)) => {
                     let new = known.nonce != Some(news.key.nonce)
                         || (news.epoch, news.tokens) != (known.epoch, known.tokens)
                         || news.sealed;
@@ -184,7 +184,7 @@ impl Run<'_> {
                         known.nonce = Some(news.key.nonce);
                         (known.epoch, known.tokens) = (news.epoch, news.tokens);
                         news_until = after(self.patience);
-                        if !self.hear(&news, term_ms) || news.sealed {
+                        if !self.hear(&news, &welcome) || news.sealed {
                             return None;
                         }
                     }
@@ -207,44 +207,52 @@ impl Run<'_> {
         }
     }
 
-    /// What the engine says, and how long its leases last.
-    async fn ask(&self, known: &Known) -> Result<(Told, u64), PeerError> {
-        let (engine, address, sought) = match (&self.ticket, &self.following) {
+    /// What the engine says, and who it is.
+    async fn ask(&self, known: &Known) -> Result<(Told, Arc<Welcome>), PeerError> {
+        let (address, sought) = match (&self.ticket, &self.following) {
             (Some(ticket), _) | (None, Following::Ticket(ticket)) => {
                 let (incarnation, key) = (ticket.incarnation, ticket.key());
-                (&ticket.engine, &ticket.address, Sought::Lease { incarnation, key })
+                (&ticket.address, Sought::Lease { incarnation, key })
             }
-            (None, Following::Name { engine, address, name }) => {
-                (engine, address, Sought::Name(name.clone()))
-            }
+            (None, Following::Name { address, name, .. }) => (address, Sought::Name(name.clone())),
         };
         let (welcome, told) = self.all.holds.links.follow(address, sought, known.clone()).await?;
-        if welcome.engine != *engine {
+        // Whoever is at the address may have a request of this name, and what it was computed from is
+        // compared in the end. A ticket is of one engine.
+        if let Some(ticket) = &self.ticket
+            && welcome.engine != ticket.engine
+        {
             return Err(PeerError::Refused(format!(
-                "the engine at {address} is '{}', not '{engine}'",
-                welcome.engine
+                "the engine at {address} is '{}', not '{}'",
+                welcome.engine, ticket.engine
             )));
         }
         match told {
             Told::News(news) if self.ticket.as_ref().is_some_and(|t| t.key() != news.key) => {
                 Err(PeerError::Misbehaved(Misbehaviour::Answer))
             }
-            told => Ok((told, welcome.term_ms)),
+            told => Ok((told, welcome)),
         }
     }
 
     /// Takes note of how far it is. Answers whether anybody still wants to know.
-    fn hear(&mut self, news: &News, term_ms: u64) -> bool {
+    fn hear(&mut self, news: &News, welcome: &Welcome) -> bool {
         let ticket = match (&self.ticket, &self.following) {
             (Some(ticket), _) | (None, Following::Ticket(ticket)) => ticket.clone(),
-            (None, Following::Name { engine, address, .. }) => Ticket {
-                engine: engine.clone(),
-                address: address.clone(),
-                incarnation: news.incarnation,
-                request: news.key.request.clone(),
-                nonce: news.key.nonce,
-                term_ms,
-            },
+            (None, Following::Name { engine, address, .. }) => {
+                if welcome.engine != *engine {
+                    let (now, before) = (&welcome.engine, engine);
+                    info!(address, now, before, "another engine answers: it has restarted");
+                }
+                Ticket {
+                    engine: welcome.engine.clone(),
+                    address: address.clone(),
+                    incarnation: news.incarnation,
+                    request: news.key.request.clone(),
+                    nonce: news.key.nonce,
+                    term_ms: welcome.term_ms,
+                }
+            }
         };
         let mut followed = self.all.followed.lock();
         let Some(one) = followed.get_mut(&self.request) else { return false };

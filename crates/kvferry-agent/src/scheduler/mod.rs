@@ -32,11 +32,11 @@ use self::holds::Holds;
 pub use self::holds::{Lost, LostWhy};
 pub use self::notes::{Did, Note};
 pub use self::options::SchedulerOptions;
-pub use self::status::{GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
+pub use self::status::{GrowingStatus, GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
 use crate::background::Background;
 use crate::error::Error;
 use crate::metrics::SchedulerMetrics;
-use crate::rules::grant::Grant;
+use crate::rules::grant::{Grant, Origin};
 use crate::rules::lease::Released;
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
@@ -135,7 +135,13 @@ impl Scheduler {
     /// [opened](Self::open), the ticket is the same as then, and the grant must go on from what it has
     /// [advanced](Self::advance) to. The epoch is the agent's own: see [`granted`](Self::granted).
     pub fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
-        self.core.grant(request, grant)
+        self.core.grant(request, grant, None)
+    }
+
+    /// Like [`grant`](Self::grant), for blocks that were computed from `origin`: peers that
+    /// [load](crate::Load) them for anything else do not get to use them.
+    pub fn grant_from(&self, request: &str, grant: Grant, origin: Origin) -> Result<Ticket, Error> {
+        self.core.grant(request, grant, Some(origin))
     }
 
     /// Lets peers follow a request while it is computed, and gives the ticket to do so. Those who have no

@@ -10,7 +10,7 @@ use tracing::{debug, info, warn};
 use super::bells::Of;
 use super::core::{Core, Published};
 use super::notes::Did;
-use crate::rules::grant::{Fingerprint, Grant};
+use crate::rules::grant::{Claim, Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey, Loss};
 use crate::wire::door::Host;
 use crate::wire::message::{
@@ -50,6 +50,15 @@ impl Host for Core {
                                  both sides tells",
                                 Version::GRANTS
                             );
+                        } else if version < Version::ORIGINS {
+                            warn!(
+                                who,
+                                %version,
+                                "a peer will not say which prompt it reads for, because one of the sides is \
+                                 too old: it cannot be told whether a ticket is another request's. Protocol \
+                                 {} or later on both sides tells",
+                                Version::ORIGINS
+                            );
                         }
                         Reply::Cards { incarnation, cards }
                     }
@@ -72,10 +81,14 @@ impl Host for Core {
                 Reply::Leases(answers.collect())
             }
             Question::Confirm { incarnation, key, consumer } => {
-                self.confirm(who, incarnation, &key, &consumer, None)
+                self.confirm(who, incarnation, &key, &consumer, Claim::Nothing)
             }
             Question::ConfirmRead { incarnation, key, consumer, read_by } => {
-                self.confirm(who, incarnation, &key, &consumer, Some(read_by))
+                self.confirm(who, incarnation, &key, &consumer, Claim::Tables(read_by))
+            }
+            Question::ConfirmFor { incarnation, key, consumer, read_by, origin } => {
+                let claim = Claim::All(read_by, origin);
+                self.confirm(who, incarnation, &key, &consumer, claim)
             }
             Question::Abandon { incarnation, keys } => {
                 if incarnation == self.incarnation() {
@@ -182,12 +195,12 @@ impl Core {
         incarnation: Incarnation,
         key: &LeaseKey,
         consumer: &Consumer,
-        read_by: Option<Fingerprint>,
+        claim: Claim,
     ) -> Reply {
         if incarnation != self.incarnation() {
             return Reply::Lease(Answer::NotHeld(Loss::Restarted));
         }
-        let answer = self.leases().confirm(key, consumer, read_by, self.now());
+        let answer = self.leases().confirm(key, consumer, claim, self.now());
         debug!(who, %key, rank = consumer.rank, ?answer, "asked for confirmation");
         if answer == Answer::Held {
             self.notes.put(Did::Read, &key.request, who);
@@ -195,6 +208,10 @@ impl Core {
         if answer == Answer::NotHeld(Loss::NotGranted) {
             self.metrics.forged.add(1);
             warn!(who, %key, "a peer has read by tables that were not granted: they were changed on the way");
+        }
+        if let Answer::NotHeld(loss @ Loss::OtherOrigin { .. }) = answer {
+            self.metrics.forged.add(1);
+            warn!(who, %key, %loss, "a peer has read for another request than this one");
         }
         self.collect();
         Reply::Lease(answer)

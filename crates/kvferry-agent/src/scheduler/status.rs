@@ -29,6 +29,9 @@ pub struct Status {
     pub draining: bool,
     /// The requests that it keeps for others.
     pub leases: Vec<LeaseStatus>,
+    /// The requests that it computes for others, who may read what is complete.
+    #[serde(default)]
+    pub growing: Vec<GrowingStatus>,
     /// The requests that others keep for it: waiting, or being read.
     pub holds: Vec<HoldStatus>,
     /// Who is connected to it.
@@ -48,6 +51,21 @@ pub struct LeaseStatus {
     pub left_ms: u64,
     /// Ranks that have confirmed.
     pub confirmed: usize,
+}
+
+/// A request that is computed for others.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrowingStatus {
+    /// The request.
+    pub request: String,
+    /// Since when.
+    pub age_ms: u64,
+    /// Tokens that are complete.
+    pub tokens: u64,
+    /// How often it was started over.
+    pub epoch: u32,
+    /// Who wait to hear more of it, at this moment: a reader asks again after every answer.
+    pub followers: usize,
 }
 
 /// A request that others keep.

@@ -18,7 +18,7 @@ use kvferry_plan::BlockTable;
 use super::task::{Task, TaskReply, Token};
 use super::version::Version;
 use crate::error::{Misbehaviour, PeerError};
-use crate::rules::grant::{Fingerprint, Grant};
+use crate::rules::grant::{Fingerprint, Grant, Origin};
 use crate::rules::lease::{Answer, Consumer, LeaseKey};
 
 /// Names one life of an engine. It changes when the engine restarts, and when its ranks publish new
@@ -177,6 +177,14 @@ pub(crate) enum Question {
     Do { token: Token, grant: Grant, patience_ms: u64, task: Task },
     /// You are about to go: promise nothing new; or you are not. (since 1.3)
     Drain { on: bool },
+    /// Like [`ConfirmRead`](Self::ConfirmRead), and says what the blocks are wanted for. (since 1.3)
+    ConfirmFor {
+        incarnation: Incarnation,
+        key: LeaseKey,
+        consumer: Consumer,
+        read_by: Fingerprint,
+        origin: Option<Origin>,
+    },
 }
 
 /// What is followed.

@@ -21,6 +21,8 @@ impl Version {
     pub(crate) const GRANTS: Self = Self { major: 1, minor: 2 };
     /// From here on a lease can be followed while it grows.
     pub(crate) const FRONTIERS: Self = Self { major: 1, minor: 3 };
+    /// From here on a confirmation says what the blocks are wanted for.
+    pub(crate) const ORIGINS: Self = Self { major: 1, minor: 3 };
     /// From here on an engine's ranks can be given tasks.
     pub(crate) const TASKS: Self = Self { major: 1, minor: 3 };
     /// From here on a side can be told to drain.

@@ -418,6 +418,7 @@ mod tests {
                 term_ms: 1000,
             },
             grant: Some(Grant::default()),
+            origin: None,
             tokens,
             cached,
             destination: vec![],

@@ -313,9 +313,11 @@ impl Drive {
             Action::Confirm => {
                 let (core, load) = (self.core.clone(), self.load.clone());
                 let (attempt, deadline) = (self.attempt, self.deadline);
+                let origin = load.origin;
                 let Some(read_by) = self.growing.as_ref().map(Growing::read_by) else { return };
                 self.spawn(async move {
-                    let answer = core.peers.confirm(&load.ticket, attempt, read_by, deadline).await;
+                    let read = (read_by, origin);
+                    let answer = core.peers.confirm(&load.ticket, attempt, read, deadline).await;
                     answer.map(Step::Answered)
                 });
             }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::Timings;
 use crate::rules::failure::Failure;
-use crate::rules::grant::Grant;
+use crate::rules::grant::{Grant, Origin};
 use crate::rules::lease::Loss;
 use crate::rules::life::Stage;
 use crate::wire::message::Ticket;
@@ -27,6 +27,9 @@ pub struct Load {
     /// `None`: the source engine is asked for them. It may still be computing the request; what is
     /// complete is read meanwhile.
     pub grant: Option<Grant>,
+    /// What this engine wants the blocks for: they are not used if the source engine has computed them from
+    /// anything else. The ticket, too, may be another request's.
+    pub origin: Option<Origin>,
     /// How many tokens to read, at most as many as are granted in the end.
     pub tokens: u64,
     /// For every group of this engine: how many of the first tokens it holds already.

@@ -17,7 +17,7 @@ use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
-use crate::rules::grant::Fingerprint;
+use crate::rules::grant::{Fingerprint, Origin};
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links, Told};
 use crate::wire::message::{
@@ -219,6 +219,14 @@ impl Peers {
                  ids from a router are believed. Protocol {} or later on both sides checks them",
                 Version::GRANTS
             );
+        } else if version < Version::ORIGINS {
+            warn!(
+                address,
+                %version,
+                "confirmations do not say which prompt they are for, because one of the sides is too old: a \
+                 ticket of another request is believed. Protocol {} or later on both sides checks it",
+                Version::ORIGINS
+            );
         }
         if version < Version::FRONTIERS {
             info!(
@@ -312,13 +320,13 @@ impl Peers {
         Ok(sources)
     }
 
-    /// Asks whether the lease held until now for what was read by, until there is an answer. The deadline
-    /// is the caller's.
+    /// Asks whether the lease held until now for what was read by and for, until there is an answer. The
+    /// deadline is the caller's.
     pub(super) async fn confirm(
         &self,
         ticket: &Ticket,
         attempt: u64,
-        read_by: Fingerprint,
+        (read_by, origin): (Fingerprint, Option<Origin>),
         deadline: Instant,
     ) -> Option<Answer> {
         if self.introduced.knows(&ticket.address) {
@@ -336,10 +344,15 @@ impl Peers {
                 let link = self.links.get(&ticket.address, deadline.into()).await?;
                 let (incarnation, key) = (ticket.incarnation, ticket.key());
                 let consumer = consumer.clone();
-                let question = match link.version() >= Version::GRANTS {
-                    true => Question::ConfirmRead { incarnation, key, consumer, read_by },
-                    // It cannot tell whether the tables are its own.
-                    false => Question::Confirm { incarnation, key, consumer },
+                let version = link.version();
+                let question = if version >= Version::ORIGINS {
+                    Question::ConfirmFor { incarnation, key, consumer, read_by, origin }
+                } else if version >= Version::GRANTS {
+                    // It cannot tell whether the ticket is this request's.
+                    Question::ConfirmRead { incarnation, key, consumer, read_by }
+                } else {
+                    // Nor whether the tables are its own.
+                    Question::Confirm { incarnation, key, consumer }
                 };
                 link.ask(question, deadline.into()).await
             };

@@ -212,6 +212,7 @@ pub fn load(name: &str, ticket: &Ticket, grant: Grant, destination: &[u32]) -> L
         ticket: ticket.clone(),
         tokens: grant.tokens,
         grant: Some(grant),
+        origin: None,
         cached: vec![0],
         destination: table(destination),
         deadline: LONG,

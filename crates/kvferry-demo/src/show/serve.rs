@@ -109,6 +109,7 @@ impl Show<'_> {
                 request: request.name.clone(),
                 ticket,
                 grant: Some(request.grant()),
+                origin: None,
                 tokens: request.tokens,
                 cached: request.cached.clone(),
                 destination: request.destination.clone(),

@@ -1,6 +1,9 @@
+use proptest::prelude::*;
+
 use super::*;
 
 const TERM: Duration = Duration::from_secs(10);
+const OURS: Origin = Origin([1; 16]);
 
 fn table(blocks: &[u32]) -> Vec<BlockTable> {
     vec![BlockTable { first: 0, blocks: blocks.to_vec() }]
@@ -12,6 +15,11 @@ fn grant() -> Grant {
 
 fn good() -> Fingerprint {
     grant().fingerprint()
+}
+
+/// What the reader that it is meant for says.
+fn claim() -> Claim {
+    Claim::All(good(), Some(OURS))
 }
 
 fn at(seconds: u64) -> Duration {
@@ -30,16 +38,16 @@ fn rank(rank: u32, attempt: u64) -> Consumer {
 
 fn granted() -> Leases {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.grant(key(1), grant(), at(0)).unwrap();
+    leases.grant(key(1), grant(), Some(OURS), at(0)).unwrap();
     leases
 }
 
 #[test]
 fn released_when_every_rank_has_confirmed() {
     let mut leases = granted();
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(1)), Answer::Held);
     assert_eq!(leases.take_released(), []);
-    assert_eq!(leases.confirm(&key(1), &rank(1, 8), Some(good()), at(2)), Answer::Held);
+    assert_eq!(leases.confirm(&key(1), &rank(1, 8), claim(), at(2)), Answer::Held);
     let released = Released { request: "r".to_owned(), why: Ended::Confirmed, after: at(2) };
     assert_eq!(leases.take_released(), [released]);
 }
@@ -48,7 +56,7 @@ fn released_when_every_rank_has_confirmed() {
 fn duplicates_count_once() {
     let mut leases = granted();
     for _ in 0..5 {
-        assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), Answer::Held);
+        assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(1)), Answer::Held);
     }
     assert_eq!(leases.open(), 1);
 }
@@ -56,14 +64,14 @@ fn duplicates_count_once() {
 #[test]
 fn a_lost_answer_is_given_again_but_only_to_the_attempt_that_earned_it() {
     let mut leases = granted();
-    leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
-    leases.confirm(&key(1), &rank(1, 8), Some(good()), at(1));
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(2)), Answer::Held);
+    leases.confirm(&key(1), &rank(0, 7), claim(), at(1));
+    leases.confirm(&key(1), &rank(1, 8), claim(), at(1));
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(2)), Answer::Held);
     let ended = Answer::NotHeld(Loss::Ended(Ended::Confirmed));
-    assert_eq!(leases.confirm(&key(1), &rank(0, 9), Some(good()), at(2)), ended);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 9), claim(), at(2)), ended);
     leases.expire(at(11));
     assert_eq!(
-        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(12)),
+        leases.confirm(&key(1), &rank(0, 7), claim(), at(12)),
         Answer::NotHeld(Loss::Unknown),
         "forgotten: nobody can say any more that the bytes were good"
     );
@@ -85,18 +93,18 @@ fn expires_unless_extended_and_never_lives_past_its_longest() {
     assert_eq!(leases.open(), 0);
     let lost = Answer::NotHeld(Loss::Ended(Ended::Expired));
     assert_eq!(leases.extend(&key(1), at(30)), lost);
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(30)), lost);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(30)), lost);
 }
 
 #[test]
 fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
     let mut leases = granted();
     assert!(leases.abandon(&key(1), at(1)));
-    leases.grant(key(2), grant(), at(2)).unwrap();
+    leases.grant(key(2), grant(), Some(OURS), at(2)).unwrap();
     assert!(!leases.abandon(&key(1), at(3)));
     for r in 0..2 {
         let lost = Answer::NotHeld(Loss::Ended(Ended::Abandoned));
-        assert_eq!(leases.confirm(&key(1), &rank(r, 7), Some(good()), at(3)), lost);
+        assert_eq!(leases.confirm(&key(1), &rank(r, 7), claim(), at(3)), lost);
     }
     assert_eq!(leases.extend(&key(1), at(9)), Answer::NotHeld(Loss::Ended(Ended::Abandoned)));
     assert_eq!(leases.open(), 1);
@@ -108,36 +116,36 @@ fn messages_for_an_earlier_life_do_not_touch_a_later_one() {
 fn engines_of_another_shape_are_counted_apart() {
     let mut leases = granted();
     let other = Consumer { engine: "d".to_owned(), rank: 1, ranks: 3, attempt: 1 };
-    leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1));
-    leases.confirm(&key(1), &other, Some(good()), at(1));
+    leases.confirm(&key(1), &rank(0, 7), claim(), at(1));
+    leases.confirm(&key(1), &other, claim(), at(1));
     assert_eq!(leases.open(), 1);
     let beyond = Consumer { rank: 2, ..rank(0, 7) };
-    assert_eq!(
-        leases.confirm(&key(1), &beyond, Some(good()), at(1)),
-        Answer::NotHeld(Loss::Unknown)
-    );
+    assert_eq!(leases.confirm(&key(1), &beyond, claim(), at(1)), Answer::NotHeld(Loss::Unknown));
 }
 
 #[test]
 fn one_lease_per_request() {
     let mut leases = granted();
-    assert_eq!(leases.grant(key(2), grant(), at(1)), Err(AlreadyGranted("r".to_owned())));
+    assert_eq!(
+        leases.grant(key(2), grant(), Some(OURS), at(1)),
+        Err(AlreadyGranted("r".to_owned()))
+    );
     assert!(leases.revoke("r", at(1)));
     assert!(!leases.revoke("r", at(1)));
-    assert_eq!(leases.grant(key(2), grant(), at(1)), Ok(()));
+    assert_eq!(leases.grant(key(2), grant(), Some(OURS), at(1)), Ok(()));
 }
 
 #[test]
 fn what_was_not_granted_is_not_held_and_ends_nothing() {
     let mut leases = granted();
-    let forged = Some(Fingerprint([8; 16]));
+    let forged = Claim::All(Fingerprint([8; 16]), Some(OURS));
     for r in 0..2 {
         let refused = Answer::NotHeld(Loss::NotGranted);
         assert_eq!(leases.confirm(&key(1), &rank(r, 7), forged, at(1)), refused);
     }
     assert_eq!(leases.open(), 1, "whoever forged it cannot end it");
     for r in 0..2 {
-        let answer = leases.confirm(&key(1), &rank(r, 8), Some(good()), at(2));
+        let answer = leases.confirm(&key(1), &rank(r, 8), claim(), at(2));
         assert_eq!(answer, Answer::Held, "the rightful reader is served");
     }
     assert_eq!(leases.open(), 0);
@@ -147,11 +155,75 @@ fn what_was_not_granted_is_not_held_and_ends_nothing() {
 }
 
 #[test]
+fn what_was_computed_from_something_else_is_not_held_and_ends_nothing() {
+    let mut leases = granted();
+    for wanted in [Some(Origin([2; 16])), None] {
+        let refused = Answer::NotHeld(Loss::OtherOrigin { granted: Some(OURS), wanted });
+        for r in 0..2 {
+            let claim = Claim::All(good(), wanted);
+            assert_eq!(leases.confirm(&key(1), &rank(r, 7), claim, at(1)), refused);
+        }
+    }
+    // That the tables are others says more.
+    let both = Claim::All(Fingerprint([8; 16]), None);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), both, at(1)), NOT_GRANTED);
+    assert_eq!(leases.open(), 1);
+    for r in 0..2 {
+        assert_eq!(leases.confirm(&key(1), &rank(r, 8), claim(), at(2)), Answer::Held);
+    }
+    assert_eq!(leases.open(), 0);
+    let loss = Loss::OtherOrigin { granted: Some(OURS), wanted: Some(Origin([0xab; 16])) };
+    let said = loss.to_string();
+    assert!(said.contains(&"01".repeat(16)) && said.contains(&"ab".repeat(16)), "{said}");
+}
+
+proptest! {
+    /// Whatever is granted, sealed at once or in the end, and whoever asks in whatever order: held means
+    /// that all that was said of it is right, and who is refused changes nothing.
+    #[test]
+    fn held_is_what_was_granted_for_whom_it_was_granted(
+        grows in any::<bool>(),
+        origin in prop::option::of(0_u8..3),
+        asked in prop::collection::vec((0_u32..2, 0_u8..3, 0_u8..2, prop::option::of(0_u8..3)), 1..12),
+    ) {
+        let named = |origin: Option<u8>| origin.map(|byte| Origin([byte; 16]));
+        let (origin, mut leases) = (named(origin), Leases::new(TERM, TERM * 3));
+        if grows {
+            leases.begin(key(1), None, at(0)).unwrap();
+            leases.advance("r", 10, table(&[3])).unwrap();
+            leases.seal("r", 20, table(&[3, 4]), origin, at(0)).unwrap();
+        } else {
+            leases.grant(key(1), grant(), origin, at(0)).unwrap();
+        }
+        for (attempt, (r, says, tables, wanted)) in asked.into_iter().enumerate() {
+            let (right, wanted) = (tables == 0, named(wanted));
+            let read_by = if right { good() } else { Fingerprint([tables; 16]) };
+            let claim = match says {
+                0 => Claim::Nothing,
+                1 => Claim::Tables(read_by),
+                _ => Claim::All(read_by, wanted),
+            };
+            let before = leases.clone();
+            let answer = leases.confirm(&key(1), &rank(r, attempt as u64), claim, at(1));
+            let fits = says == 0 || (right && (says == 1 || wanted == origin));
+            if before.open() == 0 {
+                prop_assert_eq!(answer, Answer::NotHeld(Loss::Ended(Ended::Confirmed)));
+            } else {
+                prop_assert_eq!(answer == Answer::Held, fits);
+            }
+            if answer != Answer::Held {
+                prop_assert_eq!(before, leases.clone());
+            }
+        }
+    }
+}
+
+#[test]
 fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None).unwrap();
+    leases.begin(key(1), None, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)), NOT_GRANTED);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(1)), NOT_GRANTED);
     leases.expire(at(100));
     assert_eq!(
         leases.extend(&key(1), at(100)),
@@ -160,9 +232,9 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
     );
     let Frontier { grant: granted, sealed, .. } = leases.frontier("r").unwrap();
     assert_eq!((granted.tokens, sealed), (16, false));
-    leases.seal("r", 20, table(&[3, 4]), at(100)).unwrap();
+    leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(100)).unwrap();
     assert!(leases.frontier("r").unwrap().sealed);
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(good()), at(101)), Answer::Held);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(101)), Answer::Held);
     leases.expire(at(110));
     assert_eq!(leases.take_released().len(), 1);
     assert_eq!(leases.frontier("r"), None);
@@ -171,7 +243,7 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
 #[test]
 fn what_was_granted_cannot_change_within_an_epoch() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None).unwrap();
+    leases.begin(key(1), None, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     for (tokens, blocks) in [(15, &[3][..]), (16, &[4]), (20, &[4, 3]), (20, &[])] {
         let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: tokens };
@@ -180,14 +252,17 @@ fn what_was_granted_cannot_change_within_an_epoch() {
     leases.restart("r").unwrap();
     let frontier = leases.frontier("r").unwrap();
     assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (1, 0));
-    leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
+    leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(1)).unwrap();
     assert_eq!(
-        leases.confirm(&key(1), &rank(0, 7), Some(good()), at(1)),
+        leases.confirm(&key(1), &rank(0, 7), claim(), at(1)),
         NOT_GRANTED,
         "the same blocks of an earlier epoch are not the same"
     );
     let again = Grant { epoch: 1, ..grant() }.fingerprint();
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), Some(again), at(1)), Answer::Held);
+    assert_eq!(
+        leases.confirm(&key(1), &rank(0, 7), Claim::All(again, Some(OURS)), at(1)),
+        Answer::Held
+    );
     let sealed = NotGrown::NoLease("r".to_owned());
     assert_eq!(leases.advance("r", 21, table(&[3, 4])), Err(sealed.clone()));
     assert_eq!(leases.restart("r"), Err(sealed));
@@ -196,18 +271,18 @@ fn what_was_granted_cannot_change_within_an_epoch() {
 #[test]
 fn what_is_given_up_while_it_grows_is_not_kept() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None).unwrap();
+    leases.begin(key(1), None, at(0)).unwrap();
     assert!(leases.abandon(&key(1), at(1)));
     assert_eq!(leases.take_released(), [], "the engine never promised to keep them");
     let gone = NotGrown::GivenUp("r".to_owned());
     assert_eq!(leases.advance("r", 16, table(&[3])), Err(gone.clone()));
     assert_eq!(leases.restart("r"), Err(gone.clone()));
-    assert_eq!(leases.seal("r", 20, table(&[3, 4]), at(2)), Err(gone));
+    assert_eq!(leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(2)), Err(gone));
     leases.expire(at(100));
     assert_eq!(leases.remembered(), 0, "the engine has said its last word of it");
-    leases.begin(key(2), None).unwrap();
+    leases.begin(key(2), None, at(0)).unwrap();
     assert!(leases.abandon(&key(2), at(1)));
-    leases.begin(key(3), None).unwrap();
+    leases.begin(key(3), None, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     assert!(leases.abandon(&key(3), at(1)) && !leases.revoke("r", at(1)));
     assert_eq!(leases.advance("r", 16, table(&[3])), Err(NotGrown::NoLease("r".to_owned())));
@@ -218,11 +293,11 @@ fn a_name_stands_for_the_latest_lease_that_was_begun_by_it() {
     let other = |nonce| LeaseKey { request: "retried".to_owned(), nonce };
     let mut leases = Leases::new(TERM, TERM * 3);
     assert_eq!(leases.named("n"), None);
-    leases.begin(key(1), Some("n")).unwrap();
+    leases.begin(key(1), Some("n"), at(0)).unwrap();
     assert_eq!(leases.named("n"), Some(key(1)));
-    leases.seal("r", 20, table(&[3, 4]), at(1)).unwrap();
+    leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(1)).unwrap();
     assert_eq!(leases.named("n"), Some(key(1)), "whoever comes late finds it");
-    leases.begin(other(2), Some("n")).unwrap();
+    leases.begin(other(2), Some("n"), at(0)).unwrap();
     assert_eq!(leases.named("n"), Some(other(2)));
     assert!(leases.revoke("r", at(2)));
     assert_eq!(leases.named("n"), Some(other(2)), "the earlier one's end does not touch it");

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::rules::grant::Origin;
+
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -57,6 +59,14 @@ pub enum Loss {
     NotGranted,
     /// There is none yet, and there will be none: the engine is about to go.
     Draining,
+    /// It is held, and these are its blocks, but they were computed from something else than what the
+    /// reader has. (since 1.3)
+    OtherOrigin {
+        /// What they were computed from.
+        granted: Option<Origin>,
+        /// What the reader has.
+        wanted: Option<Origin>,
+    },
 }
 
 impl fmt::Display for Loss {
@@ -71,6 +81,20 @@ impl fmt::Display for Loss {
             ),
             Self::Draining => {
                 f.write_str("the engine is being drained, and hands over nothing new")
+            }
+            Self::OtherOrigin { granted, wanted } => {
+                let said = |origin: &Option<Origin>| match origin {
+                    Some(origin) => format!("{origin:?}"),
+                    None => "nothing that was named".to_owned(),
+                };
+                write!(
+                    f,
+                    "the blocks were computed from another prompt: from {}, but this request is {}. Send \
+                     the same prompt, adapter, cache salt and media to both engines, and each answer's \
+                     parameters with the request that they are for",
+                    said(granted),
+                    said(wanted)
+                )
             }
         }
     }

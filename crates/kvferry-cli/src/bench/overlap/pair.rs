@@ -128,6 +128,7 @@ impl Pair {
             request: "request".to_owned(),
             ticket: ticket.clone(),
             grant,
+            origin: None,
             tokens,
             cached: vec![0],
             destination: vec![BlockTable { first: 0, blocks }],
