@@ -177,7 +177,7 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 12] {
+fn questions() -> [Question; 13] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };

@@ -43,50 +43,124 @@ impl Status {
             let json = serde_json::to_string_pretty(&status).map_err(|error| error.to_string())?;
             return Ok(json + "\n");
         }
-        let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
-        let mut lines = vec![
-            format!(
-                "{} ({}), protocol {}, up for {}, {}",
-                status.engine,
-                status.incarnation,
-                status.protocol,
-                seconds(status.uptime_ms),
-                text::many(status.ranks as u64, "rank"),
-            ),
-            format!("leases: {}", status.leases.len()),
-        ];
-        if status.draining {
-            lines.insert(1, "draining: it hands over nothing new".to_owned());
-        }
-        lines.extend(status.leases.iter().map(|lease| {
-            format!(
-                "  {}: held for {}, expires in {}, confirmed by {}",
-                lease.request,
-                seconds(lease.age_ms),
-                seconds(lease.left_ms),
-                text::many(lease.confirmed as u64, "rank"),
-            )
-        }));
-        for (title, reading) in [("waiting", false), ("reading", true)] {
-            let holds: Vec<_> =
-                status.holds.iter().filter(|hold| hold.reading == reading).collect();
-            lines.push(format!("{title}: {}", holds.len()));
-            lines.extend(holds.iter().map(|hold| {
-                let age = seconds(hold.age_ms);
-                format!("  {}: from {} at {}, for {age}", hold.request, hold.engine, hold.address)
-            }));
-        }
-        lines.push(format!("peers: {}", status.peers.len()));
-        lines.extend(
-            status.peers.iter().map(|peer| {
-                format!("  {} from {}, protocol {}", peer.who, peer.from, peer.protocol)
-            }),
-        );
-        let connected = match status.connected_to.as_slice() {
-            [] => "nobody".to_owned(),
-            some => some.join(", "),
+        Ok(told(&status))
+    }
+}
+
+/// For people.
+fn told(status: &kvferry_agent::Status) -> String {
+    let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
+    let mut lines = vec![
+        format!(
+            "{} ({}), protocol {}, up for {}, {}",
+            status.engine,
+            status.incarnation,
+            status.protocol,
+            seconds(status.uptime_ms),
+            text::many(status.ranks as u64, "rank"),
+        ),
+        format!("leases: {}", status.leases.len()),
+    ];
+    if status.draining {
+        lines.insert(1, "draining: it hands over nothing new".to_owned());
+    }
+    lines.extend(status.leases.iter().map(|lease| {
+        format!(
+            "  {}: held for {}, expires in {}, confirmed by {}",
+            lease.request,
+            seconds(lease.age_ms),
+            seconds(lease.left_ms),
+            text::many(lease.confirmed as u64, "rank"),
+        )
+    }));
+    lines.push(format!("growing: {}", status.growing.len()));
+    lines.extend(status.growing.iter().map(|lease| {
+        let restarts = match lease.epoch {
+            0 => String::new(),
+            epoch => format!(", started over {}", text::many(epoch.into(), "time")),
         };
-        lines.push(format!("connected to: {}", connected));
-        Ok(lines.join("\n") + "\n")
+        format!(
+            "  {}: {} after {}{restarts}, {}",
+            lease.request,
+            text::many(lease.tokens, "token"),
+            seconds(lease.age_ms),
+            text::many(lease.followers as u64, "follower"),
+        )
+    }));
+    for (title, reading) in [("waiting", false), ("reading", true)] {
+        let holds: Vec<_> = status.holds.iter().filter(|hold| hold.reading == reading).collect();
+        lines.push(format!("{title}: {}", holds.len()));
+        lines.extend(holds.iter().map(|hold| {
+            let age = seconds(hold.age_ms);
+            format!("  {}: from {} at {}, for {age}", hold.request, hold.engine, hold.address)
+        }));
+    }
+    lines.push(format!("peers: {}", status.peers.len()));
+    lines.extend(
+        status
+            .peers
+            .iter()
+            .map(|peer| format!("  {} from {}, protocol {}", peer.who, peer.from, peer.protocol)),
+    );
+    let connected = match status.connected_to.as_slice() {
+        [] => "nobody".to_owned(),
+        some => some.join(", "),
+    };
+    lines.push(format!("connected to: {}", connected));
+    lines.join("\n") + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_agent::{GrowingStatus, Incarnation, LeaseStatus};
+
+    use super::*;
+
+    #[test]
+    fn leases_that_are_kept_and_leases_that_grow() {
+        let growing = |request: &str, tokens, epoch, followers| GrowingStatus {
+            request: request.to_owned(),
+            age_ms: 1500,
+            tokens,
+            epoch,
+            followers,
+        };
+        let status = kvferry_agent::Status {
+            engine: "p".to_owned(),
+            incarnation: Incarnation(1),
+            protocol: "1.3".to_owned(),
+            uptime_ms: 60_000,
+            ranks: 1,
+            draining: false,
+            leases: vec![LeaseStatus {
+                request: "kept".to_owned(),
+                age_ms: 2000,
+                left_ms: 28_000,
+                confirmed: 0,
+            }],
+            growing: vec![growing("new", 0, 0, 0), growing("long", 4096, 2, 3)],
+            holds: vec![],
+            peers: vec![],
+            connected_to: vec![],
+        };
+        let said = told(&status);
+        let lines: Vec<&str> = said.lines().skip(1).take(5).collect();
+        assert_eq!(
+            lines,
+            [
+                "leases: 1",
+                "  kept: held for 2.0 s, expires in 28.0 s, confirmed by 0 ranks",
+                "growing: 2",
+                "  new: 0 tokens after 1.5 s, 0 followers",
+                "  long: 4 096 tokens after 1.5 s, started over 2 times, 3 followers",
+            ]
+        );
+        let json = serde_json::to_value(&status).unwrap();
+        assert_eq!(json["growing"][1]["tokens"], 4096);
+        // What an older agent says has none.
+        let mut older = json;
+        older.as_object_mut().unwrap().remove("growing");
+        let older: kvferry_agent::Status = serde_json::from_value(older).unwrap();
+        assert!(older.growing.is_empty());
     }
 }
