@@ -204,4 +204,4 @@ def _look_at_version() -> None:
             "", f"vLLM {version} is not one that this release of kvferry works with: {'; '.join(wrong)}; "
             f"use one of {', '.join(versions.TRIED)}"
         )
-    logger.warning("kvferry: %s", versions.untried(version))
+    logger.warning("kvferry: an untried version: %s", versions.untried(version))
