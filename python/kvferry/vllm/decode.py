@@ -272,7 +272,7 @@ class Decode:
         neither would ever be served."""
         if self.largest is None:
             self.largest = self.groups.largest_share()
-        own = self.largest * wanted.tokens / self.groups.config.model_config.max_model_len
+        own: float = self.largest * wanted.tokens / self.groups.config.model_config.max_model_len
         return free - own >= self.largest
 
     def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:

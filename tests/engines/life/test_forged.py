@@ -121,11 +121,15 @@ def test_the_ticket_of_another_request(pair, kind, policy):
         assert case.prefill.idle() == 0
     assert tables[0] == tables[1], "the prompt alone tells them apart"
     # Of one's own prompt, but with another salt: another cache.
-    case.decode.call(begin, "salted", case.prompt, 12, case.granted(), salt="another")
+    case.decode.call(begin_salted, case.prompt, case.granted())
     ((made, _, how),) = case.decode.call(pump).values()
     assert (how == "error") if policy == "fail" else (made == case.alone)
     assert case.not_granted() == refused + 2
     assert case.decode.idle() == case.prefill.idle() == 0
+
+
+def begin_salted(engine, prompt, params):
+    begin(engine, "salted", prompt, 12, params, salt="another")
 
 
 def use_blocks_in_order(engine):
