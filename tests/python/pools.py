@@ -214,8 +214,19 @@ class Rank:
         side = engine.side
         backend = "CPU_ATTN" if side.cpu else "FLASH_ATTN"
         groups = [kept.sections[1][1] for kept in engine.layers.values() if is_mamba2(kept)]
+        vllm_config = SimpleNamespace(**vars(engine.config))
+        vllm_config.compilation_config = SimpleNamespace(
+            static_forward_context={
+                **engine.config.compilation_config.static_forward_context,
+                **{
+                    layer: kept.module_on(side, tp)
+                    for layer, kept in engine.layers.items()
+                    if hasattr(kept, "module_on")
+                },
+            }
+        )
         self.manifest = kvferry.vllm.manifest(
-            engine.config,
+            vllm_config,
             config,
             self.kv_caches,
             tp_rank=tp,
