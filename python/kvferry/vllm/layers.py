@@ -1,5 +1,7 @@
 """One layer's cache as pieces: kvferry's facts say which states it keeps and what of them a rank
-holds; vLLM's spec says how large they are, and its tensor where they lie."""
+holds; vLLM's spec says how large they are, and its tensor where they lie.
+
+It is long because there is a method for every kind of pages, and all of them share the rest."""
 
 from __future__ import annotations
 
