@@ -496,9 +496,10 @@ with its name: nothing is guessed.
 
 "Described" says that kvferry knows where every byte of it lies. For most back ends of GPUs that was read in
 vLLM's source and not run; the tests in `tests/python` lay out every kind of page by vLLM's own functions and
-compare each byte. FP8 caches with a scale for each head, and NVFP4 pages of other back ends than FlashInfer's and
-MiniMax-M3's, are refused by name. Whether a pair of engines fits is decided for the pair:
-[Will my pair work?](planning.md)
+compare each byte. On CPUs vLLM itself quantises to FP8 with scales of the layer and to nothing else. Not in this
+vLLM, and refused by name: `rwkv7` (it never ran it) and `phi4flash` (it did until 0.10.2). What is refused
+below is also refused by vLLM where there is a connector, or a plug-in's. Whether a pair of engines fits is decided
+for the pair: [Will my pair work?](planning.md)
 
 ## Classes of caches
 """
@@ -508,8 +509,9 @@ MiniMax-M3's, are refused by name. Whether a pair of engines fits is decided for
     text += "\n## Quantisation\n"
     text += table(data["quantisation"], ["mode", "kvferry", "how", "NixlConnector", "seen in"])
     text += """
-Scales of the layer are part of a state's format: where those of the two sides differ, the pair is refused
-with both values.
+Scales of the layer, or of each of its heads, are part of a state's format: where those of the two sides differ,
+the pair is refused with both values. `kvferry plan` takes cache data types as `kv=fp8`, and scales as
+`kscale=0.5,vscale=2`.
 
 ## Attention back ends
 """

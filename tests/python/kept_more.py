@@ -23,8 +23,10 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVQuantMode,
+    MLAAttentionSpec,
     RSWASpec,
     SinkFullAttentionSpec,
+    SparseCacheRole,
 )
 
 
@@ -115,11 +117,13 @@ def v4_window(cache="fp8_ds_mla", content=584, scales=8, window=128, block=64):
     return Rows(make, "DEEPSEEK_SPARSE_SWA", 1, scales if packed else 0, window)
 
 
-def v4_indexer(cache="fp8_ds_mla"):
+def v4_indexer(cache="fp8_ds_mla", content=132):
+    """Keys of 8 bits with a scale of 4 bytes, or (68 bytes) of 4 bits with four of one."""
+
     def make(side):
         layer = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=side.block),
-            head_dim=132,
+            head_dim=content,
             dtype=torch.uint8,
             compress_ratio=4,
         )
@@ -159,6 +163,52 @@ def v41_latent(ratio, cache="fp8_ds_mla"):
         return v41.DeepseekV4Attention.get_kv_cache_spec(layer, config(side, cache))
 
     return Rows(make, "FLASHMLA_SPARSE_DSV41", ratio, scales)
+
+
+@dataclass(frozen=True)
+class Tiled(Rows):
+    """The keys of an indexer as ROCm's kernels have them: in tiles of several tokens, the first bytes of
+    all tokens of a tile, then the next."""
+
+    tokens: int = 16
+    bytes: int = 16
+    lanes: int = 1
+
+    def write(self, side, rank, tensor, table, states, first, last):
+        if states is None:
+            return super().write(side, rank, tensor, table, states, first, last)
+        entries, data = tensor.shape[2], tensor.shape[3] - self.scales
+        assert tensor.shape[0] == side.blocks
+        deep = self.scales // self.lanes
+        for entry in range(first // self.ratio, last // self.ratio):
+            page = tensor[table[entry // entries]].reshape(-1)
+            assert page.data_ptr() == tensor[table[entry // entries]].data_ptr()
+            tile, lane = divmod(entry % entries, self.tokens)
+            for byte in range(data):
+                at = tile * self.tokens * data + byte // self.bytes * self.tokens * self.bytes
+                page[at + lane * self.bytes + byte % self.bytes] = states[entry, byte]
+            for scale in range(self.scales):
+                if self.lanes > 1:
+                    at = tile * self.tokens * self.scales + scale % self.lanes * self.tokens * deep
+                    at += lane * deep + scale // self.lanes
+                else:
+                    at = entry % entries * self.scales + scale
+                page[entries * data + at] = states[entry, data + scale]
+
+
+def rocm_indexer(content=132, tokens=16, lanes=1, backend="DEEPSEEK_V32_INDEXER", ratio=1):
+    def make(side):
+        return MLAAttentionSpec(
+            block_size=side.block,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=content,
+            dtype=torch.uint8,
+            cache_role=SparseCacheRole.INDEXER,
+            tokens_per_state=ratio,
+        )
+
+    return Tiled(make, backend, ratio, 4, indexes=True, tokens=tokens, lanes=lanes)
 
 
 @dataclass(frozen=True)
@@ -341,7 +391,16 @@ class Scaled(Attention):
     @property
     def module(self):
         keys, values = (torch.tensor(scale) for scale in self.scales)
-        return SimpleNamespace(_k_scale=keys, _v_scale=values, kv_cache_dtype="fp8")
+        by_head = any(isinstance(scale, tuple) for scale in self.scales)
+        scheme = {"strategy": "attn_head" if by_head else "tensor"}
+        method = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme=scheme))
+        return SimpleNamespace(_k_scale=keys, _v_scale=values, kv_cache_dtype="fp8", quant_method=method)
+
+    def module_on(self, side, rank):
+        """Of scales for each head, a rank has those of its own."""
+        own = self.own_heads(side, rank)
+        scales = [scale[own] if isinstance(scale, tuple) else scale for scale in self.scales]
+        return replace(self, scales=tuple(scales)).module
 
     def spec(self, side):
         mode = KVQuantMode.FP8_PER_TENSOR

@@ -215,6 +215,17 @@ class Rank:
         backend = "CPU_ATTN" if side.cpu else "FLASH_ATTN"
         groups = [kept.sections[1][1] for kept in engine.layers.values() if is_mamba2(kept)]
         self.config = config
+        vllm_config = SimpleNamespace(**vars(engine.config))
+        vllm_config.compilation_config = SimpleNamespace(
+            static_forward_context={
+                **engine.config.compilation_config.static_forward_context,
+                **{
+                    layer: kept.module_on(side, tp)
+                    for layer, kept in engine.layers.items()
+                    if hasattr(kept, "module_on")
+                },
+            }
+        )
         self.facts = dict(
             tp_rank=tp,
             pp_rank=stage,
@@ -227,7 +238,7 @@ class Rank:
             layer_specs=engine.specs,
             mamba_groups=groups[0] if groups else None,
         )
-        self.manifest = kvferry.vllm.manifest(engine.config, config, self.kv_caches, **self.facts)
+        self.manifest = kvferry.vllm.manifest(vllm_config, config, self.kv_caches, **self.facts)
 
 
 def poison(engine, seed):

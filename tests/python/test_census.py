@@ -61,15 +61,6 @@ def test_a_source_that_no_longer_says_so_fails():
         census.nixl(("serves", "", f"{census.NIXL}/metadata.py", "not in there"), "it")
 
 
-#: What vLLM's connector moves and kvferry refuses. It is to become shorter, never longer.
-BEHIND = {
-    "CrossAttentionSpec",
-    "HiSparseResidentSpec",
-    "DEEPSEEK_V41_ROCM_MXFP4_INDEXER",
-    "ROCM_ATTN",
-}
-
-
 def test_what_the_engines_own_connector_serves_is_described():
     rows = [
         row
@@ -77,6 +68,22 @@ def test_what_the_engines_own_connector_serves_is_described():
         for row in data()[table]
         if row["kvferry"] == "refused" and row["nixl"].startswith("serves")
     ]
-    assert {row["name"] for row in rows} == BEHIND
-    refused = [row for row in data()["architectures"] if row["kvferry"] == "refused"]
-    assert all(BEHIND & set(row["specs"]) for row in refused)
+    assert rows == []
+
+
+def test_refusals_are_refusals_of_vllm():
+    """The rest of what is not described: vLLM does not run it with any connector, or a plug-in brings it."""
+    refused = [
+        row["name"]
+        for table in ("specs", "states", "quantisation", "backends", "architectures")
+        for row in data()[table]
+        if row["kvferry"] == "refused"
+    ]
+    assert refused == [
+        "CrossAttentionSpec",
+        "CUSTOM",
+        "ROCM_ATTN",
+        "CohereAsrForConditionalGeneration",
+        "NemotronParseForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    ]

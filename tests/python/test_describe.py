@@ -71,8 +71,8 @@ def test_what_nobody_has_seen_is_refused_with_its_name_and_what_to_report(gqa, h
     latent = Engine("engine", [Latent()], Topology())
     with pytest.raises(Unsupported, match=f"pages of the attention back end NEW_MLA {report}"):
         describe(latent, backends=dict.fromkeys(latent.layers, "NEW_MLA"))
-    with pytest.raises(Unsupported, match="INDEXER is not described: its kernels shuffle"):
-        describe(latent, backends=dict.fromkeys(latent.layers, "DEEPSEEK_V41_ROCM_MXFP4_INDEXER"))
+    with pytest.raises(Unsupported, match="ROCM_ATTN is not described: vLLM itself does not run it"):
+        describe(latent, backends=dict.fromkeys(latent.layers, "ROCM_ATTN"))
     (layer,) = latent.groups
     for facts in ({"state_content_bytes": 700}, {"state_content_bytes": 656, "cache_dtype_str": "new"}):
         layer.kv_cache_spec = replace(latent.specs["model.layers.0.mixer"], **facts)

@@ -1,11 +1,15 @@
 """Rarer kinds of caches: every byte, on pools that vLLM itself lays out (see test_geometry)."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import kvferry
 import kvferry.vllm
 import pools
 import pytest
+import torch
+from kvferry.vllm import specs
 from kvferry.vllm.groups import Groups
 from kept import Attention, Indexer, Latent, Topology, kda, mamba2
 from kept_more import (
@@ -15,8 +19,10 @@ from kept_more import (
     Nvfp4ByHead,
     Records,
     Ring,
+    Rows,
     Scaled,
     Vectors,
+    rocm_indexer,
     v4_compressor,
     v4_indexer,
     v4_latent,
@@ -28,6 +34,8 @@ from kept_more import (
 from pools import Engine
 from test_geometry import transfer
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.ops import rocm_paged_mxfp4_indexer
+from vllm.v1.kv_cache_interface import HiSparseHotSpec
 
 T = Topology
 
@@ -191,9 +199,116 @@ def test_scales_of_the_layer_are_part_of_the_format():
     assert "keys times 0.25" in caught.value.destination_value
 
 
-def test_scales_that_cannot_be_compared_are_refused():
-    with pytest.raises(kvferry.vllm.Unsupported, match=r"a scale for each head \(\[0.5, 0.25"):
-        Engine("prefill", [Scaled(2, scales=([0.5, 0.25], 1.0))], T())
+class TestScalesOfHeads:
+    """Each head of a layer has a scale of its own: a state of its own, then, whose format names it."""
+
+    LAYERS = [Scaled(4, scales=((0.5, 0.25, 2.0, 4.0), 1.0))] * 2
+
+    @pytest.mark.parametrize(
+        "p, d", [(T(), T(tp=2)), (T(tp=4), T(tp=2)), (T(tp=2, block=48), T(block=32, layout="LBNHC"))]
+    )
+    def test_every_byte(self, p, d):
+        for tokens in (1, 37, 90):
+            move(Engine("prefill", self.LAYERS, p), Engine("decode", self.LAYERS, d), tokens)
+
+    def test_another_scale_is_refused_with_both(self):
+        other = [Scaled(4, scales=((0.5, 0.25, 3.0, 4.0), 1.0))] * 2
+        with pytest.raises(kvferry.Incompatible) as caught:
+            move(Engine("prefill", self.LAYERS, T()), Engine("decode", other, T(tp=2)), 20)
+        assert caught.value.kind == "format" and caught.value.state == "layers.0/k.2"
+        assert "times 2" in caught.value.source_value
+        assert "times 3" in caught.value.destination_value
+
+    def test_scales_for_other_heads_are_refused(self):
+        with pytest.raises(kvferry.vllm.Unsupported, match="2 and 1 scales for the 4 heads"):
+            Engine("prefill", [Scaled(4, scales=([0.5, 0.25], 1.0))], T())
+
+    def test_scales_that_an_engine_computes_are_refused(self):
+        engine = Engine("prefill", [Scaled(4)], T())
+        engine.config.cache_config.calculate_kv_scales = True
+        config, tensors = engine.stages[0]
+        with pytest.raises(kvferry.vllm.Unsupported, match="computes for itself"):
+            pools.Rank(engine, config, tensors, 0, 0)
+
+
+class TestIndexers:
+    """The keys of sparse indexers in every order that vLLM's kernels have."""
+
+    def test_four_bits(self):
+        kinds = {1: V4[1], 4: {**V4[4], "attn.indexer.k_cache": v4_indexer(content=68)}}
+        for tokens in (3, 300, 515):
+            p = v4("prefill", T(block=256, layout="BLHNC", blocks=120), (1, 4), kinds)
+            move(p, v4("decode", T(block=256, layout="BLNHC", blocks=90), (1, 4), kinds), tokens)
+
+    def test_eight_bits_are_not_four(self):
+        kinds = {4: {**V4[4], "attn.indexer.k_cache": v4_indexer(content=68)}}
+        p = v4("prefill", T(block=256, layout="BLHNC", blocks=120), (4,), kinds)
+        with pytest.raises(kvferry.Incompatible, match="fp4_e2m1_pair"):
+            move(p, v4("decode", T(block=256, layout="BLHNC", blocks=120), (4,)), 20)
+
+    @pytest.mark.parametrize("blocks", [(16, 16), (32, 64), (64, 48)])
+    def test_tiles(self, blocks, monkeypatch):
+        monkeypatch.setattr(specs, "on_rocm", lambda: True)
+        layers = [Latent(), rocm_indexer()]
+        p, d = (Engine(name, layers, T(block=it)) for name, it in zip(("prefill", "decode"), blocks))
+        for tokens in (1, 16, 37, 90):
+            move(p, d, tokens)
+
+    @pytest.mark.parametrize(
+        "told, tokens, lanes",
+        [({"n_per_tile": 32, "d_per_tile": 16}, 32, 2),
+         ({"n_per_tile": 16, "d_per_tile": 16, "scale_lanes": 4}, 16, 4)],
+    )
+    def test_tiles_of_four_bits(self, told, tokens, lanes, monkeypatch):
+        """As aiter tells vLLM; beside an engine whose blocks are not cut."""
+        rocm_paged_mxfp4_indexer.rocm_paged_mxfp4_cache_layout.cache_clear()
+        aiter = SimpleNamespace(cache_format=lambda *args: told)
+        monkeypatch.setattr(rocm_paged_mxfp4_indexer, "_aiter", lambda: aiter)
+        backend = "DEEPSEEK_V41_ROCM_MXFP4_INDEXER"
+        cut = [Latent(), rocm_indexer(68, tokens, lanes, backend, ratio=2)]
+        whole = [Latent(), rocm_whole()]
+        for p, d in ((cut, cut), (cut, whole), (whole, cut)):
+            source = Engine("prefill", p, T(block=128))
+            target = Engine("decode", d, T(block=64))
+            for count in (1, 3, 70, 150):
+                move(source, target, count)
+
+    def test_what_aiter_does_not_say_is_refused(self, monkeypatch):
+        rocm_paged_mxfp4_indexer.rocm_paged_mxfp4_cache_layout.cache_clear()
+        aiter = SimpleNamespace(cache_format=lambda *args: {"n_per_tile": 32, "k_width": 16})
+        monkeypatch.setattr(rocm_paged_mxfp4_indexer, "_aiter", lambda: aiter)
+        with pytest.raises(kvferry.vllm.Unsupported, match="does not say how it cuts a block"):
+            Engine("prefill", [rocm_indexer(68, 32, 2, "DEEPSEEK_V41_ROCM_MXFP4_INDEXER")], T(block=64))
+
+
+def rocm_whole():
+    """The same keys where blocks are not cut."""
+    it = rocm_indexer(68, backend="DEEPSEEK_V41_INDEXER", ratio=2)
+    return Rows(it.make, it.backend, 2, 4, indexes=True)
+
+
+def test_pages_in_host_memory_have_a_pool_of_their_own():
+    """HiSparse keeps latents in host memory, and copies of some of them on the card, which do not move."""
+    engine = Engine("prefill", [Latent(), Attention(2)], T(blocks=10))
+    config, tensors = engine.stages[0]
+    hot = replace(config.kv_cache_groups[0], layer_names=["model.layers.0.mixer.hisparse_hot"],
+                  kv_cache_spec=HiSparseHotSpec(block_size=16, page_size=64, blocks_per_request=2),
+                  enable_kv_transfer=False)
+    groups = [
+        replace(config.kv_cache_groups[0], layer_names=[layer], kv_cache_spec=spec,
+                host_resident=layer == "model.layers.0.mixer")
+        for layer, spec in engine.specs.items()
+    ]
+    config = replace(config, kv_cache_groups=[*groups, hot], hisparse_host_num_blocks=30)
+    host = engine.ranks[0].kv_caches["model.layers.0.mixer"]
+    caches = {**engine.ranks[0].kv_caches, "model.layers.0.mixer": torch.zeros(30, *host.shape[1:], dtype=host.dtype)}
+    manifest = kvferry.vllm.manifest(
+        engine.config, config, caches, tp_rank=0, pp_rank=0, engine="it", conv_order="SD",
+        backends=dict.fromkeys(caches, "FLASH_ATTN"), layer_specs=engine.specs,
+    ).to_dict()
+    blocks = {group["pieces"][0]["state"]: group["blocks"] for group in manifest["groups"]}
+    assert blocks == {"layers.0/latent": 30, "layers.1/k": 10}
+    assert len(manifest["regions"]) == 2
 
 
 class TestContextParallelism:

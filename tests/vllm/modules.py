@@ -7,6 +7,7 @@ hand: it would need weights.
 
 import json
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,43 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Mamba
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+class PerTokenHead(Backend):
+    """Of the back end that keeps scales with each token and head, how it sizes them."""
+
+    @staticmethod
+    def get_name():
+        return "TRITON_ATTN"
+
+    @classmethod
+    def customize_spec(cls, spec):
+        return TritonAttentionBackend.customize_spec(spec)
+
+
+class Slots(Backend):
+    """Of the back end with slots of 4-bit numbers, how it sizes them: it needs FlashInfer to load."""
+
+    @staticmethod
+    def get_name():
+        return "FLASHINFER"
+
+    @classmethod
+    def customize_spec(cls, spec):
+        content = {nvfp4_kv_cache_full_dim(size) for size in (spec.head_size, spec.head_size_v)}
+        assert len(content) == 1, "nvfp4 with asymmetric K/V head sizes not yet supported"
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content.pop())
+
+
+def attention_backend(cache_type):
+    """The back end of keys and values of a cache data type."""
+    if cache_type == "nvfp4":
+        return Slots
+    return PerTokenHead if cache_type.endswith("_per_token_head") else Backend
+
 
 #: Kinds of layers whose caches grow with tokens.
 ATTENTION = ("attention", "sliding", "mla", "sliding mla", "indexer", "ring")
@@ -139,7 +175,7 @@ MAMBA_TYPES = {
 }
 
 
-def list_layers(name, model, draft, tp):
+def list_layers(name, model, draft, tp, cache_type="auto"):
     """The layers that keep something, in the order in which vLLM's modules register."""
     config = model.hf_text_config
     kind = raw_config(name).model_type
@@ -152,7 +188,11 @@ def list_layers(name, model, draft, tp):
 
     def add(index, sort, module=None, **facts):
         module = len(layers) if module is None else module
-        backend = compressed.backend_of(kind, facts) if "role" in facts else Backend
+        backend = Backend
+        if "role" in facts:
+            backend = compressed.backend_of(kind, facts)
+        elif sort in ("attention", "sliding"):
+            backend = attention_backend(cache_type)
         layers.append(
             {
                 "name": f"model.layers.{index}.{module}",
@@ -283,27 +323,36 @@ def tp_refused(layers, model, tp):
     return is_mamba2 and groups is not None and groups % tp != 0 and groups != 1
 
 
+#: What the back ends of latents take (`supported_kv_cache_dtypes`).
+LATENT_TYPES = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
+
+
 def layer_spec(layer, vllm_config, model, shapes, dtypes):
     """A layer's spec, by the layer class's own code."""
     tp = vllm_config.parallel_config.tensor_parallel_size
     sort = layer["sort"]
     if "role" in layer:
         return compressed.spec_of(model.hf_config.model_type, layer, vllm_config)
+    cache_type = vllm_config.cache_config.cache_dtype
     if sort in ("attention", "sliding"):
         stand_in = SimpleNamespace(
             attn_type=AttentionType.DECODER,
-            kv_cache_dtype="auto",
-            kv_cache_torch_dtype=model.dtype,
+            kv_cache_dtype=cache_type,
+            kv_cache_torch_dtype=STR_DTYPE_TO_TORCH_DTYPE.get(cache_type, model.dtype),
             sliding_window=layer["window"],
-            attn_backend=Backend,
+            attn_backend=layer["backend"],
             num_kv_heads=max(1, layer["heads"] // tp),
             head_size=layer["key"],
             head_size_v=layer["value"],
         )
-        return Attention.get_kv_cache_spec(stand_in, vllm_config)
+        return layer["backend"].customize_spec(Attention.get_kv_cache_spec(stand_in, vllm_config))
     if sort == "mla":
+        if cache_type.endswith("ds_mla") and not layer.get("indexed"):
+            raise Refused("only latents with an indexer are kept so")
+        if cache_type not in LATENT_TYPES:
+            raise Refused("no back end keeps latents so")
         stand_in = SimpleNamespace(
-            kv_cache_dtype="auto",
+            kv_cache_dtype=cache_type,
             head_size=layer["size"],
             sliding_window=None,
             indexer=object() if layer.get("indexed") else None,

@@ -51,7 +51,7 @@ __all__ = ["GONE", "MAMBA_TYPES", "PRESETS", "Refused", "answer", "is_gone", "pa
 
 def parse(topology):
     values = dict(part.split("=") for part in topology.split(","))
-    words = ("layout", "conv", "hma", "caching")
+    words = ("layout", "conv", "hma", "caching", "kv", "kscale", "vscale")
     numbers = {key: int(value) for key, value in values.items() if key not in words}
     return {**values, **numbers}
 
@@ -64,7 +64,8 @@ def answer(name, draft, topology):
 
     gone = is_gone(name)
     model = gone_model(name) if gone else model_config(name)
-    layers = list_layers(name, model, draft, tp)
+    cache_type = asked.get("kv", "auto")
+    layers = list_layers(name, model, draft, tp, cache_type)
     latent = any(layer["sort"] == "mla" for layer in layers)
     own = any("role" in layer for layer in layers)
     backends = list(dict.fromkeys(layer["backend"] for layer in layers))
@@ -73,6 +74,9 @@ def answer(name, draft, topology):
     Backend.sizes = [asked["kernel"]] if "kernel" in asked else [64] if latent else [MultipleOf(16)]
 
     cache_config = CacheConfig(block_size=asked.get("block"), enable_prefix_caching=False)
+    cache_config.cache_dtype = cache_type
+    if cache_type.endswith("ds_mla") and not all(layer["sort"] in ("mla", "indexer") for layer in layers):
+        raise Refused("no back end keeps keys and values so")
     cache_config.num_gpu_blocks_override = asked.get("blocks", 4096)
     model.max_model_len = 256
     model.original_max_model_len = 256
@@ -125,7 +129,7 @@ def answer(name, draft, topology):
         raise Refused("block size")
     shapes, dtypes = state_shapes(name, model, vllm_config, gone)
     if shapes and any(layer["sort"] in ATTENTION for layer in layers):
-        align(vllm_config, model, shapes, dtypes, gone)
+        align(vllm_config, model, shapes, dtypes, gone, backends)
 
     # Every layer's spec, from the layer classes.
     specs = {}
@@ -143,6 +147,8 @@ def answer(name, draft, topology):
 
     # The pools.
     check_turns(asked, layers, specs)
+    if cache_type == "nvfp4" and not KVCacheLayout[config_layout_name(cache_config)].is_block_contiguous:
+        raise Refused("a head's slot in several pieces")
     if tp_refused(layers, model, tp) or (
         draft not in (None, "mtp") and tp_refused([{"sort": "mla"}], model_config(draft), tp)
     ):
@@ -264,6 +270,10 @@ def check_split(spec, tensor, number, kernel, view, backend):
         group.map_kv_cache_to_kernel_blocks(view)
 
 
+def config_layout_name(cache_config):
+    return cache_config.get_resolved_kv_cache_layout().name
+
+
 def config_layout(config, cache_config):
     return config.kv_cache_layout or cache_config.kv_cache_layout
 
@@ -276,12 +286,14 @@ def fake_current(vllm_config):
     return vllm_config
 
 
-def align(vllm_config, model, shapes, dtypes, gone):
+def align(vllm_config, model, shapes, dtypes, gone, backends):
     from contextlib import nullcontext
 
     import vllm.config.vllm as config_module
 
     config_module.set_current_vllm_config = lambda *args, **kwargs: nullcontext()
+    # That of the layers which are not recurrent.
+    backend = next((it for it in backends if it is not Backend), Backend)
     if gone:
         stand_in = SimpleNamespace(
             get_mamba_state_shape_from_config=lambda _: shapes,
@@ -290,11 +302,11 @@ def align(vllm_config, model, shapes, dtypes, gone):
         resolve = ModelRegistry.resolve_model_cls
         ModelRegistry.resolve_model_cls = lambda *args, **kwargs: (stand_in, "")
         try:
-            Platform._align_hybrid_block_size(vllm_config, Backend)
+            Platform._align_hybrid_block_size(vllm_config, backend)
         finally:
             ModelRegistry.resolve_model_cls = resolve
     else:
-        Platform._align_hybrid_block_size(vllm_config, Backend)
+        Platform._align_hybrid_block_size(vllm_config, backend)
 
 
 def bind(layer, view, spec):

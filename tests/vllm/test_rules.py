@@ -175,6 +175,8 @@ def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
         assert group["null_block"] == 0
         for piece in group["pieces"]:
             pieces[piece["state"]] = (piece, manifest["kinds"][piece["kind"]], group)
+    if "kv" in asked:
+        states = {name: quantised(names, pieces) for name, names in states.items()}
     assert set(pieces) == {state for names in states.values() for state in names}
     for name, views in answer["views"].items():
         layer = layers[name]
@@ -182,6 +184,8 @@ def check_rank(topology, manifest, answer, layers, states, rank, tp, asked):
         where = (topology, rank, states[name])
         if "role" in layer:
             check_rows(where, layer, mine, views[0], answer, name in answer["sliding"])
+        elif layer["sort"] in ("attention", "sliding", "mla") and "kv" in asked:
+            check_quantised(where, mine, views[0], answer["blocks"])
         elif layer["sort"] in modules.ATTENTION:
             blocks, keeps = answer["blocks"], name in answer["sliding"]
             turns = asked.get("dcp", 1)
@@ -237,6 +241,61 @@ def check_attention(where, layer, mine, view, rank, tp, blocks, keeps_window, tu
     # Nothing of a token's content is left out.
     content = view["shape"][3] * view["size"] * (tokens if layer["sort"] == "indexer" else 1)
     assert offset - view["offset"] == content, where
+
+
+#: Cache data types, for models with heads, latents and indexers, and latents with states beside them.
+KV = ["fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
+      "fp8_ds_mla", "nvfp4_ds_mla"]
+KEPT = ["llama-3.1-8b", "deepseek-v3.2", "kimi-linear-48b-a3b"]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_quantised_pages_equal_vllm(name):
+    problems, equal = [], 0
+    sides = ["tp=1", "tp=2", "tp=8", "tp=2,pp=2", "tp=2,block=64,kernel=64", "tp=2,layout=BLHNC",
+             "tp=2,layout=LBNHC"]
+    topologies = [f"{side},kv={kv}" for kv in KV for side in sides]
+    for topology, ours in zip(topologies, ask_kvferry(name, None, topologies)):
+        try:
+            theirs = reference.answer(name, None, topology)
+        except REFUSALS as error:
+            if "cannot run" not in ours.get("error", ""):
+                problems.append(f"{topology}: vLLM refuses ({error!r}), kvferry says {str(ours)[:80]}")
+            continue
+        if "error" in ours:
+            problems.append(f"{topology}: vLLM does not refuse, kvferry says {ours['error']}")
+            continue
+        try:
+            compare(topology, ours, theirs)
+            equal += 1
+        except AssertionError as error:
+            problems.append(f"{topology}: {error}")
+    if problems:
+        pytest.fail(f"{len(problems)} topologies differ:\n" + "\n".join(problems[:5]), pytrace=False)
+    assert equal >= 5
+
+
+def quantised(names, pieces):
+    """The states of a layer that are there instead of its keys and values, or its latents."""
+    layer, _, first = names[0].rpartition("/")
+    if first not in ("k", "latent"):
+        return names
+    instead = ("k", "k.scale", "v", "v.scale", "kv", "latent")
+    return [f"{layer}/{state}" for state in instead if f"{layer}/{state}" in pieces]
+
+
+def check_quantised(where, mine, view, blocks):
+    """All pieces together are the page: what lies where inside is `test_presets`' to compare."""
+    count, slots, tokens, content = view["shape"]
+    ratio, total = count // blocks, 0
+    for piece, kind, group in mine:
+        assert piece["view"]["block"] == view["strides"][0] * ratio, where
+        bytes_ = kind["format"]["bytes"]
+        for low, high in piece["bounds"]:
+            bytes_ *= high - low
+        total += bytes_ * tokens
+    assert mine[0][0]["view"]["offset"] == view["offset"], where
+    assert total == slots * tokens * content * view["size"], where
 
 
 def check_rows(where, layer, mine, view, answer, keeps_window):

@@ -29,15 +29,6 @@ const CASES: &[(&str, &str)] = &[
     ("c-compressed", "--model deepseek-v4-flash --draft mtp --prefill tp=8 --decode tp=2"),
     ("c-compressed-pp", "--model deepseek-v4-pro --prefill tp=4,pp=2 --decode tp=8,layout=BLNHC"),
     ("c-rings", "--model deepseek-v4.1 --prefill tp=4 --decode tp=2,spec=6"),
-    // Quantised pages.
-    ("c-four-bits", "--model llama-3.1-8b --prefill tp=4,kv=nvfp4 --decode tp=2,kv=nvfp4,block=32"),
-    (
-        "c-eight-bits",
-        "--model deepseek-v3.2 --prefill tp=4,kv=fp8_ds_mla --decode tp=8,kv=fp8_ds_mla",
-    ),
-    // Ranks that share a prefill, or take turns at tokens.
-    ("c-shared-prefill", "--model kimi-k2.5 --prefill pcp=4,dcp=4,interleave=16 --decode tp=4"),
-    ("c-turns", "--model kimi-linear --prefill tp=2 --decode tp=4,dcp=2,interleave=64"),
     // Delta attention and latents.
     ("d-kimi-linear", "--model kimi-linear --prefill tp=4 --decode tp=1"),
     ("d-kimi-linear-pp", "--model kimi-linear-48b-a3b --prefill tp=4 --decode tp=2,pp=2"),

@@ -14,7 +14,7 @@ use serde_json::Value;
 use self::attention::{dense, gemma, gemma4, gpt_oss, mimo};
 use self::compressed::{deepseek_v4, deepseek_v41};
 use self::latent::{kimi_linear, latent};
-use self::mamba::{nemotron_h, zamba2};
+use self::mamba::{nemotron_h, state_spaces, zamba2};
 use crate::config::Fields;
 use crate::error::ConfigError;
 use crate::facts::{Description, Facts};
@@ -89,6 +89,8 @@ pub fn read_with(facts: &Facts, name: &str, text: &str) -> Result<Model, ConfigE
     let value: Value =
         serde_json::from_str(text).map_err(|error| ConfigError::NotJson(error.to_string()))?;
     let Value::Object(outer) = &value else { return Err(ConfigError::NotAnObject) };
+    let converted = state_spaces(outer)?;
+    let outer = converted.as_ref().unwrap_or(outer);
     let family = match outer.get("model_type") {
         Some(Value::String(family)) => family.as_str(),
         Some(other) => {

@@ -32,6 +32,29 @@ fn text_that_is_no_configuration_is_refused() {
     assert!(error("{}").contains("no field 'model_type'") && error("{}").contains("llama"));
 }
 
+/// As released, without `model_type`; the preset is the same model as engines load it.
+#[test]
+fn checkpoints_of_mamba_ssm_need_no_model_type() {
+    let read = |config: Value| families::read("test", &config.to_string());
+    let config = |states: Value| json!({ "d_model": 2560, "n_layer": 64, "ssm_cfg": states });
+    let model = read(config(json!({ "layer": "Mamba2" }))).unwrap();
+    let preset = kvferry_models::presets::find("mamba2-2.7b").unwrap().model().unwrap();
+    assert_eq!((model.family.as_str(), model.layers), ("mamba2", preset.layers));
+    for (cache, other) in model.caches.iter().zip(&preset.caches) {
+        for (state, other) in cache.states().zip(other.states()) {
+            assert_eq!((&state.name, &state.kind.axes), (&other.name, &other.kind.axes));
+        }
+    }
+    let first = read(config(json!({}))).unwrap();
+    let sizes: Vec<u64> = first.caches[0].states().map(|state| state.entry_bytes()).collect();
+    assert_eq!((first.family.as_str(), sizes), ("mamba", vec![5120 * 3 * 2, 5120 * 16 * 2]));
+    let error = |config: Value| read(config).unwrap_err().to_string();
+    assert!(error(config(json!({ "layer": "Mamba3" }))).contains("Mamba1 or Mamba2"));
+    let mut mixed = config(json!({ "layer": "Mamba2" }));
+    mixed["attn_layer_idx"] = json!([3, 9]);
+    assert!(error(mixed).contains("'attn_layer_idx' of the configuration is 2 layers"));
+}
+
 #[test]
 fn unknown_types_suggest_the_nearest() {
     let found = error(&with("model_type", json!("lama")));

@@ -1,5 +1,7 @@
 """One layer's cache as pieces: kvferry's facts say which states it keeps and what of them a rank
-holds; vLLM's spec says how large they are, and its tensor where they lie."""
+holds; vLLM's spec says how large they are, and its tensor where they lie.
+
+It is long because there is a method for every kind of pages, and all of them share the rest."""
 
 from __future__ import annotations
 
@@ -207,15 +209,15 @@ class Layers:
     def _scaled(self, layer: str) -> tuple[str, int]:
         """The format of numbers whose scales are the layer's: equal bytes mean equal numbers only where
         the scales are equal too, so that they are part of its name."""
-        cache, keys, values = self._scales(layer)
+        cache, _, keys, values = self._scales(layer)
         numbers = specs.eight_bits(layer, cache)
         return f"{numbers}, keys times {keys[0]:.9g}, values times {values[0]:.9g}", 1
 
     def _scaled_by_head(self, layer: str, spec: Any) -> list[list[tuple[str, int]]] | None:
         """The formats of the keys and of the values of each head that this rank holds, where heads have
         scales of their own."""
-        cache, *scales = self._scales(layer)
-        if all(len(set(values)) == 1 for values in scales):
+        cache, by_head, *scales = self._scales(layer)
+        if not by_head:
             return None
         if any(len(values) not in (1, spec.num_kv_heads) for values in scales):
             raise refuse(
@@ -229,7 +231,7 @@ class Layers:
             for values in scales
         ]
 
-    def _scales(self, layer: str) -> tuple[str, list[float], list[float]]:
+    def _scales(self, layer: str) -> tuple[str, bool, list[float], list[float]]:
         if getattr(self.config.cache_config, "calculate_kv_scales", False):
             raise refuse(layer, "scales that an engine computes for itself mean nothing to another; "
                                 "load them from the checkpoint instead")

@@ -81,9 +81,9 @@ class Model:
         shapes: Sequence[Sequence[int]] = architecture.get_mamba_state_shape_from_config(alone)
         return shapes
 
-    def scales(self, layer: str) -> tuple[str, list[float], list[float]]:
-        """The cache data type of a layer, and the scales of its keys and values: one for all heads, or
-        one for each."""
+    def scales(self, layer: str) -> tuple[str, bool, list[float], list[float]]:
+        """The cache data type of a layer, whether its heads have scales of their own, and the scales of
+        its keys and values: one for all heads, or one for each that this rank holds."""
         compilation = getattr(self._config, "compilation_config", None)
         module = getattr(compilation, "static_forward_context", {}).get(layer)
         found: list[Any] = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
@@ -91,7 +91,11 @@ class Model:
             raise refuse(layer, "it does not say the scales of its keys and values")
         cache = getattr(module, "kv_cache_dtype", self._config.cache_config.cache_dtype)
         keys, values = ([float(it) for it in scale.flatten().tolist()] for scale in found)
-        return str(cache), keys, values
+        # A rank with a single head has a single scale either way: the checkpoint's scheme tells.
+        quantised = getattr(getattr(module, "quant_method", None), "quant_config", None)
+        scheme = getattr(quantised, "kv_cache_scheme", None) or {}
+        by_head = scheme.get("strategy") == "attn_head" or max(len(keys), len(values)) > 1
+        return str(cache), by_head, keys, values
 
     def identity(self, own_draft: bool = False) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""

@@ -203,8 +203,6 @@ class Tiles(NamedTuple):
 
 def tiles_of(layer: str, backend: str | None, spec: Any, heads: int, size: int, entries: int) -> Tiles | None:
     """How an indexer's kernels cut its block, if they do."""
-    from vllm.platforms import current_platform
-
     if BACKENDS.get(backend or "") is Order.TILES:
         from vllm.v1.attention.ops.rocm_paged_mxfp4_indexer import rocm_paged_mxfp4_cache_layout
 
@@ -214,9 +212,16 @@ def tiles_of(layer: str, backend: str | None, spec: Any, heads: int, size: int, 
             raise refuse(layer, f"aiter does not say how it cuts a block: {error}") from error
         return Tiles(told.n_per_tile, told.d_per_tile, told.scale_lanes)
     # What is compressed by four is not cut, nor is a block of one token.
-    if current_platform.is_rocm() and entries > 1 and spec.tokens_per_state != 4:
+    if on_rocm() and entries > 1 and spec.tokens_per_state != 4:
         return Tiles(16, 16, 1)
     return None
+
+
+def on_rocm() -> bool:
+    """Whether the engine runs on AMD's GPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
 
 
 def cut(

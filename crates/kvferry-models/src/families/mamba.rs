@@ -1,6 +1,7 @@
 //! Families with Mamba layers whose order no plain pattern gives.
 
 use kvferry_layout::Format;
+use serde_json::{Map, Value, json};
 
 use super::parts::{Heads, attention_heads, columns, states};
 use crate::config::Fields;
@@ -40,6 +41,59 @@ impl Mamba2 {
     fn limits(&self) -> Result<Vec<Limit>, ConfigError> {
         Ok(states().limits("mamba2", &self.sizes())?)
     }
+}
+
+/// The configuration of a checkpoint as `mamba_ssm` saves it, which has no `model_type`, in the form that
+/// engines need; `None` where it is none. What it leaves out is as in that library.
+pub(super) fn state_spaces(
+    config: &Map<String, Value>,
+) -> Result<Option<Map<String, Value>>, ConfigError> {
+    let Some(Value::Object(states)) = config.get("ssm_cfg") else { return Ok(None) };
+    if config.contains_key("model_type") {
+        return Ok(None);
+    }
+    let fields = Fields::new(config, "mamba_ssm");
+    let inner = Fields::new(states, "mamba_ssm");
+    if let Some(Value::Array(layers)) = config.get("attn_layer_idx")
+        && !layers.is_empty()
+    {
+        let found = format!("{} layers", layers.len());
+        return Err(fields.bad(
+            "attn_layer_idx",
+            found,
+            "empty: no engine runs attention beside it",
+        ));
+    }
+    let size = |name, default| Ok::<_, ConfigError>(inner.count_if_any(name)?.unwrap_or(default));
+    let (hidden, layers, expand) =
+        (fields.count("d_model")?, fields.count("n_layer")?, size("expand", 2)?);
+    let columns = size("d_conv", 4)?;
+    let converted = match inner.text("layer")?.unwrap_or("Mamba1") {
+        "Mamba1" => json!({
+            "model_type": "mamba",
+            "intermediate_size": expand * hidden,
+            "state_size": size("d_state", 16)?,
+        }),
+        "Mamba2" => {
+            let head = size("headdim", 64)?;
+            json!({
+                "model_type": "mamba2",
+                "expand": expand,
+                "head_dim": head,
+                "num_heads": expand * hidden / head,
+                "n_groups": size("ngroups", 1)?,
+                "state_size": size("d_state", 128)?,
+            })
+        }
+        other => return Err(inner.bad("ssm_cfg.layer", other, "Mamba1 or Mamba2")),
+    };
+    let Value::Object(mut converted) = converted else { return Ok(None) };
+    for (name, value) in
+        [("hidden_size", hidden), ("num_hidden_layers", layers), ("conv_kernel", columns)]
+    {
+        converted.insert(name.to_owned(), value.into());
+    }
+    Ok(Some(converted))
 }
 
 pub(super) fn nemotron_h(fields: &Fields<'_>) -> Result<Description, ConfigError> {

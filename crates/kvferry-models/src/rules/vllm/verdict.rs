@@ -3,7 +3,7 @@
 //!
 //! Each rule is a fact about the pair and the reason that goes with it, from reading and running that
 //! version. Where a topology leaves the layout of keys or of convolution states open, the one that the
-//! connector needs is assumed.
+//! connector needs is assumed. The file is long because it is one list of rules, read from top to bottom.
 
 use std::fmt;
 
