@@ -185,6 +185,7 @@ def test_a_prompt_that_is_cut(pair):
         assert decode.call(cut, text, LENGTH + 20, params)[0] != expected
 
 
+@pytest.mark.more
 def test_a_prompt_that_is_too_long_for_d(pair):
     """vLLM refuses it before the connector hears of it, and P gets its blocks back when the lease is over."""
     prefill, decode = pair

@@ -165,6 +165,7 @@ def until_loading(engine, count):
     raise AssertionError("they do not load")
 
 
+@pytest.mark.more
 def test_who_finds_no_blocks_computes_the_prompt(pair):
     """Blocks for two of three: the third begins when another has ended, and then P's lease is over."""
     prefill, decode = pair("nemotron_h", blocks=8, max_model_len=256)
