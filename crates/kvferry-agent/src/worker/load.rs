@@ -64,6 +64,7 @@ pub(super) struct Portion {
 
 /// What a worker tells its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "nearly all of them are endings")]
 pub enum Notice {
     /// A request has ended.
     Ended(Ending),
