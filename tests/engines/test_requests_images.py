@@ -21,6 +21,7 @@ def engines(folder):
         "skip_tokenizer_init": False,
         "block_size": 32,
         "limit_mm_per_prompt": {"image": 2, "video": 0},
+        "extra": {"push": "always"},
     }
     pair = [Server(path, role, **options) for role in ("kv_producer", "kv_consumer")]
     for server in pair:

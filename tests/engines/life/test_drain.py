@@ -9,7 +9,12 @@ from exact import prompts
 from .inside import begin, counter, pump, side, where
 from .pushed import answers, push, start
 
-CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "async_scheduling": False}
+CHUNKS = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "async_scheduling": False,
+    "extra": {"push": "always"},
+}
 
 
 def drain(engine, on):
