@@ -96,7 +96,11 @@ fn totals_equal_what_the_models_say() {
         let mut needed = 0;
         for cache in &model.caches {
             let first = cache.window().first_live(tokens).max(cached);
-            let entries = if cache.sort.is_recurrent() { 1 } else { tokens - first };
+            let each = cache.tokens_per_entry();
+            let entries = match cache.sort.is_recurrent() {
+                true => 1,
+                false => tokens.div_ceil(each) - first / each,
+            };
             for state in cache.states() {
                 for rank in 0..u64::from(decode.tp) {
                     let held = state.held(rank, decode.tp.into()).volume();

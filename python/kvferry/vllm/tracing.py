@@ -15,7 +15,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -341,7 +341,7 @@ class TracedScheduler(SchedulerSide):
             self._parts(taken)
             self._end(taken.span, "not needed", taken.allocated)
 
-    def orders(self, scheduled: Iterable[str]) -> Orders:
+    def orders(self, scheduled: Mapping[str, int]) -> Orders:
         orders = super().orders(scheduled)
         now = time.time_ns()
         for load in orders.loads:
