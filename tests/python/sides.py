@@ -9,20 +9,22 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import RequestStatus
 
 
-def start_side(kind, engine, *, tracer=None, **options):
+def start_side(kind, engine=None, *, role="kv_both", ranks=1, tracer=None, **options):
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     cache = KVCacheConfig(
         num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
     )
-    transfer = KVTransferConfig(kv_connector="FerryConnector", kv_role="kv_both", engine_id=engine)
+    named = {} if engine is None else {"engine_id": engine}
+    transfer = KVTransferConfig(kv_connector="FerryConnector", kv_role=role, **named)
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(
             data_parallel_index=0,
-            data_parallel_size=1,
+            data_parallel_size=ranks,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         ),
+        model_config=SimpleNamespace(multimodal_config=None),
         num_prefill_lookahead_tokens=0,
         speculative_config=None,
     )
@@ -42,6 +44,13 @@ def request(name="request-1", trace_headers=None, **params):
         num_in_flight_tokens=0,
         num_output_tokens=0,
         num_preemptions=0,
+        prompt_token_ids=list(range(40)),
+        all_token_ids=list(range(40)),
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        mm_features=None,
+        resumable=False,
     )
 
 

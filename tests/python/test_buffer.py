@@ -141,7 +141,7 @@ def test_what_a_step_has_written_is_saved_before_it_ends(monkeypatch):
 
     worker.agent = Agent()
     monkeypatch.setattr("kvferry.vllm.metrics.ended", lambda ending: {})
-    worker.obey(Orders(loads=[{"request": "r"}], lands={"r": [[5, 6]]}))
+    worker.obey(Orders(loads=[{"request": "r", "ticket": {}}], lands={"r": [[5, 6]]}))
     worker.written(Orders(saves=[[[2, 3]]]))
     assert happened == [("read", "r"), ("d2h", [2, 3])]
     assert worker.results().finished_recving == set()

@@ -5,12 +5,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from kvferry.vllm import logs
-from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
-from vllm.config import KVTransferConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from sides import request, start_side
 from vllm.v1.request import RequestStatus
 
 
@@ -19,23 +16,7 @@ def start(caplog):
     made = []
 
     def start(role, ranks=1, **options):
-        spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(
-            num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
-        )
-        config = SimpleNamespace(
-            kv_transfer_config=KVTransferConfig(kv_connector="FerryConnector", kv_role=role),
-            parallel_config=SimpleNamespace(
-                data_parallel_index=0,
-                data_parallel_size=ranks,
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-            ),
-            model_config=SimpleNamespace(multimodal_config=None),
-            num_prefill_lookahead_tokens=0,
-            speculative_config=None,
-        )
-        made.append(SchedulerSide(config, cache, Options.read(options)))
+        made.append(start_side(SchedulerSide, role=role, ranks=ranks, **options))
         return made[-1]
 
     logs.logger.addHandler(caplog.handler)
@@ -44,26 +25,6 @@ def start(caplog):
     logs.logger.removeHandler(caplog.handler)
     for side in made:
         side.agent.close()
-
-
-def request(**params):
-    """Of 40 tokens, all computed."""
-    return SimpleNamespace(
-        request_id="request-1",
-        kv_transfer_params=params,
-        status=RequestStatus.FINISHED_LENGTH_CAPPED,
-        num_prompt_tokens=40,
-        num_computed_tokens=40,
-        num_in_flight_tokens=0,
-        num_preemptions=0,
-        prompt_token_ids=list(range(40)),
-        all_token_ids=list(range(40)),
-        lora_request=None,
-        cache_salt=None,
-        prompt_embeds=None,
-        mm_features=None,
-        resumable=False,
-    )
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])

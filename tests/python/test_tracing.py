@@ -139,7 +139,7 @@ def test_one_trace_from_the_request_s_parent_to_the_first_token(start, how):
 
 
 def test_without_a_parent_both_engines_draw_the_same_trace(start):
-    prefill, decode = start("p"), start("d")
+    prefill, decode = start("p", push="always"), start("d")
     asked = request("cmpl-7-0-0123abcd", do_remote_decode=True)
     prefill.on_new_request(asked)
     host, _, port = prefill.agent.address.rpartition(":")
