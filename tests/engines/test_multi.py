@@ -162,6 +162,9 @@ class Forgetful:
     def idle(self):
         return self.engine.idle()
 
+    def call(self, *args):
+        return self.engine.call(*args)
+
 
 # In the engine's process.
 
