@@ -56,7 +56,7 @@ def test_what_is_written_is_written_before_it_moves(monkeypatch):
 
     # What was written before a load begins is waited for, and nothing else.
     assert step() == ["mark", "mark"]
-    assert step(loads=[{"request": "r"}]) == ["wait for the mark", "load", "mark", "mark"]
+    assert step(loads=[{"request": "r", "ticket": {}}]) == ["wait for the mark", "load", "mark", "mark"]
     assert step(hands_over=True) == ["mark", "mark"]
     # Where a draft model runs after the token that ends a prompt, that is waited for, too.
     config.speculative_config = object()
