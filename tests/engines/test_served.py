@@ -425,6 +425,7 @@ def test_a_killed_prefill_server(pair):
     assert_no_block_is_held(pair)
 
 
+@pytest.mark.more
 def test_the_canary_falls_silent_when_a_pair_is_wrong(pair):
     """The two servers have other weights: everything is as it was granted, and the answers are wrong."""
     pair.kill("prefill")
