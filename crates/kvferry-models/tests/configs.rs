@@ -46,7 +46,8 @@ fn checkpoints_of_mamba_ssm_need_no_model_type() {
         }
     }
     let first = read(config(json!({}))).unwrap();
-    let sizes: Vec<u64> = first.caches[0].states().map(kvferry_models::State::entry_bytes).collect();
+    let sizes: Vec<u64> =
+        first.caches[0].states().map(kvferry_models::State::entry_bytes).collect();
     assert_eq!((first.family.as_str(), sizes), ("mamba", vec![5120 * 3 * 2, 5120 * 16 * 2]));
     let error = |config: Value| read(config).unwrap_err().to_string();
     assert!(error(config(json!({ "layer": "Mamba3" }))).contains("Mamba1 or Mamba2"));
