@@ -1,10 +1,15 @@
 """Engines for tests: tiny models, saved once, and servers that do not outlive their test."""
 
 import contextlib
+import os
 
 import pytest
 from serving import Server
 from tiny import save_model
+
+
+#: What only `tools/test-versions.sh` has the environments for is no test elsewhere.
+collect_ignore = [] if "KVFERRY_OTHER_VLLM" in os.environ else ["test_versions.py"]
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,9 @@ fn addresses() {
     refuses(&["status", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
     let missing = ["status", "127.0.0.1:1", "--key-file", "/no/such/key"];
     refuses(&missing, &["cannot read the key file /no/such/key", "No such file"]);
+    let unknown =
+        "no such host:1 does not answer: looking up the name of the host: entity not found";
+    refuses(&["status", "no such host:1"], &[unknown]);
     refuses(&["drain", "nohost"], &["'nohost' is not an address: give host:port"]);
     refuses(&["drain", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
 }

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::io::ErrorKind::NotFound;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, warn};
@@ -50,7 +51,10 @@ impl fmt::Debug for Link {
 
 impl Link {
     pub(crate) async fn open(address: &str, caller: &Caller) -> Result<Self, PeerError> {
-        let stream = TcpStream::connect(address).await.map_err(|e| io_error("connecting", &e))?;
+        // What the system says of a name that it does not know is in no category.
+        let unknown = |_| PeerError::Io { what: "looking up the name of the host", kind: NotFound };
+        let hosts: Vec<_> = lookup_host(address).await.map_err(unknown)?.collect();
+        let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
         stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
         let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
         let hello = Hello { who: caller.who.clone() };
