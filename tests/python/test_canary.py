@@ -188,11 +188,11 @@ def test_an_error_is_no_answer(serve, capsys):
 
 
 def test_it_ends_in_time(serve, capsys):
-    router = serve(lambda tokens, asked: time.sleep(3) or tokens)
+    router = serve(lambda tokens, asked: time.sleep(6) or tokens)
     begin = time.monotonic()
     code, said = ask(capsys, router.url, "--timeout", "0.3")
     assert code == 3 and "not within 0.3 s" in said["error"]
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize(

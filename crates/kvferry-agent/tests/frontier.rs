@@ -16,6 +16,13 @@ use kvferry_agent::{
 
 const SHORT: Duration = Duration::from_millis(300);
 
+/// A P whose peers wait for news for much longer than it takes to tell them, however busy the machine.
+fn patient() -> Recipe {
+    let mut p = Recipe::new("p", 1);
+    p.scheduler.limits.poll = Duration::from_secs(4);
+    p
+}
+
 /// A load that follows the lease of a ticket.
 fn follow(name: &str, ticket: &Ticket, destination: &[u32], tokens: u64) -> Load {
     Load { grant: None, ..load(name, ticket, granted(&[], tokens), destination) }
@@ -266,7 +273,7 @@ fn decode_gives_up_what_is_still_computed() {
 /// P takes back what it computes, because its client has left for instance.
 #[test]
 fn prefill_takes_back_what_it_still_computes() {
-    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let (p, d) = (patient().start(), Recipe::new("d", 1).start());
     let ticket = p.scheduler.open("r", None).unwrap();
     d.load(&follow("r", &ticket, &[9, 10], 8));
     d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
@@ -278,7 +285,7 @@ fn prefill_takes_back_what_it_still_computes() {
     assert_eq!(d.wait_ends("r"), [Outcome::Expired(revoked)]);
     let why = LostWhy::NotHeld(revoked);
     assert_eq!(lost(&d), [Lost { ticket: Some(ticket), follows: Some("r".to_owned()), why }]);
-    assert!(began.elapsed() < Duration::from_millis(900), "it is told at once");
+    assert!(began.elapsed() < Duration::from_secs(3), "it is told at once");
     assert_eq!(p.scheduler.released(), [], "P never promised to keep the blocks");
     let gone = Error::NotGrown(NotGrown::NoLease("r".to_owned()));
     assert_eq!(p.scheduler.advance("r", 8, table(&[3, 4])), Err(gone));
@@ -400,7 +407,7 @@ fn named(p: &Engine, name: &str) -> Following {
 /// D hears of a request before P does, knows nothing but its name, and loads it all the same.
 #[test]
 fn decode_comes_first_and_knows_only_a_name() {
-    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let (p, d) = (patient().start(), Recipe::new("d", 1).start());
     d.scheduler.follow("d-1", named(&p, "n"), LONG).unwrap();
     let again = d.scheduler.follow("d-1", named(&p, "n"), LONG);
     assert_eq!(again, Err(Error::Duplicate("d-1".to_owned())));
@@ -409,7 +416,7 @@ fn decode_comes_first_and_knows_only_a_name() {
     let opened = Instant::now();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     let progress = heard(&d, "d-1", |_| true);
-    assert!(opened.elapsed() < Duration::from_millis(500), "whoever waits is told at once");
+    assert!(opened.elapsed() < Duration::from_secs(2), "whoever waits is told at once");
     assert_eq!(
         progress,
         Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
@@ -582,7 +589,7 @@ fn what_is_followed_is_held() {
 #[test]
 fn a_long_question_does_not_hold_up_the_others() {
     let term = Duration::from_millis(250);
-    let p = Recipe::new("p", 1).term(term).start();
+    let p = patient().term(term).start();
     let d = Recipe::new("d", 1).start();
     let quiet = p.scheduler.open("quiet", None).unwrap();
     d.scheduler.follow("quiet", Following::Ticket(quiet.clone()), LONG).unwrap();
@@ -595,7 +602,7 @@ fn a_long_question_does_not_hold_up_the_others() {
     let began = Instant::now();
     d.start_load("kept", &kept, &[1], &[11], 4, LONG);
     assert_eq!(d.wait_ends("kept"), [Outcome::Done]);
-    assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_millis(1500), "{:?}", began.elapsed());
 }
 
 /// What an engine may not say of a request that it computes.

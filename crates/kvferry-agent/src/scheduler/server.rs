@@ -1,6 +1,5 @@
 //! What peers are told at the engine's one address.
 
-use std::time::Duration;
 
 use kvferry_layout::Manifest;
 use kvferry_plan::Plan;
@@ -18,9 +17,6 @@ use crate::wire::message::{
 };
 use crate::wire::task::TaskReply;
 use crate::wire::version::Version;
-
-/// How long a peer waits for something new before it is told that there is none.
-const LONGEST_POLL: Duration = Duration::from_secs(1);
 
 impl Host for Core {
     fn welcome(&self) -> Welcome {
@@ -142,7 +138,7 @@ impl Host for Core {
 impl Core {
     /// Tells how far a request is, as soon as that is more than is known.
     async fn follow(&self, who: &str, sought: Sought, known: &Known) -> Reply {
-        let until = Instant::now() + LONGEST_POLL;
+        let until = Instant::now() + self.options.limits.poll;
         let (incarnation, key) = match sought {
             Sought::Lease { incarnation, key } => (incarnation, key),
             Sought::Name(name) => {

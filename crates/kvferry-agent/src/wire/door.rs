@@ -40,6 +40,8 @@ pub struct Limits {
     pub opening: Duration,
     /// How long a connection may be silent. Peers say something every few seconds.
     pub idle: Duration,
+    /// How long a peer waits for something new before it is told that there is none.
+    pub poll: Duration,
 }
 
 impl Default for Limits {
@@ -49,6 +51,7 @@ impl Default for Limits {
             strangers: 64,
             opening: Duration::from_secs(5),
             idle: Duration::from_secs(60),
+            poll: Duration::from_secs(1),
         }
     }
 }
