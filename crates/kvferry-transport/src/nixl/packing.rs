@@ -389,3 +389,47 @@ impl Fetch for Fetcher {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On one H200: short runs are packed, for a hundredth of the time, and long ones are not.
+    #[test]
+    fn cards_pack_short_runs_and_read_long_ones() {
+        let direct = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
+        let measured = Measured { round_trip: 50_000.0, packs: true, ..Measured::default() };
+        let packed = packed_price(&direct, &measured, (true, true), 128 << 20);
+        let (llama, bytes) = (40_960, 336 << 20);
+        assert!(packed.of(llama, bytes) * 100.0 < direct.of(llama, bytes), "{packed:?}");
+        assert!(packed.of(80, 671 << 20) > direct.of(80, 671 << 20), "{packed:?}");
+        // The CPU's part is what was measured of it, on the side that has host memory.
+        let mixed = packed_price(&direct, &measured, (true, false), 128 << 20);
+        assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
+    }
+
+    #[test]
+    fn what_is_told_is_read() {
+        let instance = Instance([3; 16]);
+        let mut told = vec![7; 16];
+        told.extend([0x1000_u64, 1 << 20].iter().flat_map(|number| number.to_le_bytes()));
+        put_block(&mut told, b"127.0.0.1:5000");
+        let framed = |told: &[u8]| {
+            let length = (told.len() as u32).to_le_bytes();
+            [b"metadata", told, &length, MARK].concat()
+        };
+        // As older versions say it: no card.
+        let older = framed(&told);
+        let (metadata, read) = Told::split(&older, instance);
+        assert_eq!(metadata, b"metadata");
+        let read = read.expect("it tells of a server");
+        assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.base == 0x1000));
+        told.extend([0x9000_u64, 256, 32].iter().flat_map(|number| number.to_le_bytes()));
+        let newer = framed(&told);
+        let card = Told::split(&newer, instance).1.and_then(|told| told.pool(true));
+        assert!(card.is_some_and(|card| (card.base, card.bytes, card.slot) == (0x9000, 256, 32)));
+        // Half of a number is of no version.
+        told.pop();
+        assert!(Told::split(&framed(&told), instance).1.is_none());
+    }
+}
