@@ -4,16 +4,18 @@
 #   conformance  what every transport promises, for cuda and, where KVFERRY_NIXL names NIXL, for nixl, with the
 #                memory of a card
 #   bench        real plans of real models through the cuda back end, between two processes on one card: every
-#                byte is checked, and the time stands beside that of the card's own copy; hand-offs; what a
-#                decode engine's steps lose while loads come in (`kvferry bench gpu`)
+#                byte is checked, and the time stands beside that of the card's own copy; hand-offs; packing over
+#                nixl, where NIXL is found; what a decode engine's steps lose while loads come in (`kvferry bench gpu`)
+#   digest       digests of memory on the card: compared with the host's, and how fast (the example `gpu_digest`)
 #   transfer     GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
 #   vllm         two vLLM engines on the card, every token checked (tools/check-gpu-vllm.sh)
 #
-#   tools/check-gpu.sh                all four
+#   tools/check-gpu.sh                all five
 #   tools/check-gpu.sh bench [...]    one of them; what follows are its own options
 #
 # KVFERRY              a kvferry program that was built elsewhere; without it, it is built here
 # KVFERRY_CONFORMANCE  likewise, the program of the conformance suite
+# KVFERRY_GPU_DIGEST   likewise, the example gpu_digest
 # KVFERRY_NVRTC        NVRTC's library or its directory, where it is not found by itself
 # Those of the other two parts are in their scripts.
 #
@@ -48,16 +50,24 @@ bench() {
   fi
   timeout 580 "$program" bench gpu "$@"
 }
+digest() {
+  local program=${KVFERRY_GPU_DIGEST:-}
+  if [ -z "$program" ]; then
+    cargo build --release -p kvferry-transport --example gpu_digest || return
+    program=${CARGO_TARGET_DIR:-target}/release/examples/gpu_digest
+  fi
+  timeout 300 "$program"
+}
 transfer() { tools/check-gpu-transfer.sh "$@"; }
 vllm() { tools/check-gpu-vllm.sh "$@"; }
 
 case ${1:-all} in
-conformance | bench | transfer | vllm) "$@" ;;
+conformance | bench | digest | transfer | vllm) "$@" ;;
 all)
   date -u +%Y-%m-%d
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || true
   wrong=()
-  for part in conformance bench transfer vllm; do
+  for part in conformance bench digest transfer vllm; do
     printf '\n== %s\n' "$part"
     "$part" || wrong+=("$part")
   done
@@ -67,7 +77,7 @@ all)
   fi
   ;;
 *)
-  echo "there is no part '$1': it is conformance, bench, transfer or vllm" >&2
+  echo "there is no part '$1': it is conformance, bench, digest, transfer or vllm" >&2
   exit 2
   ;;
 esac

@@ -89,7 +89,7 @@ fn decode_spans(request: &Request, body: &[u8]) -> bool {
 
 /// What may be gathered fits a slot, and both halves of it are sound.
 fn decode_gather(body: &[u8]) -> bool {
-    let Ok(loops) = gather::decode(body, 0) else { return false };
+    let Ok(loops) = gather::decode(body, 0, gather::SLOT_BYTES) else { return false };
     let mut again = vec![];
     gather::encode(&loops, &mut again);
     assert_eq!(again, body);

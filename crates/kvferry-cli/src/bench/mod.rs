@@ -29,7 +29,8 @@ enum Command {
     Worker(contender::Worker),
 }
 
-/// Measure the cuda transport: real plans of real models, between two processes on one card.
+/// Measure the cuda transport, and packing over nixl: real plans of real models, between two processes on
+/// one card.
 ///
 /// Every byte of the destination is checked. The limit is one copy on the card of as many bytes of the
 /// other process's memory, in the same run.
@@ -42,7 +43,7 @@ struct Gpu {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "rows,handoff,beside",
+        default_value = "rows,packed,handoff,beside",
         value_name = "SUITES"
     )]
     suites: Vec<gpu::Suite>,

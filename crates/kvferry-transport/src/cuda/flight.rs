@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::driver::{Pinned, Stream};
+use super::landing::Landing;
 use super::peer::{CudaPeer, Table};
 use super::signal::Signal;
 use super::staging::OnCard;
@@ -102,36 +103,7 @@ impl Flight {
         self.peer.is(peer)
     }
 
-    /// Where the kernel says that it has ended.
-    pub(super) fn signal(&self) -> u64 {
-        self.signal
-    }
-
-    /// Keeps memory until the kernel has ended.
-    pub(super) fn keep(&self, kept: (Pinned, OnCard)) {
-        if let Some(aloft) = &mut *self.aloft.lock() {
-            aloft.kept = Some(kept);
-        }
-    }
-
-    /// The card refused it, and runs nothing of it.
-    pub(super) fn refused(&self, error: Error) {
-        if let Some(aloft) = self.aloft.lock().take() {
-            aloft.clear().fail(error);
-        }
-    }
-
-    /// Whether the kernel has said that it has ended. Costs next to nothing.
-    pub(super) fn landed(&self) -> bool {
-        let mut slot = self.aloft.lock();
-        match slot.take_if(|aloft| aloft.signal.is_set()) {
-            Some(aloft) => aloft.clear().in_place(self.bytes),
-            None => return slot.is_none(),
-        }
-        true
-    }
-
-    /// Like [`landed`](Self::landed), and asks the card whether anything went wrong: a kernel that was
+    /// Like [`landed`](Landing::landed), and asks the card whether anything went wrong: a kernel that was
     /// ended by an error says nothing.
     pub(super) fn landed_or_lost(&self) -> bool {
         if self.landed() {
@@ -154,6 +126,33 @@ impl Flight {
     /// Ends the operation with an error, unless it has ended already. The kernel ends by itself.
     pub(super) fn stop(&self, error: Error) {
         self.custody.stop(error);
+    }
+}
+
+impl Landing for Flight {
+    fn signal(&self) -> u64 {
+        self.signal
+    }
+
+    fn keep(&self, kept: (Pinned, OnCard)) {
+        if let Some(aloft) = &mut *self.aloft.lock() {
+            aloft.kept = Some(kept);
+        }
+    }
+
+    fn refused(&self, error: Error) {
+        if let Some(aloft) = self.aloft.lock().take() {
+            aloft.clear().fail(error);
+        }
+    }
+
+    fn landed(&self) -> bool {
+        let mut slot = self.aloft.lock();
+        match slot.take_if(|aloft| aloft.signal.is_set()) {
+            Some(aloft) => aloft.clear().in_place(self.bytes),
+            None => return slot.is_none(),
+        }
+        true
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::driver::{Card, Event, Kernel, Module, Stream};
-use super::flight::Flight;
+use super::landing::Landing;
 use super::program::{COUNTS, Ends, Program, TILE_BYTES};
 use super::signal::{Signal, Signals};
 use super::staging::{OnCard, Staging};
@@ -91,19 +91,19 @@ impl Line {
     ///
     /// # Safety
     ///
-    /// All addresses in the program must stay valid until the flight has landed.
+    /// All addresses in the program must stay valid until the launch has landed.
     pub(super) unsafe fn start(
         &mut self,
         program: &Program<'_>,
         extent: Extent,
-        flight: &Arc<Flight>,
+        launch: &Arc<dyn Landing>,
     ) {
         // SAFETY: the caller's promise.
-        let launched = unsafe { self.launch(program, extent, flight) };
+        let launched = unsafe { self.launch(program, extent, launch) };
         if let Err(error) = launched {
             // An upload may be in the stream, and no kernel behind it that tells of its end.
             let _ = self.stream.synchronize();
-            flight.refused(error);
+            launch.refused(error);
         }
     }
 
@@ -114,11 +114,11 @@ impl Line {
         &mut self,
         program: &Program<'_>,
         Extent { sms, threads }: Extent,
-        flight: &Arc<Flight>,
+        launch: &Arc<dyn Landing>,
     ) -> Result<(), Error> {
         let ctas = u64::from(sms).min(program.batches()) as u32;
         let shared = if program.uses_tiles() { TILE_BYTES as u32 * (threads / 32) } else { 0 };
-        let ends = Ends { counts: self.counts.address(), signal: flight.signal() };
+        let ends = Ends { counts: self.counts.address(), signal: launch.signal() };
         let fits = std::iter::zip(INLINE, &self.copy_inline).find(|fit| program.bytes() <= fit.0);
         if let Some((_, kernel)) = fits {
             let inline = self.inline.as_mut_ptr();
@@ -130,7 +130,7 @@ impl Line {
                 self.stream.launch(kernel, (ctas, threads), shared, &mut arguments)
             };
         }
-        let mut address = self.staging.put(program, ends, &self.stream, flight)?;
+        let mut address = self.staging.put(program, ends, &self.stream, launch)?;
         let mut arguments = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the kernel takes one address, of the program that the stream has uploaded by then;
         // the caller vouches for the addresses in it.

@@ -35,10 +35,12 @@ use crate::shared::random::random;
 pub mod digest;
 pub mod driver;
 mod flight;
+mod landing;
 mod line;
 mod list;
 pub mod nvrtc;
 mod peer;
+pub(crate) mod porter;
 mod program;
 mod share;
 mod signal;
@@ -48,6 +50,7 @@ mod watch;
 
 use driver::Card;
 use flight::Flight;
+use landing::Landing;
 use line::{Extent, Line};
 use list::grouped;
 use program::Program;
@@ -186,9 +189,10 @@ impl Cuda {
             }
         };
         let flight = Flight::new(peer.clone(), table, part, loops.bytes(), tidings);
+        let landing: Arc<dyn Landing> = flight.clone();
         // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
         // memory of the peer, which the table keeps open; the flight has both until it has landed.
-        unsafe { line.start(&program, extent, &flight) };
+        unsafe { line.start(&program, extent, &landing) };
         drop(line);
         self.watch.add(flight.clone());
         Ok(CudaTransfer::posted(custody, Some(flight)))

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::driver::{Card, Pinned, Stream};
-use super::flight::Flight;
+use super::landing::Landing;
 use super::program::{Ends, Program};
 use crate::contract::Error;
 
@@ -18,7 +18,7 @@ pub(super) struct Staging {
     /// Where the next program may start.
     next: usize,
     /// Start of each program that a kernel may still read, the oldest first.
-    used: VecDeque<(usize, Arc<Flight>)>,
+    used: VecDeque<(usize, Arc<dyn Landing>)>,
 }
 
 impl Staging {
@@ -33,16 +33,16 @@ impl Staging {
     }
 
     /// Starts to upload a program; answers where the kernel finds it. The place is kept until the
-    /// flight has landed.
+    /// launch has landed.
     pub(super) fn put(
         &mut self,
         program: &Program<'_>,
         ends: Ends,
         stream: &Stream,
-        flight: &Arc<Flight>,
+        launch: &Arc<dyn Landing>,
     ) -> Result<u64, Error> {
         // The stream is in order, so are they.
-        while self.used.front().is_some_and(|(_, flight)| flight.landed()) {
+        while self.used.front().is_some_and(|(_, launch)| launch.landed()) {
             self.used.pop_front();
         }
         let bytes = program.bytes();
@@ -50,26 +50,26 @@ impl Staging {
             Some(at) => {
                 let address = self.on_card.0 + at as u64;
                 // SAFETY: `room` found so many bytes of both buffers that no kernel and no upload
-                // uses any more, and the flight keeps them from being used until the stream has passed.
+                // uses any more, and the launch keeps them from being used until the stream has passed.
                 unsafe {
                     let from = self.pinned.memory.add(at);
                     program.write(from, ends);
                     stream.upload(address, from, bytes)?;
                 }
                 self.next = (at + bytes).next_multiple_of(256);
-                self.used.push_back((at, flight.clone()));
+                self.used.push_back((at, launch.clone()));
                 Ok(address)
             }
             None => {
-                // Too long, or too much under way: memory of its own, which goes with the flight.
+                // Too long, or too much under way: memory of its own, which goes with the launch.
                 let (pinned, on_card) = (self.card.pinned(bytes)?, OnCard::new(&self.card, bytes)?);
                 let address = on_card.0;
-                // SAFETY: the buffers are that long, and the flight keeps them until it has landed.
+                // SAFETY: the buffers are that long, and the launch keeps them until it has landed.
                 unsafe {
                     program.write(pinned.memory, ends);
                     stream.upload(address, pinned.memory, bytes)?;
                 }
-                flight.keep((pinned, on_card));
+                launch.keep((pinned, on_card));
                 Ok(address)
             }
         }
@@ -94,7 +94,7 @@ fn room(oldest: Option<usize>, next: usize, bytes: usize) -> Option<usize> {
 pub(super) struct OnCard(u64, Card);
 
 impl OnCard {
-    fn new(card: &Card, bytes: usize) -> Result<Self, Error> {
+    pub(super) fn new(card: &Card, bytes: usize) -> Result<Self, Error> {
         Ok(Self(card.allocate(bytes as u64)?, card.clone()))
     }
 

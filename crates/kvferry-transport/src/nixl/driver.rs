@@ -54,6 +54,7 @@ impl Driver {
             }
             if self.look_after() {
                 pause = Pause::default();
+                self.state.settle_forsaken();
             }
             self.dismiss();
         }

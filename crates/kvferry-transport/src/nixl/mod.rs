@@ -11,6 +11,8 @@
 //! land later. So the driver releases a request only when NIXL says that it has ended. Until then a
 //! cancelled or late operation is [`Status::Quarantined`](crate::Status::Quarantined).
 //!
+//! Short runs are packed, on the host and on a card: see `packing.rs`.
+//!
 //! Copies that touch are merged before they are posted. Many equal copies on one grid on each side
 //! (the blocks of a pool) are posted as entries of prepared lists, one per region and size, which
 //! NIXL stores in next to no memory.
@@ -35,6 +37,7 @@ use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
+use crate::shared::yard::Yards;
 use crate::tcp::gather;
 
 pub mod capi;
@@ -58,7 +61,7 @@ pub(crate) use find::guessed_site_packages;
 pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use foreign::{Bell, describe_foreign};
 pub use install::install;
-pub use options::NixlOptions;
+pub use options::{CardPacking, NixlOptions};
 use packing::{Control, Packer};
 use peer::Description;
 pub use peer::NixlPeer;
@@ -92,6 +95,7 @@ impl Nixl {
                     }
                 },
             )?;
+        let staging = Staging::new(options.staging, gather::SLOT_BYTES)?;
         let state = Arc::new(State {
             agent: Arc::new(agent),
             instance,
@@ -102,9 +106,10 @@ impl Nixl {
             changed: Condvar::new(),
             abandoned: Abandoned::default(),
             forsaken: Mutex::default(),
-            staging: Staging::new(options.staging, gather::SLOT_BYTES)?,
+            yards: Yards::new(staging.clone()),
+            options: options.clone(),
         });
-        if let Some(region) = state.staging.region() {
+        if let Some(region) = staging.region() {
             // SAFETY: the memory is kept by the state for longer than the agent, and only touched
             // through its address.
             unsafe { state.register(region)? };
@@ -182,6 +187,9 @@ impl Transport for Nixl {
         let id = unsafe { self.state.register(region)? };
         if let Place::Gpu(gpu) = region.place {
             self.state.queue.lock().gpu = Some(gpu);
+            if self.control.is_some() {
+                self.state.pack_on(gpu);
+            }
         }
         Ok(id)
     }
@@ -203,7 +211,7 @@ impl Transport for Nixl {
             .map_err(|code| Error::Unsupported(format!("NIXL gives no metadata: {code}")))?;
         let mut metadata = metadata;
         if let Some(control) = &self.control {
-            metadata.extend(control.describe()?);
+            metadata.extend(control.describe(&self.state.yards)?);
         }
         let (instance, spans) = (self.state.instance, self.state.desk.regions.spans());
         let foreign = false;
@@ -240,9 +248,7 @@ impl Transport for Nixl {
         let peer = NixlPeer::new(instance, loaded, spans, rate);
         peers.push(peer.clone());
         drop(peers);
-        // Only host memory is packed.
-        let on_gpu = peer.is_on_gpu() || self.state.queue.lock().gpu.is_some();
-        if let Some(told) = told.filter(|_| !on_gpu)
+        if let Some(told) = told
             && let Some(packer) = Packer::meet(&self.state, &peer, &told, deadline)
         {
             let _ = peer.0.packer.set(packer);
@@ -265,7 +271,7 @@ impl Transport for Nixl {
     }
 
     fn price(&self, peer: &NixlPeer) -> Price {
-        peer.price(self.state.queue.lock().gpu.is_some())
+        peer.price(self.state.has_gpu())
     }
 
     fn read(
@@ -283,9 +289,8 @@ impl Transport for Nixl {
     }
 
     fn rates(&self, peer: &NixlPeer) -> Rates {
-        let gpu = self.state.queue.lock().gpu.is_some();
-        let packed = peer.0.packer.get().filter(|_| !gpu).and_then(|packer| packer.rates.packed);
-        Rates { direct: peer.price(gpu), packed }
+        let gpu = self.state.has_gpu();
+        Rates { direct: peer.price(gpu), packed: peer.packer(gpu).and_then(|p| p.rates.packed) }
     }
 
     fn read_packed(
@@ -294,28 +299,30 @@ impl Transport for Nixl {
         loops: &Loops,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
-        let on_gpu = self.state.queue.lock().gpu.is_some();
-        let Some(packer) = peer.0.packer.get().filter(|_| !on_gpu) else {
+        let (whole, written) = Whole::of(loops)?;
+        let way = peer
+            .packer(self.state.has_gpu())
+            .and_then(|packer| Some((packer, packer.limits(&self.state, peer, loops, &written)?)));
+        let Some((packer, limits)) = way else {
             return self.read_loops(peer, loops, deadline);
         };
         if peer.0.closed.load(Ordering::SeqCst) {
             return Err(Error::Disconnected);
         }
-        let (whole, written) = Whole::of(loops)?;
         let client = &packer.client;
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
         let rate = &peer.0.rate;
         let desk = &self.state.desk;
         let custody = desk.open_whole(&whole, &written, deadline, Some(interrupt), rate)?;
         if !custody.is_empty() {
-            client.post(Chunked::packed(custody.clone(), loops.clone(), gather::LIMITS));
+            client.post(Chunked::packed(custody.clone(), loops.clone(), limits));
         }
         Ok(Transfer::posted(custody))
     }
 
     fn staging(&self) -> StagingStatistics {
         self.state.settle_forsaken();
-        self.state.staging.statistics()
+        self.state.yards.statistics()
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {

@@ -25,8 +25,43 @@ pub struct NixlOptions {
     /// Bytes of host memory to pack into for peers, and to fetch what peers packed, at most. Without any,
     /// nothing is packed.
     pub staging: u64,
+    /// How the memory of a card is packed.
+    pub card: CardPacking,
     /// Pause between two rounds of NIXL's progress thread, in microseconds. 0 burns a core.
     pub progress_delay_us: u64,
+}
+
+/// How the memory of a card is packed for peers, and what peers packed is put in its place.
+#[derive(Clone, Debug)]
+pub struct CardPacking {
+    /// Bytes of the card's memory to pack into and to fetch to, at most. Without any, the runs of GPU
+    /// memory are read one by one.
+    pub staging: u64,
+    /// Bytes that are packed at a time, at most: a slot of that memory.
+    pub slot: u64,
+    /// How many of them a peer is asked for at once.
+    pub lanes: usize,
+    /// As of [`CudaOptions::sms`](crate::cuda::CudaOptions::sms).
+    pub sms: Option<u32>,
+    /// As of [`CudaOptions::kernel`](crate::cuda::CudaOptions::kernel).
+    pub kernel: Option<PathBuf>,
+    /// CUDA's driver is a stand-in whose cards have host memory, which NIXL must be told. For tests.
+    #[doc(hidden)]
+    pub stand_in: bool,
+}
+
+impl Default for CardPacking {
+    fn default() -> Self {
+        // A transfer costs NIXL 100 µs however long it is, in which an H200 moves 150 MB.
+        Self {
+            staging: 256 << 20,
+            slot: 32 << 20,
+            lanes: 4,
+            sms: None,
+            kernel: None,
+            stand_in: false,
+        }
+    }
 }
 
 impl Default for NixlOptions {
@@ -48,6 +83,7 @@ impl Default for NixlOptions {
             parameters: parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec(),
             control: ((Ipv4Addr::LOCALHOST, 0).into(), None),
             staging: 32 << 20,
+            card: CardPacking::default(),
             progress_delay_us: 1000,
         }
     }
@@ -60,6 +96,7 @@ impl NixlOptions {
             progress_delay_us: self.progress_delay_us,
             plugin: self.plugin.clone(),
             parameters: self.parameters.clone(),
+            cards_are_host: self.card.stand_in,
         }
     }
 }

@@ -6,24 +6,40 @@
 //! behind NIXL's own metadata, where older versions do not look. A slot of the peer's is kept for us until
 //! we say that we have read it, and only its answer to that makes the bytes good: if the connection broke
 //! meanwhile, the slot may have been used for something else, and the part is read again.
+//!
+//! Host memory is gathered and scattered by the CPU, that of a card by a kernel on it, between its pool and
+//! slots of its own memory ([`Yards`]). Each lane asks for one part, fetches it, asks for the next, and only
+//! then waits until the first is in its place: so one part is gathered while another is on the wire and a
+//! third is scattered. A part is in place, and its slots are free, when both kernels have ended.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvferry_layout::{ByteCopy, Price, Rates, Region};
+use kvferry_layout::{ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
 
 use super::peer::NixlPeer;
 use super::state::State;
-use crate::contract::{Error, Instance, Operation, Status};
+use crate::contract::{Error, Instance, InvalidFrame, Operation, Status};
+use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::random::random;
 use crate::shared::rate::RateWatch;
-use crate::tcp::{Address, Client, Delivery, Fetch, Fetched, Secret, Server, gather};
+use crate::shared::staging::Slot;
+use crate::shared::yard::Yards;
+use crate::tcp::{
+    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Secret, Server, gather,
+};
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
-const LANES: usize = 2;
+const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX };
+/// Of a card's memory, parts of so many bytes at least: what NIXL moves in a fraction of the time that it
+/// takes to begin.
+const LEAST_PART: u64 = 4 << 20;
+/// Nanoseconds that a card takes to start a kernel, for a run and for a byte: as in the price of
+/// [`cuda`](crate::cuda), for a kernel whose end is waited for.
+const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 /// How long to wait for the peer's server: without it, reads are direct.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long to wait for memory to fetch into.
@@ -47,16 +63,17 @@ impl Control {
         bind: SocketAddr,
         advertise: Option<IpAddr>,
     ) -> Result<Option<Self>, Error> {
-        let Some(staging) = state.staging.region() else { return Ok(None) };
+        let host = state.yards.of(Place::Host).and_then(|yard| yard.staging.region());
+        let Some(staging) = host else { return Ok(None) };
         let secret = Secret { instance: state.instance, token: random()? };
         let (regions, generation) = (state.desk.regions.clone(), Arc::new(AtomicU64::new(0)));
-        let pool = state.staging.clone();
-        let server = Server::start(bind, secret, regions, generation, pool, Delivery::Fetched)?;
+        let yards = state.yards.clone();
+        let server = Server::start(bind, secret, regions, generation, yards, Delivery::Fetched)?;
         Ok(Some(Self { server, secret, advertise, staging }))
     }
 
     /// What peers must know, to be put behind NIXL's metadata.
-    pub(super) fn describe(&self) -> Result<Vec<u8>, Error> {
+    pub(super) fn describe(&self, yards: &Yards) -> Result<Vec<u8>, Error> {
         let mut address = self.server.address()?;
         match self.advertise {
             Some(ip) => address.set_ip(ip),
@@ -67,6 +84,13 @@ impl Control {
         out.extend(self.staging.base.to_le_bytes());
         out.extend(self.staging.bytes.to_le_bytes());
         put_block(&mut out, address.to_string().as_bytes());
+        if let Some((_, yard)) = yards.card()
+            && let Some(region) = yard.staging.region()
+        {
+            for number in [region.base, region.bytes, yard.staging.slot_bytes()] {
+                out.extend(number.to_le_bytes());
+            }
+        }
         out.extend((out.len() as u32).to_le_bytes());
         out.extend(MARK);
         Ok(out)
@@ -77,11 +101,25 @@ impl Control {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Told {
     address: Address,
-    /// Its memory to pack into.
-    staging: Region,
+    host: Pool,
+    /// Of the card that packs; older versions have none.
+    card: Option<Pool>,
+}
+
+/// A peer's memory to pack into.
+#[derive(Clone, Copy, Debug)]
+struct Pool {
+    base: u64,
+    bytes: u64,
+    /// Of a slot.
+    slot: u64,
 }
 
 impl Told {
+    fn pool(&self, on_card: bool) -> Option<Pool> {
+        if on_card { self.card } else { Some(self.host) }
+    }
+
     /// Splits what [`Control::describe`] wrote from NIXL's metadata; all of it is NIXL's where there is
     /// nothing of the kind.
     pub(super) fn split(metadata: &[u8], instance: Instance) -> (&[u8], Option<Self>) {
@@ -92,9 +130,18 @@ impl Told {
             let (nixl, told) = rest.split_at(at);
             let mut fields = Fields(told);
             let secret = Secret { instance, token: fields.array()? };
-            let staging = Region::host(fields.u64()?, fields.u64()?);
+            let (base, bytes) = (fields.u64()?, fields.u64()?);
+            let host = Pool { base, bytes, slot: gather::SLOT_BYTES };
             let at = std::str::from_utf8(fields.block()?).ok()?.parse().ok()?;
-            fields.0.is_empty().then_some((nixl, Self { address: Address { secret, at }, staging }))
+            let card = match fields.0.is_empty() {
+                true => None,
+                false => {
+                    let (base, bytes, slot) = (fields.u64()?, fields.u64()?, fields.u64()?);
+                    Some(Pool { base, bytes, slot })
+                }
+            };
+            let told = Self { address: Address { secret, at }, host, card };
+            fields.0.is_empty().then_some((nixl, told))
         };
         match split() {
             Some((nixl, told)) => (nixl, Some(told)),
@@ -108,6 +155,11 @@ impl Told {
 pub(super) struct Packer {
     pub(super) client: Arc<Client>,
     pub(super) rates: Rates,
+    /// Whether our memory, and the peer's, is on a card.
+    pub(super) on_cards: (bool, bool),
+    /// Bytes of the shorter slot, ours or the peer's.
+    slot: u64,
+    lanes: u64,
 }
 
 impl Packer {
@@ -119,56 +171,127 @@ impl Packer {
         told: &Told,
         deadline: Instant,
     ) -> Option<Self> {
+        let on_cards = (state.has_gpu(), peer.is_on_gpu());
+        let directly = |why: &dyn std::fmt::Display| {
+            tracing::info!("short runs of {peer:?} are read one by one, because {why}");
+        };
+        let Some(theirs) = told.pool(on_cards.1) else {
+            directly(&"it does not pack the memory of its GPU");
+            return None;
+        };
+        let ours = match on_cards.0 {
+            true => state.yards.card().map(|(_, yard)| yard),
+            false => state.yards.of(Place::Host),
+        };
+        let Some(ours) = ours else {
+            directly(&"the memory of our own GPU cannot be packed");
+            return None;
+        };
         let fetch = Fetcher { state: Arc::downgrade(state), peer: peer.clone() };
         let rate = RateWatch::new(peer.0.rate.medium());
         let until = deadline.min(Instant::now() + PATIENCE);
-        let opened = Client::open(told.address, LANES, rate, Some(Arc::new(fetch)), until);
+        let lanes = match on_cards {
+            (false, false) => LANES,
+            _ => Lanes { count: state.options.card.lanes, gathers: 1 },
+        };
+        let opened = Client::open(told.address, lanes, rate, Some(Arc::new(fetch)), until);
         let client = match opened {
             Ok(client) => client,
             Err(error) => {
                 let at = told.address.at;
-                tracing::info!(
-                    "short runs of {peer:?} are read one by one, because its server for packing at \
-                     {at} cannot be reached: {error}"
-                );
+                directly(&format!("its server for packing at {at} cannot be reached: {error}"));
                 return None;
             }
         };
-        let Some(measured) = client.measured().filter(|measured| measured.packs) else {
+        let Some(measured) = client.measured().filter(|measured| measured.packs).copied() else {
             client.close();
             return None;
         };
-        let direct = measure(state, peer, told, deadline).unwrap_or_else(|| peer.price(false));
-        // What gathering and scattering adds to a byte does not depend on who moves it.
-        let added = match (measured.direct, measured.packed) {
-            (Some(tcp), Some(packed)) => (packed.byte - tcp.byte).max(0.05),
-            _ => 0.2,
-        };
-        let launch = measured.round_trip + direct.launch;
-        // Every part is asked for and fetched, a few of them at a time.
-        let part = launch / (4.0 * gather::LIMITS.bytes as f64);
-        let copy = measured.packed.map_or(20.0, |packed| packed.copy);
-        let packed = Price { launch, copy, byte: direct.byte + added + part };
+        let slot = ours.staging.slot_bytes().min(theirs.slot);
+        let long = if on_cards == (false, false) { 128 << 10 } else { slot };
+        let into = || ours.staging.take(SLOT_PATIENCE);
+        let direct = into().and_then(|slot| measure(state, peer, (theirs, slot), long, deadline));
+        let direct = direct.unwrap_or_else(|| peer.price(on_cards.0));
+        let lanes = lanes.count as u64;
+        let packed = packed_price(&direct, &measured, on_cards, slot * lanes);
         let rates = Rates { direct, packed: Some(packed) };
-        Some(Self { client, rates })
+        Some(Self { client, rates, on_cards, slot, lanes })
+    }
+
+    /// How large the parts of loops may be that write these spans. `None` where they cannot be packed: they
+    /// are in places that the peer was not met for.
+    pub(super) fn limits(
+        &self,
+        state: &State,
+        peer: &NixlPeer,
+        loops: &Loops,
+        written: &[(u64, u64)],
+    ) -> Option<CutLimits> {
+        if self.on_cards == (false, false) {
+            return Some(gather::LIMITS);
+        }
+        let read = loops.nests().filter_map(|nest| nest.extents()).map(|(read, _)| read);
+        let theirs = peer.spans().place(read.map(|read| (read.start, read.end - read.start)))?;
+        let ours = state.desk.regions.spans().place(written.iter().copied())?;
+        state.yards.of(ours)?;
+        if self.on_cards != (ours != Place::Host, theirs != Place::Host) {
+            return None;
+        }
+        // Two for each lane, so that they overlap, but none that is not worth a transfer. Nests start at
+        // multiples of 16.
+        let spare = gather::SLOT_BYTES - gather::LIMITS.bytes;
+        let bytes = (loops.bytes() / (2 * self.lanes)).max(LEAST_PART);
+        Some(CutLimits { bytes: bytes.min(self.slot.saturating_sub(spare)), ..gather::LIMITS })
     }
 }
 
-/// What reads from the peer take, from its memory to pack into to ours.
-fn measure(state: &Arc<State>, peer: &NixlPeer, told: &Told, deadline: Instant) -> Option<Price> {
+/// What packing takes, by what direct reads take and what was measured of the CPUs. `at_once` bytes are on
+/// their way at a time.
+fn packed_price(
+    direct: &Price,
+    measured: &Measured,
+    on_cards: (bool, bool),
+    at_once: u64,
+) -> Price {
+    // What gathering and scattering adds to a byte does not depend on who moves it. Both sides were measured
+    // together.
+    let added = match (measured.direct, measured.packed) {
+        (Some(tcp), Some(packed)) => (packed.byte - tcp.byte).max(0.05),
+        _ => 0.2,
+    };
+    let copy = measured.packed.map_or(20.0, |packed| packed.copy);
+    let cpu = Price { launch: 0.0, copy: copy / 2.0, byte: added / 2.0 };
+    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { CARD } else { cpu });
+    let launch = measured.round_trip + direct.launch + from.launch + to.launch;
+    // Every part is asked for and fetched, a few of them at a time.
+    let at_once = match on_cards {
+        (false, false) => 4 * gather::LIMITS.bytes,
+        _ => at_once,
+    };
+    let part = launch / at_once as f64;
+    Price { launch, copy: from.copy + to.copy, byte: direct.byte + from.byte + to.byte + part }
+}
+
+/// What reads from the peer take, from its memory to pack into to a slot of ours, with a long read of so
+/// many bytes.
+fn measure(
+    state: &Arc<State>,
+    peer: &NixlPeer,
+    (theirs, slot): (Pool, Slot),
+    long: u64,
+    deadline: Instant,
+) -> Option<Price> {
     const SHORT: u64 = 64;
     const COUNT: u64 = 256;
-    const LONG: u64 = 128 << 10;
     /// A small read that took so many nanoseconds says more about the machine than about reads.
     const ABSURD: f64 = 5e6;
-    let slot = state.staging.take(SLOT_PATIENCE)?;
-    if told.staging.bytes < LONG || slot.bytes() < LONG {
+    if theirs.bytes < long || slot.bytes() < long || long < 2 * SHORT * COUNT {
         return None;
     }
     let copies = |count: u64, bytes: u64| -> Vec<ByteCopy> {
         let at = |number| number * 2 * bytes;
         let copy = |number| ByteCopy {
-            source: told.staging.base + at(number),
+            source: theirs.base + at(number),
             destination: slot.address() + at(number),
             bytes,
         };
@@ -176,7 +299,7 @@ fn measure(state: &Arc<State>, peer: &NixlPeer, told: &Told, deadline: Instant) 
     };
     // The first read connects, which takes far longer than any other: it is not counted.
     let mut best = [f64::INFINITY; 4];
-    let tries = [copies(1, SHORT), copies(1, SHORT), copies(1, LONG), copies(COUNT, SHORT)];
+    let tries = [copies(1, SHORT), copies(1, SHORT), copies(1, long), copies(COUNT, SHORT)];
     let mut began = Instant::now();
     for (number, (copies, best)) in tries.iter().zip(&mut best).enumerate() {
         if number == 1 {
@@ -194,19 +317,19 @@ fn measure(state: &Arc<State>, peer: &NixlPeer, told: &Told, deadline: Instant) 
                 Status::Failed(_) => return None,
                 Status::InProgress | Status::Quarantined(_) => {
                     operation.cancel();
-                    state.forsaken.lock().push(Fetched { operation, slot });
+                    state.forsaken.lock().push(Forsaken::fetched(operation, slot));
                     return None;
                 }
             }
         }
     }
-    let [_, launch, long, short] = best;
+    let [_, launch, whole, short] = best;
     if launch > ABSURD {
         return None;
     }
-    let byte = (long - launch).max(0.0) / LONG as f64;
+    let byte = (whole - launch).max(0.0) / long as f64;
     let copy = (short - launch) / COUNT as f64 - SHORT as f64 * byte;
-    Some(Price { launch, copy: copy.max(1.0), byte: byte.max(0.001) })
+    Some(Price { launch, copy: copy.max(1.0), byte: byte.max(0.0001) })
 }
 
 /// Fetches by NIXL what a peer has gathered.
@@ -223,24 +346,90 @@ impl std::fmt::Debug for Fetcher {
 }
 
 impl Fetch for Fetcher {
-    fn begin(&self, address: u64, bytes: u64, deadline: Instant) -> Result<Option<Fetched>, Error> {
+    fn begin(
+        &self,
+        loops: &Loops,
+        address: u64,
+        deadline: Instant,
+    ) -> Result<Option<Fetched>, Error> {
         let state = self.state.upgrade().ok_or(Error::Disconnected)?;
         state.settle_forsaken();
-        let Some(slot) = state.staging.take(SLOT_PATIENCE) else { return Ok(None) };
+        let written = loops.nests().filter_map(|nest| nest.extents()).map(|(_, written)| written);
+        let written = written.map(|written| (written.start, written.end - written.start));
+        let place = match state.has_gpu() {
+            true => state.desk.regions.spans().place(written),
+            false => Some(Place::Host),
+        };
+        let yard = place.and_then(|place| Some((place, state.yards.of(place)?)));
+        let slot = yard.and_then(|(place, yard)| Some((place, yard.staging.take(SLOT_PATIENCE)?)));
+        let Some((place, slot)) = slot else { return Ok(None) };
+        let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
         if bytes > slot.bytes() {
-            return Err(Error::PeerMisbehaved(crate::contract::InvalidFrame::Length(bytes)));
+            return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
         }
         let copy = ByteCopy { source: address, destination: slot.address(), bytes };
         let operation = state.read_uncounted(&self.peer, &[copy], deadline)?;
-        Ok(Some(Fetched { operation, slot }))
+        Ok(Some(Fetched { operation, slot, yards: state.yards.clone(), place }))
     }
 
-    fn forsake(&self, fetched: Fetched) {
-        fetched.operation.cancel();
+    fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error> {
+        let state = self.state.upgrade().ok_or(Error::Disconnected)?;
+        state.read_uncounted(&self.peer, copies, deadline)
+    }
+
+    fn forsake(&self, forsaken: Forsaken) {
         match self.state.upgrade() {
-            Some(state) => state.forsaken.lock().push(fetched),
+            Some(state) => {
+                state.forsaken.lock().push(forsaken);
+                // It may have ended before it was on the list.
+                state.settle_forsaken();
+            }
             // The transport is gone, and NIXL's agent with it: nothing lands any more.
-            None => drop(fetched),
+            None => drop(forsaken),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On one H200: short runs are packed, for a hundredth of the time, and long ones are not.
+    #[test]
+    fn cards_pack_short_runs_and_read_long_ones() {
+        let direct = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
+        let measured = Measured { round_trip: 50_000.0, packs: true, ..Measured::default() };
+        let packed = packed_price(&direct, &measured, (true, true), 128 << 20);
+        let (llama, bytes) = (40_960, 336 << 20);
+        assert!(packed.of(llama, bytes) * 100.0 < direct.of(llama, bytes), "{packed:?}");
+        assert!(packed.of(80, 671 << 20) > direct.of(80, 671 << 20), "{packed:?}");
+        // The CPU's part is what was measured of it, on the side that has host memory.
+        let mixed = packed_price(&direct, &measured, (true, false), 128 << 20);
+        assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
+    }
+
+    #[test]
+    fn what_is_told_is_read() {
+        let instance = Instance([3; 16]);
+        let mut told = vec![7; 16];
+        told.extend([0x1000_u64, 1 << 20].iter().flat_map(|number| number.to_le_bytes()));
+        put_block(&mut told, b"127.0.0.1:5000");
+        let framed = |told: &[u8]| {
+            let length = (told.len() as u32).to_le_bytes();
+            [b"metadata", told, &length, MARK].concat()
+        };
+        // As older versions say it: no card.
+        let older = framed(&told);
+        let (metadata, read) = Told::split(&older, instance);
+        assert_eq!(metadata, b"metadata");
+        let read = read.expect("it tells of a server");
+        assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.base == 0x1000));
+        told.extend([0x9000_u64, 256, 32].iter().flat_map(|number| number.to_le_bytes()));
+        let newer = framed(&told);
+        let card = Told::split(&newer, instance).1.and_then(|told| told.pool(true));
+        assert!(card.is_some_and(|card| (card.base, card.bytes, card.slot) == (0x9000, 256, 32)));
+        // Half of a number is of no version.
+        told.pop();
+        assert!(Told::split(&framed(&told), instance).1.is_none());
     }
 }

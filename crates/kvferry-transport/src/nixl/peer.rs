@@ -68,10 +68,16 @@ impl NixlPeer {
 
     /// What reads from it took when that was measured, and what they take elsewhere.
     pub(super) fn price(&self, gpu: bool) -> Price {
-        match self.0.packer.get() {
-            Some(packer) if !gpu => packer.rates.direct,
-            _ => price(gpu || self.is_on_gpu(), self.0.rate.medium()),
+        match self.packer(gpu) {
+            Some(packer) => packer.rates.direct,
+            None => price(gpu || self.is_on_gpu(), self.0.rate.medium()),
         }
+    }
+
+    /// How it is asked to pack, where it was met with the same kinds of memory as there are now: `gpu` says
+    /// whether any of ours is on a card.
+    pub(super) fn packer(&self, gpu: bool) -> Option<&Packer> {
+        self.0.packer.get().filter(|packer| packer.on_cards == (gpu, self.is_on_gpu()))
     }
 
     pub(super) fn is(&self, other: &Self) -> bool {

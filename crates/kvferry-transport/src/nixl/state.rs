@@ -5,20 +5,24 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvferry_layout::{ByteCopy, Region};
+use kvferry_layout::{ByteCopy, Place, Region};
 use parking_lot::{Condvar, Mutex};
 
 use super::capi::Agent;
 use super::job::Job;
+use super::options::NixlOptions;
 use super::peer::NixlPeer;
 use super::prepared::PreparedLists;
-use crate::contract::{Error, Instance, Operation, RegionId};
+use crate::contract::{Error, Instance, RegionId};
+use crate::cuda::CudaOptions;
+use crate::cuda::porter::Porter;
 use crate::shared::Transfer;
 use crate::shared::custody::{Custody, Part};
 use crate::shared::desk::{Desk, Opened};
 use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
-use crate::tcp::Fetched;
+use crate::shared::yard::{Yard, Yards};
+use crate::tcp::{Forsaken, gather};
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -32,9 +36,10 @@ pub(super) struct State {
     pub(super) changed: Condvar,
     /// After the agent: dropped when it is gone.
     pub(super) abandoned: Abandoned,
-    /// Likewise: what was fetched for nobody, and the memory it is fetched to.
-    pub(super) forsaken: Mutex<Vec<Fetched>>,
-    pub(super) staging: Arc<Staging>,
+    /// Likewise: what was read for nobody, and the memory it is read to.
+    pub(super) forsaken: Mutex<Vec<Forsaken>>,
+    pub(super) yards: Arc<Yards>,
+    pub(super) options: NixlOptions,
 }
 
 impl State {
@@ -58,9 +63,49 @@ impl State {
         Ok(id)
     }
 
-    /// Gives back the memory of what was fetched for nobody, once nothing can land in it.
+    /// Gets ready to pack the memory of a card, and to put packed bytes in their place there. Where it
+    /// cannot, its runs are read one by one.
+    pub(super) fn pack_on(&self, gpu: u32) {
+        let card = &self.options.card;
+        let make = || -> Result<Yard, Error> {
+            let porter = Porter::new(&CudaOptions {
+                gpu,
+                sms: card.sms,
+                kernel: card.kernel.clone(),
+                site_packages: self.options.site_packages.clone(),
+            })?;
+            let slot = card.slot.min(gather::MOST_PACKED);
+            let bytes = card.staging / slot * slot;
+            let (base, memory) = porter.allocate(bytes)?;
+            let region = Region { base, bytes, place: Place::Gpu(gpu) };
+            let staging = Staging::over(region, slot, Some(memory));
+            // SAFETY: the memory is kept by the state for longer than the agent, and only touched
+            // through its address.
+            unsafe { self.register(region)? };
+            Ok(Yard::new(staging, Some(Arc::new(porter))))
+        };
+        self.yards.open(|| {
+            if card.slot == 0 || card.staging < card.slot {
+                return None;
+            }
+            let made = make().inspect_err(|error| {
+                tracing::warn!(
+                    "short runs of the memory of GPU {gpu} are read one by one, because they cannot \
+                     be packed: {error}"
+                );
+            });
+            made.ok().map(|yard| (gpu, yard))
+        });
+    }
+
+    /// Gives back what was read for nobody, once nothing can land in it.
     pub(super) fn settle_forsaken(&self) {
-        self.forsaken.lock().retain(|fetched| !fetched.operation.poll().is_safe());
+        self.forsaken.lock().retain(|forsaken| !forsaken.is_over());
+    }
+
+    /// Whether memory of a card is registered here.
+    pub(super) fn has_gpu(&self) -> bool {
+        self.queue.lock().gpu.is_some()
     }
 
     /// Posts a read that is a part of another operation, which is counted by itself.

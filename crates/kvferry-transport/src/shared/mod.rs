@@ -14,6 +14,7 @@ pub(crate) mod region;
 pub(crate) mod spans;
 pub(crate) mod staging;
 pub(crate) mod walk;
+pub(crate) mod yard;
 
 pub use custody::Transfer;
 pub use walk::carry_out;

@@ -145,9 +145,9 @@ impl Regions {
         Ok(held.map(|(entry, _)| entry.operations.clone()).collect())
     }
 
-    /// Checks that each of `spans` (address, bytes) lies in registered host memory, and holds the
+    /// Checks that each of `spans` (address, bytes) lies in registered memory of a place, and holds the
     /// regions they touch. A span may cross from one region into the next when they touch.
-    pub(crate) fn serve(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
+    pub(crate) fn serve(&self, spans: &[(u64, u64)], place: Place) -> Result<Vec<Hold>, Error> {
         let entries = self.entries.read();
         let mut holds: Vec<Hold> = Vec::new();
         let mut last = usize::MAX;
@@ -158,7 +158,7 @@ impl Regions {
             let mut covered = address;
             while covered < end {
                 let entry = entries.get(at).ok_or_else(outside)?;
-                if entry.region.base > covered || entry.region.place != Place::Host {
+                if entry.region.base > covered || entry.region.place != place {
                     return Err(outside());
                 }
                 if last != at {
@@ -228,9 +228,9 @@ mod tests {
     fn eviction_runs_when_servers_do_not_let_go() {
         let regions = Regions::default();
         let id = regions.insert(Region::host(100, 50)).unwrap();
-        let holds = regions.serve(&[(100, 50)]).unwrap();
+        let holds = regions.serve(&[(100, 50)], Place::Host).unwrap();
         regions.remove(id, Instant::now(), || (), || drop(holds)).unwrap();
-        assert!(regions.serve(&[(100, 1)]).is_err());
+        assert!(regions.serve(&[(100, 1)], Place::Host).is_err());
     }
 
     proptest! {
@@ -256,8 +256,10 @@ mod tests {
             }
             let (address, bytes) = piece;
             let range = address as usize..(address + bytes) as usize;
-            let served = regions.serve(&[piece]).is_ok();
+            let served = regions.serve(&[piece], Place::Host).is_ok();
             prop_assert_eq!(served, range.clone().all(|b| host[b]));
+            let served = regions.serve(&[piece], Place::Gpu(0)).is_ok();
+            prop_assert_eq!(served, range.clone().all(|b| owner[b] != usize::MAX && !host[b]));
             if bytes > 0 {
                 let one = owner[address as usize];
                 let model = one != usize::MAX && range.clone().all(|b| owner[b] == one);
@@ -274,7 +276,7 @@ mod tests {
             regions.insert(Region::host(1000, 1000)).unwrap();
             let inside = bytes == 0 || (address >= 1000 && bytes <= 1000 && address <= 2000 - bytes);
             let wraps = address.checked_add(bytes).is_none();
-            prop_assert_eq!(regions.serve(&[(address, bytes)]).is_ok(), inside && !wraps);
+            prop_assert_eq!(regions.serve(&[(address, bytes)], Place::Host).is_ok(), inside && !wraps);
         }
     }
 }

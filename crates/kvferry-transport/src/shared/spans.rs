@@ -1,6 +1,6 @@
 //! Registered memory, as those know it who do not own it.
 
-use kvferry_layout::Region;
+use kvferry_layout::{Place, Region};
 
 use crate::contract::Error;
 
@@ -29,6 +29,22 @@ impl Spans {
             }
         }
         Ok(Self(regions))
+    }
+
+    /// The place that all of some spans (address, bytes) lie in, judged by their first and last bytes.
+    /// `None` where they lie in several, or outside.
+    pub(crate) fn place(&self, spans: impl IntoIterator<Item = (u64, u64)>) -> Option<Place> {
+        let (mut common, mut hint) = (None, 0);
+        for (address, bytes) in spans {
+            for at in [address, address.checked_add(bytes.checked_sub(1)?)?] {
+                hint = self.find(at, 1, hint)?;
+                let place = self.0[hint].place;
+                if *common.get_or_insert(place) != place {
+                    return None;
+                }
+            }
+        }
+        common
     }
 
     /// Which span holds all of the bytes; `hint` is tried first.

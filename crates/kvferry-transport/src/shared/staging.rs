@@ -1,10 +1,11 @@
 //! Memory to pack into: a bounded pool of equal slots. Who finds none waits a moment, and then does
 //! without.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_layout::Region;
+use kvferry_layout::{Place, Region};
 use parking_lot::{Condvar, Mutex};
 
 use crate::contract::{Error, StagingStatistics};
@@ -15,6 +16,7 @@ use crate::memory::HostMemory;
 pub(crate) struct Staging {
     slot_bytes: u64,
     base: u64,
+    place: Place,
     state: Mutex<State>,
     returned: Condvar,
 }
@@ -25,7 +27,7 @@ struct State {
     idle: Vec<u32>,
     statistics: StagingStatistics,
     /// Kept for as long as the pool.
-    _memory: Option<HostMemory>,
+    _memory: Option<Box<dyn Any + Send>>,
 }
 
 /// A slot in use; dropping it gives it back.
@@ -41,23 +43,37 @@ impl Staging {
     pub(crate) fn new(bytes: u64, slot_bytes: u64) -> Result<Arc<Self>, Error> {
         let slots = u32::try_from(bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
         let bytes = u64::from(slots) * slot_bytes;
-        let memory = match slots {
-            0 => None,
-            _ => Some(HostMemory::new(bytes as usize).map_err(|error| {
-                Error::system(format!("mapping {bytes} bytes to pack into"), &error)
-            })?),
-        };
+        if slots == 0 {
+            return Ok(Self::over(Region::host(0, 0), slot_bytes, None));
+        }
+        let memory = HostMemory::new(bytes as usize).map_err(|error| {
+            Error::system(format!("mapping {bytes} bytes to pack into"), &error)
+        })?;
+        Ok(Self::over(memory.region(), slot_bytes, Some(Box::new(memory))))
+    }
+
+    /// A pool of slots in memory of any kind, which is kept for as long as the pool.
+    pub(crate) fn over(
+        region: Region,
+        slot_bytes: u64,
+        memory: Option<Box<dyn Any + Send>>,
+    ) -> Arc<Self> {
+        let slots = u32::try_from(region.bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
+        let bytes = u64::from(slots) * slot_bytes;
         let statistics = StagingStatistics { bytes, ..StagingStatistics::default() };
-        Ok(Arc::new(Self {
+        let idle = (0..slots).rev().collect();
+        Arc::new(Self {
             slot_bytes,
-            base: memory.as_ref().map_or(0, HostMemory::base),
-            state: Mutex::new(State {
-                idle: (0..slots).rev().collect(),
-                statistics,
-                _memory: memory,
-            }),
+            base: region.base,
+            place: region.place,
+            state: Mutex::new(State { idle, statistics, _memory: memory }),
             returned: Condvar::new(),
-        }))
+        })
+    }
+
+    /// Bytes of a slot.
+    pub(crate) fn slot_bytes(&self) -> u64 {
+        self.slot_bytes
     }
 
     /// A slot, once one is free; `None` when none is before `patience` has passed.
@@ -90,7 +106,7 @@ impl Staging {
     /// All of it, to be registered where others are to read it.
     pub(crate) fn region(&self) -> Option<Region> {
         let bytes = self.state.lock().statistics.bytes;
-        (bytes > 0).then(|| Region::host(self.base, bytes))
+        (bytes > 0).then_some(Region { base: self.base, bytes, place: self.place })
     }
 
     pub(crate) fn statistics(&self) -> StagingStatistics {

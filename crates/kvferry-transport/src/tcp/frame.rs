@@ -163,7 +163,7 @@ impl Request {
         let (fewest, most, longest) = match verb {
             Verb::Read => (1, MAX_SPANS as u32, MAX_REQUEST_BYTES),
             Verb::Regions => (0, 0, 0),
-            Verb::Gather => (1, gather::MAX_BYTES as u32, gather::SLOT_BYTES),
+            Verb::Gather => (1, gather::MAX_BYTES as u32, gather::MOST_PACKED),
             Verb::Release => (0, 0, u64::MAX),
         };
         if spans < fewest || spans > most {

@@ -44,8 +44,11 @@ pub(crate) fn encode(loops: &Loops, out: &mut Vec<u8>) {
     }
 }
 
-/// Reads it. `base` is added to the start of every nest.
-pub(crate) fn decode(bytes: &[u8], base: u64) -> Result<Loops, InvalidFrame> {
+/// The most bytes that any request may gather: what a card moves at once.
+pub(crate) const MOST_PACKED: u64 = 64 << 20;
+
+/// Reads it. `base` is added to the start of every nest, and `most` bytes may be gathered.
+pub(crate) fn decode(bytes: &[u8], base: u64, most: u64) -> Result<Loops, InvalidFrame> {
     let mut fields = Fields(bytes);
     let mut small = |most: usize| {
         let number = fields.u32().ok_or(InvalidFrame::Cut)? as usize;
@@ -84,7 +87,7 @@ pub(crate) fn decode(bytes: &[u8], base: u64) -> Result<Loops, InvalidFrame> {
         added.map_err(InvalidFrame::Loops)?;
     }
     match loops.packed_bytes() {
-        Some(bytes) if fields.0.is_empty() && (1..=SLOT_BYTES).contains(&bytes) => Ok(loops),
+        Some(bytes) if fields.0.is_empty() && (1..=most).contains(&bytes) => Ok(loops),
         bytes => Err(InvalidFrame::Length(bytes.unwrap_or(u64::MAX))),
     }
 }
@@ -108,7 +111,7 @@ mod tests {
         let mut bytes = vec![];
         encode(&some(), &mut bytes);
         assert!(bytes.len() < 200, "{} bytes", bytes.len());
-        let there = decode(&bytes, 10).unwrap();
+        let there = decode(&bytes, 10, SLOT_BYTES).unwrap();
         let runs = |loops: &Loops| {
             loops.copies().map(|copy| (copy.source, copy.bytes)).collect::<Vec<_>>()
         };
@@ -117,10 +120,10 @@ mod tests {
         assert_eq!(runs(&there), shifted);
         assert_eq!(there.packed_bytes(), some().packed_bytes());
         for cut in 0..bytes.len() {
-            assert!(decode(&bytes[..cut], 0).is_err());
+            assert!(decode(&bytes[..cut], 0, SLOT_BYTES).is_err());
         }
         bytes.push(0);
-        assert!(decode(&bytes, 0).is_err());
+        assert!(decode(&bytes, 0, SLOT_BYTES).is_err());
     }
 
     #[test]
@@ -130,15 +133,15 @@ mod tests {
         large.add_nest((0, 0), SLOT_BYTES + 1, (0, 0), &[], table).unwrap();
         let mut bytes = vec![];
         encode(&large, &mut bytes);
-        assert_eq!(decode(&bytes, 0), Err(InvalidFrame::Length(SLOT_BYTES + 1)));
+        assert_eq!(decode(&bytes, 0, SLOT_BYTES), Err(InvalidFrame::Length(SLOT_BYTES + 1)));
         // Counts that nothing follows.
         let many = [u32::MAX.to_le_bytes(), 1u32.to_le_bytes()].concat();
-        assert_eq!(decode(&many, 0), Err(InvalidFrame::Length(u32::MAX.into())));
+        assert_eq!(decode(&many, 0, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
         let pairs = [1u32.to_le_bytes(), 1u32.to_le_bytes(), u32::MAX.to_le_bytes()].concat();
-        assert_eq!(decode(&pairs, 0), Err(InvalidFrame::Length(u32::MAX.into())));
+        assert_eq!(decode(&pairs, 0, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
         // Starts that wrap round.
         let mut bytes = vec![];
         encode(&some(), &mut bytes);
-        assert!(matches!(decode(&bytes, u64::MAX - 100), Err(InvalidFrame::Loops(_))));
+        assert!(matches!(decode(&bytes, u64::MAX - 100, SLOT_BYTES), Err(InvalidFrame::Loops(_))));
     }
 }

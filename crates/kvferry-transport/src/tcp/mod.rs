@@ -35,6 +35,7 @@ use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
+use crate::shared::yard::Yards;
 
 mod client;
 pub(crate) mod frame;
@@ -46,7 +47,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use client::{Address, Client, Fetch, Fetched, PeerRegions};
+pub(crate) use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, Measured, PeerRegions};
 pub(crate) use proof::Secret;
 pub(crate) use server::{Delivery, Generation, Server};
 pub(crate) use socket::entry;
@@ -85,7 +86,7 @@ pub struct Tcp {
     options: TcpOptions,
     desk: Desk,
     peers: Mutex<Vec<Arc<Client>>>,
-    staging: Arc<Staging>,
+    yards: Arc<Yards>,
     server: Server,
 }
 
@@ -122,17 +123,17 @@ impl Tcp {
     ) -> Result<Self, Error> {
         let secret = Secret { instance: Instance(random()?), token: random()? };
         let desk = Desk::new()?;
-        let staging = Staging::new(options.staging, gather::SLOT_BYTES)?;
+        let yards = Yards::new(Staging::new(options.staging, gather::SLOT_BYTES)?);
         let regions = desk.regions.clone();
         let server = Server::start(
             options.bind,
             secret,
             regions,
             generation,
-            staging.clone(),
+            yards.clone(),
             Delivery::Sent,
         )?;
-        Ok(Self { secret, options, desk, peers: Mutex::default(), staging, server })
+        Ok(Self { secret, options, desk, peers: Mutex::default(), yards, server })
     }
 
     /// Who this is.
@@ -195,7 +196,13 @@ impl Transport for Tcp {
             Medium::Network(Medium::fastest_card())
         };
         let lanes = self.options.connections;
-        let client = Client::open(address, lanes, RateWatch::new(medium), None, deadline)?;
+        let client = Client::open(
+            address,
+            Lanes { count: lanes, gathers: usize::MAX },
+            RateWatch::new(medium),
+            None,
+            deadline,
+        )?;
         self.peers.lock().push(client.clone());
         Ok(TcpPeer(client))
     }
@@ -268,7 +275,7 @@ impl Transport for Tcp {
     }
 
     fn staging(&self) -> StagingStatistics {
-        self.staging.statistics()
+        self.yards.statistics()
     }
 
     fn statistics(&self) -> Statistics {

@@ -6,8 +6,9 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use kvferry_layout::Place;
 use parking_lot::Mutex;
 use socket2::SockRef;
 
@@ -18,13 +19,15 @@ use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
 use crate::shared::random::random;
 use crate::shared::region::{Hold, Regions};
-use crate::shared::staging::{Slot, Staging};
-use crate::shared::walk;
+use crate::shared::staging::Slot;
+use crate::shared::yard::Yards;
 
 /// How long a new connection may take to prove that it may be here.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a connection may wait for memory to pack into before its peer is told to read directly.
 const STAGING_PATIENCE: Duration = Duration::from_millis(50);
+/// How long a card may take to gather before its peer is told to read directly.
+const GATHER_PATIENCE: Duration = Duration::from_secs(10);
 /// Connections served at once; more are turned away.
 const MAX_CONNECTIONS: usize = 4096;
 
@@ -40,7 +43,7 @@ struct Shared {
     secret: Secret,
     regions: Arc<Regions>,
     generation: Arc<dyn Generation>,
-    staging: Arc<Staging>,
+    yards: Arc<Yards>,
     delivery: Delivery,
     practice: Practice,
     state: Mutex<State>,
@@ -111,7 +114,7 @@ impl Server {
         secret: Secret,
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
-        staging: Arc<Staging>,
+        yards: Arc<Yards>,
         delivery: Delivery,
     ) -> Result<Self, Error> {
         let practice = Practice::new()?;
@@ -123,7 +126,7 @@ impl Server {
             secret,
             regions,
             generation,
-            staging,
+            yards,
             delivery,
             practice,
             state,
@@ -254,7 +257,7 @@ impl Shared {
                 Verb::Read => {
                     frame::spans(&request, &body, &mut spans)?;
                     // Held until the bytes are sent.
-                    let _holds = match self.readable(&request, &mut spans) {
+                    let _holds = match self.readable(&request, &mut spans, Place::Host) {
                         Ok(holds) => holds,
                         Err(address) => {
                             let refused =
@@ -324,11 +327,16 @@ impl Shared {
 
     /// Checks the spans of a request and holds the regions they lie in. Otherwise the address that
     /// lies outside.
-    fn readable(&self, request: &Request, spans: &mut [(u64, u64)]) -> Result<Vec<Hold>, u64> {
+    fn readable(
+        &self,
+        request: &Request,
+        spans: &mut [(u64, u64)],
+        place: Place,
+    ) -> Result<Vec<Hold>, u64> {
         if request.practice {
             return self.practice.place(spans).map(|()| vec![]);
         }
-        self.regions.serve(spans).map_err(|error| match error {
+        self.regions.serve(spans, place).map_err(|error| match error {
             Error::OutsideRegion { address, .. } => address,
             _ => 0,
         })
@@ -343,7 +351,7 @@ impl Shared {
         answer: &mut Answer,
     ) -> Result<Option<Slot>, End> {
         let base = if request.practice { self.practice.base() } else { 0 };
-        let loops = gather::decode(body, base)?;
+        let loops = gather::decode(body, base, self.yards.most())?;
         if loops.packed_bytes() != Some(request.bytes) {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
@@ -353,26 +361,46 @@ impl Shared {
             let (read, _) = nest.extents().ok_or(InvalidFrame::Length(nest.run))?;
             spans.push((read.start - base, read.end - read.start));
         }
+        let known = || self.regions.spans().place(spans.iter().copied());
+        let place = if request.practice { None } else { known() }.unwrap_or(Place::Host);
         // Held until it is gathered.
-        let _holds = match self.readable(request, spans) {
+        let holds = match self.readable(request, spans, place) {
             Ok(holds) => holds,
             Err(address) => {
                 (answer.verdict, answer.bytes) = (Verdict::Outside, address);
                 return Ok(None);
             }
         };
-        let Some(slot) = self.staging.take(STAGING_PATIENCE) else {
-            (answer.verdict, answer.bytes) = (Verdict::Busy, 0);
+        let busy = Answer { verdict: Verdict::Busy, bytes: 0, ..*answer };
+        let yard = self.yards.of(place);
+        let slot = yard.and_then(|yard| Some((yard, yard.staging.take(STAGING_PATIENCE)?)));
+        let Some((yard, slot)) = slot else {
+            *answer = busy;
             return Ok(None);
         };
-        let gathered = loops.gather(slot.address()).map_err(InvalidFrame::Loops)?;
         if request.bytes > slot.bytes() {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
-        // SAFETY: what is read was checked above and lies in host memory that may be read at any time;
-        // what is written lies in the slot, which is long enough and has no other user.
-        unsafe { walk::carry_out(&gathered) };
-        Ok(Some(slot))
+        let gathered = loops.gather(slot.address()).map_err(InvalidFrame::Loops)?;
+        // SAFETY: what is read was checked above, lies in memory of the yard's kind that may be read at any
+        // time, and is held; what is written lies in the slot, which is long enough and has no other user.
+        // Both are kept until the bytes have been moved.
+        let Ok(moving) = (unsafe { yard.start(&gathered) }) else {
+            *answer = busy;
+            return Ok(None);
+        };
+        match moving.wait(Instant::now() + GATHER_PATIENCE) {
+            Some(Ok(())) => Ok(Some(slot)),
+            Some(Err(_)) => {
+                *answer = busy;
+                Ok(None)
+            }
+            None => {
+                yard.keep(moving, Box::new((slot, holds)));
+                *answer = busy;
+                Ok(None)
+            }
+        }
     }
 
     fn greet(&self, stream: &TcpStream) -> Result<(), End> {

@@ -3,7 +3,7 @@
 use kvferry_transport::cuda::{Cuda, CudaOptions};
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::nixl::{Nixl, NixlOptions};
+use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Error, Transport};
 
@@ -127,9 +127,39 @@ impl BackEnd for NixlCardEnd {
     const NEEDS_THE_PEER: bool = false;
     const SEES_DEREGISTRATION: bool = false;
     const SETTLES_ALONE: bool = false;
+    const PACKS: bool = true;
 
     fn new() -> Result<Nixl, Error> {
-        NixlEnd::new()
+        // Keeps the context, whichever goes first.
+        card();
+        Nixl::new(&NixlOptions { card: small_parts(), ..NixlOptions::default() })
+    }
+}
+
+/// Packing in parts that are as small as those of host memory, so that there are many, and slots run out.
+fn small_parts() -> CardPacking {
+    CardPacking { staging: 8 * (260 << 10), slot: 260 << 10, ..CardPacking::default() }
+}
+
+/// The same without a card: driver.c stands in for CUDA's driver, and NIXL is told that what it calls a
+/// card's memory is the host's. Over UCX's tcp, where the peer takes part.
+pub(crate) struct NixlTwinEnd;
+
+impl BackEnd for NixlTwinEnd {
+    type Transport = Nixl;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "nixl-twin";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = NixlTcpEnd::ENVIRONMENT;
+    const NEEDS_THE_PEER: bool = true;
+    const SEES_DEREGISTRATION: bool = false;
+    const SETTLES_ALONE: bool = false;
+    const PACKS: bool = true;
+
+    fn new() -> Result<Nixl, Error> {
+        let kernel = Some("/dev/null".into());
+        let card = CardPacking { kernel, stand_in: true, ..small_parts() };
+        Nixl::new(&NixlOptions { card, ..NixlOptions::default() })
     }
 }
 

@@ -6,6 +6,8 @@
  * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
  * KVFERRY_TWIN_REFUSES=launch kernels do not start
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
+ * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
+ * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -199,6 +201,8 @@ static void carry_out_work(struct stream *stream, struct work *work)
         break;
     case KERNEL:
     case FREE_KERNEL:
+        if (getenv("KVFERRY_TWIN_LATE_MS"))
+            usleep(1000 * atoi(getenv("KVFERRY_TWIN_LATE_MS")));
         if (refuses("run")) {
             stream->code = BROKEN;
         } else {
@@ -339,7 +343,7 @@ int cuModuleLoadData(void **module, const void *image)
 {
     (void)image;
     *module = &lock;
-    return OK;
+    return refuses("module") ? INVALID : OK;
 }
 
 int cuModuleUnload(void *module)

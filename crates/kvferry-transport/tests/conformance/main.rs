@@ -8,7 +8,8 @@
 //! cannot be had, its tests fail.
 //!
 //! `cuda` runs where there is a GPU, and `nixl` on GPU memory where `KVFERRY_NIXL` names NIXL, too. Where there is
-//! none, the suite says so; `cuda-twin` runs everywhere: the same back end on a driver that has no card.
+//! none, the suite says so; `cuda-twin` and `nixl-twin` run everywhere: the same back ends on a driver that has no
+//! card, whose memory is the host's.
 //!
 //! `KVFERRY_LONG_TESTS=1` makes the random tests ten times as long.
 
@@ -25,7 +26,9 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use back_end::{BackEnd, CudaEnd, CudaTwinEnd, LocalEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, TcpEnd};
+use back_end::{
+    BackEnd, CudaEnd, CudaTwinEnd, LocalEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, NixlTwinEnd, TcpEnd,
+};
 use kvferry_transport::cuda::driver::Card;
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
             NixlEnd::NAME => run_child::<NixlEnd>(role, rest),
             NixlTcpEnd::NAME => run_child::<NixlTcpEnd>(role, rest),
             NixlCardEnd::NAME => run_child::<NixlCardEnd>(role, rest),
+            NixlTwinEnd::NAME => run_child::<NixlTwinEnd>(role, rest),
             CudaEnd::NAME => run_child::<CudaEnd>(role, rest),
             CudaTwinEnd::NAME => run_child::<CudaTwinEnd>(role, rest),
             other => panic!("no back end is called {other}"),
@@ -64,6 +68,7 @@ fn main() -> ExitCode {
     add::<NixlEnd>(&mut trials, Vec::new());
     add::<NixlTcpEnd>(&mut trials, promises::for_nixl_tcp());
     add::<CudaTwinEnd>(&mut trials, promises::for_cuda_twin());
+    add::<NixlTwinEnd>(&mut trials, promises::for_nixl_twin());
     match Card::open(0) {
         Ok(_) => {
             add::<CudaEnd>(&mut trials, promises::for_cuda());
@@ -112,7 +117,7 @@ fn run_test<B: BackEnd>(name: &str) -> Result<(), Failed> {
     let mut child = Command::new(std::env::current_exe()?)
         .args([CHILD, "test", B::NAME, name])
         .envs(B::ENVIRONMENT.iter().copied())
-        .envs((B::NAME == CudaTwinEnd::NAME).then(|| ("KVFERRY_CUDA_DRIVER", twin())))
+        .envs(B::NAME.ends_with("-twin").then(|| ("KVFERRY_CUDA_DRIVER", twin())))
         .stdin(Stdio::null())
         .spawn()?;
     let patience = match std::env::var_os(LONG) {
@@ -147,6 +152,7 @@ fn run_child<B: BackEnd>(role: &str, arguments: &[String]) {
                 NixlTcpEnd::NAME => promises::for_nixl_tcp(),
                 CudaEnd::NAME => promises::for_cuda(),
                 CudaTwinEnd::NAME => promises::for_cuda_twin(),
+                NixlTwinEnd::NAME => promises::for_nixl_twin(),
                 _ => Vec::new(),
             };
             let wanted = &arguments[0];

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::Failure;
 use super::memory::{Checker, Memory};
-use super::source::Source;
+use super::source::{Held, Packing, Source};
 
 /// A pair of engines and a request.
 pub(super) struct Case {
@@ -226,6 +226,8 @@ pub(super) fn transfer(
 pub(super) struct Ready {
     pub(super) plan: Plan,
     description: Vec<u8>,
+    /// The source's, for NIXL, where it was asked for.
+    pub(super) nixl: Option<Vec<u8>>,
     /// Of the source, as it sees them.
     pub(super) spans: Vec<(u64, u64)>,
     pub(super) memory: Vec<Memory>,
@@ -233,7 +235,7 @@ pub(super) struct Ready {
     pub(super) from: Vec<(u64, Vec<u32>)>,
     pub(super) to: Vec<(u64, Vec<u32>)>,
     tokens: u64,
-    copies: Vec<ByteCopy>,
+    pub(super) copies: Vec<ByteCopy>,
     pub(super) bytes: u64,
     nests: usize,
 }
@@ -261,6 +263,15 @@ impl Ready {
 
 impl Bench {
     pub(super) fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
+        self.prepare_packed(case, None)
+    }
+
+    /// With a source that packs over NIXL, too.
+    pub(super) fn prepare_packed(
+        &mut self,
+        case: &Case,
+        packing: Option<Packing>,
+    ) -> Result<Ready, Failure> {
         let destination = side(case, case.decode, "decode")?.swap_remove(0);
         let sources = side(case, case.prefill, "prefill")?;
         // Only the ranks that are read take memory.
@@ -271,8 +282,8 @@ impl Bench {
             sources.into_iter().zip(read).filter(|(_, read)| *read).map(|(rank, _)| rank).collect();
 
         let sizes = sources.iter().flat_map(Manifest::regions).map(|region| region.bytes);
-        let (bases, description) =
-            self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped)?;
+        let Held { bases, description, nixl } =
+            self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped, packing)?;
         let spans: Vec<(u64, u64)> = bases.iter().copied().zip(sizes).collect();
         let mut next = bases.into_iter();
         let sources: Vec<Manifest> =
@@ -288,6 +299,7 @@ impl Bench {
         let mut ready = Ready {
             plan,
             description,
+            nixl,
             spans,
             memory,
             from: tables(&sources[0], case, 7),
@@ -312,7 +324,7 @@ impl Bench {
         ready.memory.iter().try_for_each(|span| self.checker.poison(span))
     }
 
-    fn check(&self, ready: &Ready) -> Result<u64, Failure> {
+    pub(super) fn check(&self, ready: &Ready) -> Result<u64, Failure> {
         self.checker.check(&ready.memory, &ready.copies, &ready.spans)
     }
 
@@ -441,7 +453,7 @@ impl Bench {
     pub(super) fn small(&mut self, count: u32) -> Result<(f64, f64), Failure> {
         const RUN: u64 = 8 << 10;
         let bytes = u64::from(count) * 2 * RUN;
-        let (bases, description) = self.source.hold(&[bytes], false)?;
+        let Held { bases, description, .. } = self.source.hold(&[bytes], false, None)?;
         let memory = Memory::new(&self.card, bytes, false)?;
         let transport = Cuda::new(&CudaOptions::default())?;
         let region = Region { base: memory.base, bytes, place: Place::Gpu(0) };

@@ -4,6 +4,7 @@ mod beside;
 mod handoff;
 mod measure;
 mod memory;
+mod packed;
 mod source;
 
 use clap::ValueEnum;
@@ -14,6 +15,7 @@ use serde::Serialize;
 use beside::Beside;
 use handoff::Handoff;
 use measure::{Bench, Row};
+use packed::Packed;
 
 pub(crate) type Failure = Box<dyn std::error::Error>;
 
@@ -23,6 +25,8 @@ pub(crate) enum Suite {
     Rows,
     /// Pages of 16 and 64 tokens, 8k to 512k tokens, 1 to 64 requests at once.
     Handoff,
+    /// Packing over NIXL, which must be found: a few of the rows, and several ways to pack.
+    Packed,
     /// What a decode engine's steps lose while loads come in.
     Beside,
 }
@@ -49,6 +53,7 @@ struct Results {
     /// Microseconds of a request of 128 copies of 8 KiB, as loops and as a list.
     small: Option<(f64, f64)>,
     handoffs: Vec<Handoff>,
+    packed: Vec<Packed>,
     beside: Vec<Beside>,
     failures: Vec<String>,
 }
@@ -74,7 +79,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         source: source::Source::start(source)?,
         rounds: settings.rounds.max(1),
     };
-    let (mut rows, mut handoffs, mut beside) = (vec![], vec![], vec![]);
+    let (mut rows, mut handoffs, mut packed, mut beside) = (vec![], vec![], vec![], vec![]);
     let (mut small, mut failures) = (None, vec![]);
     for suite in &settings.suites {
         match suite {
@@ -87,14 +92,31 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
                 let wrong = handoffs.iter().filter(|row| row.wrong_bytes > 0);
                 failures.extend(wrong.map(|row| format!("wrong bytes: {row:?}")));
             }
+            Suite::Packed => {
+                if let Err(error) = packed::run(&mut bench, &mut packed) {
+                    println!("packed over nixl: {error}");
+                    failures.push(format!("packed over nixl: {error}"));
+                }
+                let wrong = packed.iter().filter(|row| row.wrong_bytes > 0);
+                failures.extend(wrong.map(|row| format!("wrong bytes: {row:?}")));
+            }
             Suite::Beside => beside::run(&mut bench, &mut beside)?,
         }
     }
     if let Some((loops, list)) = small {
         println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
     }
-    let results =
-        Results { card: name, driver, multiprocessors, rows, small, handoffs, beside, failures };
+    let results = Results {
+        card: name,
+        driver,
+        multiprocessors,
+        rows,
+        small,
+        handoffs,
+        packed,
+        beside,
+        failures,
+    };
     if let Some(path) = &settings.json {
         std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
     }

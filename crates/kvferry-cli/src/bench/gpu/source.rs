@@ -7,6 +7,7 @@ use kvferry_layout::{Place, Region};
 use kvferry_transport::Transport;
 use kvferry_transport::cuda::driver::Card;
 use kvferry_transport::cuda::{Cuda, CudaOptions};
+use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
@@ -16,27 +17,52 @@ use super::memory::{Checker, Memory};
 struct Order {
     regions: Vec<u64>,
     mapped: bool,
+    packing: Option<Packing>,
 }
 
+/// How both sides pack.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct Packing {
+    /// MiB at a time, and in all.
+    pub(super) slot: u64,
+    pub(super) staging: u64,
+    pub(super) lanes: usize,
+}
+
+impl Packing {
+    pub(super) fn options(self) -> NixlOptions {
+        let Self { slot, staging, lanes } = self;
+        let (slot, staging) = (slot << 20, staging << 20);
+        let card = CardPacking { slot, staging, lanes, ..CardPacking::default() };
+        NixlOptions { card, ..NixlOptions::default() }
+    }
+}
+
+/// What the source holds: addresses, and how it is described to `cuda` and to `nixl`.
 #[derive(Debug, Serialize, Deserialize)]
-struct Answer {
-    bases: Vec<u64>,
-    description: Vec<u8>,
+pub(super) struct Held {
+    pub(super) bases: Vec<u64>,
+    pub(super) description: Vec<u8>,
+    pub(super) nixl: Option<Vec<u8>>,
 }
 
 /// Holds the memory that it is told to hold, until it is told otherwise.
 pub(super) fn serve() -> Result<(), Failure> {
     let card = Card::open(0)?;
     let checker = Checker::new(&card)?;
-    // The transport goes before the memory.
-    let mut held: Option<(Cuda, Vec<Memory>)> = None;
+    // The transports go before the memory.
+    let mut held: Option<(Cuda, Option<Nixl>, Vec<Memory>)> = None;
     for line in std::io::stdin().lock().lines() {
         let order: Order = serde_json::from_str(&line?)?;
-        if let Some((transport, memory)) = held.take() {
-            drop(transport);
+        if let Some((transport, nixl, memory)) = held.take() {
+            drop((transport, nixl));
             drop(memory);
         }
         let transport = Cuda::new(&CudaOptions::default())?;
+        let nixl = match order.packing {
+            Some(packing) => Some(Nixl::new(&packing.options())?),
+            None => None,
+        };
         let mut memory = vec![];
         for (number, &bytes) in order.regions.iter().enumerate() {
             let span = Memory::new(&card, bytes, order.mapped)?;
@@ -44,12 +70,17 @@ pub(super) fn serve() -> Result<(), Failure> {
             let region = Region { base: span.base, bytes, place: Place::Gpu(0) };
             // SAFETY: the memory is freed after the transport is dropped.
             unsafe { transport.register(region)? };
+            if let Some(nixl) = &nixl {
+                // SAFETY: as above.
+                unsafe { nixl.register(region)? };
+            }
             memory.push(span);
         }
         let bases = memory.iter().map(|span| span.base).collect();
-        let answer = Answer { bases, description: transport.describe()? };
+        let described = nixl.as_ref().map(Transport::describe).transpose()?;
+        let answer = Held { bases, description: transport.describe()?, nixl: described };
         println!("{}", serde_json::to_string(&answer)?);
-        held = Some((transport, memory));
+        held = Some((transport, nixl, memory));
     }
     Ok(())
 }
@@ -72,20 +103,23 @@ impl Source {
         Ok(Self { input: child.stdin.take(), output, child })
     }
 
-    /// Has it hold regions of these sizes; answers where, and its description.
+    /// Has it hold regions of these sizes, and pack them over NIXL where it is told how.
     pub(super) fn hold(
         &mut self,
         regions: &[u64],
         mapped: bool,
-    ) -> Result<(Vec<u64>, Vec<u8>), Failure> {
-        let order = Order { regions: regions.to_vec(), mapped };
+        packing: Option<Packing>,
+    ) -> Result<Held, Failure> {
+        let order = Order { regions: regions.to_vec(), mapped, packing };
         let input = self.input.as_mut().ok_or("no pipe to the source")?;
         writeln!(input, "{}", serde_json::to_string(&order)?)?;
         let mut line = String::new();
-        self.output.read_line(&mut line)?;
-        let answer: Answer = serde_json::from_str(&line)
-            .map_err(|error| format!("the source says {line:?}: {error}"))?;
-        Ok((answer.bases, answer.description))
+        // UCX writes its warnings to the standard output, too.
+        while self.output.read_line(&mut line)? > 0 && !line.starts_with('{') {
+            line.clear();
+        }
+        Ok(serde_json::from_str(&line)
+            .map_err(|error| format!("the source says {line:?}: {error}"))?)
     }
 }
 

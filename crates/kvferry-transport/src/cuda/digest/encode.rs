@@ -9,6 +9,9 @@ use kvferry_layout::Kernel;
 const MOST_ENTRIES: u64 = 2048;
 const LANES: u64 = 32;
 const HEADER: usize = 24;
+const ENTRY: usize = 32;
+/// What a unit's beginning and end take, in entries.
+const UNIT: u64 = 16;
 const NEST: usize = 80;
 const LEVEL: usize = 16;
 const PIECES: u32 = 3;
@@ -26,11 +29,11 @@ impl Encoded {
     /// Encodes a program for so many warps; `None` where it is too long for the kernel's numbers.
     pub(crate) fn new(program: &Program, warps: u64) -> Option<Self> {
         let mut writer = Writer::new(program);
-        let all: u64 = program.nests().iter().map(|nest| Shape::of(program, nest).lanes()).sum();
-        // Enough units for every warp, and not many more: each is some work at its end.
-        let chunk = (all / LANES / warps.max(1)).clamp(8, MOST_ENTRIES);
-        for (number, nest) in program.nests().iter().enumerate() {
-            writer.nest(number, nest, chunk)?;
+        let nests = program.nests().iter();
+        let shapes: Vec<Shape> = nests.map(|nest| Shape::of(program, nest)).collect();
+        let chunk = chunk(&shapes, warps.max(1));
+        for ((number, nest), shape) in program.nests().iter().enumerate().zip(&shapes) {
+            writer.nest(number, nest, shape, chunk)?;
         }
         writer.finish()
     }
@@ -49,6 +52,25 @@ impl Encoded {
     }
 }
 
+/// How many entries a lane of a unit takes. All warps take as many units, or one less: a last round in
+/// which few of them have one would cost as much as any other.
+fn chunk(shapes: &[Shape], warps: u64) -> u64 {
+    let units = |chunk: u64| shapes.iter().map(|shape| shape.units(chunk)).sum::<u64>();
+    let fewest = units(MOST_ENTRIES).div_ceil(warps).max(1);
+    // The least that makes no more units than that.
+    let of_rounds = |rounds: u64| {
+        let (mut least, mut most) = (1, MOST_ENTRIES);
+        while least < most {
+            let middle = (least + most) / 2;
+            if units(middle) > rounds * warps { least = middle + 1 } else { most = middle }
+        }
+        least
+    };
+    let candidates = (fewest..fewest + 8).map(|rounds| (rounds, of_rounds(rounds)));
+    let best = candidates.min_by_key(|(rounds, chunk)| rounds * (chunk + UNIT));
+    best.map_or(MOST_ENTRIES, |(_, chunk)| chunk)
+}
+
 /// How a nest's bytes are dealt out.
 struct Shape {
     entries: u64,
@@ -57,6 +79,8 @@ struct Shape {
     /// Four words at a time, or one.
     four: bool,
     per_element: u64,
+    /// Entries that a warp takes at once.
+    at_once: u64,
 }
 
 impl Shape {
@@ -71,11 +95,19 @@ impl Shape {
         let runs: u64 = nest.levels.iter().map(|level| level.count).product();
         let stretches = &program.course(nest).stretches;
         let entries = stretches.iter().map(|stretch| stretch.count).sum();
-        Self { entries, columns: runs * per_run, per_run, four, per_element }
+        let columns = runs * per_run;
+        let at_once = (LANES / columns.max(1)).max(1);
+        Self { entries, columns, per_run, four, per_element, at_once }
     }
 
-    fn lanes(&self) -> u64 {
-        self.entries * self.columns
+    /// Groups of columns that a warp has a lane for each of.
+    fn groups(&self) -> u64 {
+        self.columns.div_ceil(LANES)
+    }
+
+    /// Units, where each lane takes so many entries.
+    fn units(&self, chunk: u64) -> u64 {
+        self.groups() * self.entries.div_ceil(self.at_once * chunk)
     }
 }
 
@@ -84,14 +116,12 @@ struct Writer<'p> {
     nests: Vec<u8>,
     levels: Vec<u8>,
     pairs: Vec<u8>,
-    offsets: Vec<u8>,
-    factors: Vec<u8>,
+    entries: Vec<u8>,
     units: u64,
     first_units: Vec<(usize, u32)>,
-    /// What was written already: where the weights, offsets and factors are.
+    /// What was written already: where the weights and entries are.
     weights: HashMap<usize, u32>,
-    known_offsets: HashMap<(usize, u64, Option<Kernel>, u64), u32>,
-    known_factors: HashMap<usize, u32>,
+    known_entries: HashMap<(usize, u64, Option<Kernel>, u64), u32>,
 }
 
 impl<'p> Writer<'p> {
@@ -103,24 +133,20 @@ impl<'p> Writer<'p> {
             nests: vec![],
             levels: vec![],
             pairs,
-            offsets: vec![],
-            factors: vec![],
+            entries: vec![],
             units: 0,
             first_units: vec![],
             weights: HashMap::new(),
-            known_offsets: HashMap::new(),
-            known_factors: HashMap::new(),
+            known_entries: HashMap::new(),
         }
     }
 
-    fn nest(&mut self, number: usize, nest: &Nest, chunk: u64) -> Option<()> {
-        let shape = Shape::of(self.program, nest);
-        if shape.lanes() == 0 {
+    fn nest(&mut self, number: usize, nest: &Nest, shape: &Shape, chunk: u64) -> Option<()> {
+        if shape.units(chunk) == 0 {
             return Some(());
         }
-        let groups = shape.columns.div_ceil(LANES);
         let first_unit = u32::try_from(self.units).ok()?;
-        self.units += groups * shape.entries.div_ceil(chunk);
+        self.units += shape.units(chunk);
         self.first_units.push((number, first_unit));
         let first_level = (self.levels.len() / LEVEL) as u32;
         for level in &nest.levels {
@@ -136,7 +162,7 @@ impl<'p> Writer<'p> {
             words.iter().for_each(|weight| put_pair(&mut self.pairs, *weight));
             first
         });
-        let (offsets, factors) = (self.offsets(nest), self.factors(nest));
+        let entries = self.entries(nest);
         self.nests.extend(nest.start.to_le_bytes());
         self.nests.extend(nest.run.stride.to_le_bytes());
         let numbers = [
@@ -144,11 +170,11 @@ impl<'p> Writer<'p> {
             u64::from(!shape.four),
             shape.columns,
             shape.per_run,
-            groups,
+            shape.groups(),
             shape.entries,
-            chunk,
-            offsets.into(),
-            factors.into(),
+            chunk * shape.at_once,
+            shape.at_once,
+            entries.into(),
             weights.into(),
             first_level.into(),
             nest.levels.len() as u64,
@@ -163,34 +189,22 @@ impl<'p> Writer<'p> {
         Some(())
     }
 
-    /// Where the entries of a nest start, from its start on.
-    fn offsets(&mut self, nest: &Nest) -> u32 {
+    /// The entries of a nest: their factors, in pieces, and where they start, from its start on.
+    fn entries(&mut self, nest: &Nest) -> u32 {
         let known = (nest.course, nest.block, nest.kernel, nest.entry);
-        *self.known_offsets.entry(known).or_insert_with(|| {
-            let first = (self.offsets.len() / 8) as u32;
+        *self.known_entries.entry(known).or_insert_with(|| {
+            let first = (self.entries.len() / ENTRY) as u32;
             for stretch in &self.program.course(nest).stretches {
                 let start = nest.address(stretch) - nest.start;
-                for entry in 0..stretch.count {
-                    self.offsets.extend((start + entry * nest.entry).to_le_bytes());
-                }
-            }
-            first
-        })
-    }
-
-    /// The factors of the entries of a nest, in pieces.
-    fn factors(&mut self, nest: &Nest) -> u32 {
-        *self.known_factors.entry(nest.course).or_insert_with(|| {
-            let first = (self.factors.len() / 32) as u32;
-            for stretch in &self.program.course(nest).stretches {
-                for key in &self.program.keys()[stretch.keys..][..stretch.count as usize] {
-                    let pieces = key.iter().flat_map(|whole| {
-                        (0..PIECES).map(move |piece| {
-                            (whole >> (PIECE_BITS * piece)) as u32 & ((1 << PIECE_BITS) - 1)
-                        })
-                    });
-                    let pieces: Vec<u32> = pieces.chain([0, 0]).collect();
-                    put(&mut self.factors, &pieces);
+                let keys = &self.program.keys()[stretch.keys..][..stretch.count as usize];
+                for (key, entry) in keys.iter().zip(0..) {
+                    for whole in key {
+                        for piece in 0..PIECES {
+                            let bits = (whole >> (PIECE_BITS * piece)) as u32;
+                            put(&mut self.entries, &[bits & ((1 << PIECE_BITS) - 1)]);
+                        }
+                    }
+                    self.entries.extend((start + entry * nest.entry).to_le_bytes());
                 }
             }
             first
@@ -198,13 +212,13 @@ impl<'p> Writer<'p> {
     }
 
     fn finish(self) -> Option<Encoded> {
-        let Self { nests, levels, pairs, offsets, factors, units, first_units, .. } = self;
+        let Self { nests, levels, pairs, entries, units, first_units, .. } = self;
         let units = u32::try_from(units).ok()?;
         let mut bytes = vec![0; HEADER];
         // The widest first, so that all are aligned.
         bytes.extend(&nests);
         let mut starts = [0; 4];
-        for (start, part) in starts.iter_mut().zip([&levels, &pairs, &offsets, &factors]) {
+        for (start, part) in starts.iter_mut().zip([&levels, &pairs, &entries]) {
             bytes.resize(bytes.len().next_multiple_of(16), 0);
             *start = u32::try_from(bytes.len()).ok()?;
             bytes.extend(part);

@@ -5,6 +5,7 @@
 #define KD_FN static inline
 #define KD_HIGH(a, b) ((uint64_t)((unsigned __int128)(a) * (b) >> 64))
 #define KD_UNROLL
+#define KD_ALIGNED
 
 /* Counts accesses whose address is not a multiple of their width: the card would refuse them. */
 static uint64_t misaligned;

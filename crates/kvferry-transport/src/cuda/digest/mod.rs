@@ -29,7 +29,7 @@ pub const KERNEL_HEADER: (&str, &str) = ("sum.h", include_str!("sum.h"));
 
 /// Threads of a CTA, and CTAs of a multiprocessor, as in sum.cu.
 const THREADS: u32 = 256;
-const CTAS: u32 = 3;
+const CTAS: u32 = 2;
 
 /// Folders in which NVRTC may be, told by whoever knows.
 static SITE_PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(vec![]);
@@ -99,7 +99,7 @@ impl Looker {
         deadline: Instant,
     ) -> Result<Vec<Digest>, Error> {
         let warps = u64::from(self.sms * CTAS * THREADS / 32);
-        let encoded = Encoded::new(program, 2 * warps)
+        let encoded = Encoded::new(program, warps)
             .ok_or_else(|| Error::Unsupported("too much for one digest on a GPU".to_owned()))?;
         if encoded.units == 0 {
             return Ok(encoded.digests(program, &[]));
@@ -154,7 +154,7 @@ impl Looker {
     /// As for [`digest`](Self::digest).
     pub unsafe fn measure(&self, program: &Program, launches: u32) -> Result<f32, Error> {
         let warps = u64::from(self.sms * CTAS * THREADS / 32);
-        let encoded = Encoded::new(program, 2 * warps)
+        let encoded = Encoded::new(program, warps)
             .ok_or_else(|| Error::Unsupported("too much for one digest on a GPU".to_owned()))?;
         let (bytes, units) = (encoded.bytes.len(), encoded.units as usize);
         let mut room = self.room.lock();

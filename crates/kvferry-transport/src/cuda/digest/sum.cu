@@ -13,7 +13,8 @@ typedef unsigned long long uint64_t;
 
 #define KD_FN static __device__ __forceinline__
 #define KD_HIGH(a, b) __umul64hi(a, b)
-#define KD_UNROLL _Pragma("unroll 4")
+#define KD_UNROLL _Pragma("unroll")
+#define KD_ALIGNED __align__(16)
 // Each byte is read once: it need not stay in a cache.
 #define KD_WORDS(address, words)                                                                    \
     do {                                                                                            \
@@ -27,7 +28,7 @@ typedef unsigned long long uint64_t;
 
 #define KD_THREADS 256
 
-extern "C" __global__ void __launch_bounds__(KD_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(KD_THREADS, 2)
     kvferry_digest(const kd_header *program, kd_pair *sums)
 {
     const uint32_t lane = threadIdx.x % KD_WARP;

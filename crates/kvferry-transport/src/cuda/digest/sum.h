@@ -8,13 +8,17 @@
  * A lane has a place in an entry, a column, and goes down the entries: what it reads is multiplied by the
  * entry's factor, which all lanes of a warp share, and only at the end by the weights of the column. A
  * factor is three pieces of 21 bits at most, twice, so that products with words have 53 bits, and two
- * thousand of them can be added up in 64.
+ * thousand of them can be added up in 64. Where an entry has few columns, a warp takes several entries at
+ * once.
+ *
+ * A card's memory answers after a microsecond: a lane keeps KD_DEPTH loads on their way, and asks for the
+ * next as soon as it has taken one.
  *
  * The including file gives: KD_FN, KD_HIGH(a, b) (the upper half of a product), KD_WORDS(address, words)
- * (16 bytes as four words), KD_BYTE(address), KD_UNROLL.
+ * (16 bytes as four words), KD_BYTE(address), KD_UNROLL, KD_ALIGNED (to 16 bytes).
  */
 
-enum { KD_WARP = 32, KD_PIECES = 6 };
+enum { KD_WARP = 32, KD_PIECES = 6, KD_DEPTH = 4 };
 /* What a column is: four words of a run, or one word of an element, byte by byte. */
 enum { KD_FOUR = 0, KD_ONE = 1 };
 
@@ -24,10 +28,11 @@ typedef struct {
     uint64_t first, second;
 } kd_pair;
 
-/* The factor of an entry, in pieces. */
-typedef struct {
-    uint32_t pieces[8];
-} kd_factor;
+/* An entry: its factor, in pieces, and where it starts, from the start of the nest on. */
+typedef struct KD_ALIGNED {
+    uint32_t pieces[KD_PIECES];
+    uint64_t offset;
+} kd_entry;
 
 typedef struct {
     uint64_t stride;
@@ -42,8 +47,8 @@ typedef struct {
     uint32_t columns, per_run; /* columns of an entry, and of a run */
     uint32_t groups;           /* of 32 columns */
     uint32_t entries, chunk;   /* a unit takes `chunk` entries of a group */
-    uint32_t offsets;          /* index of the first entry's offset */
-    uint32_t factors;          /* and factor */
+    uint32_t at_once;          /* entries that a warp takes at once: more than one of few columns */
+    uint32_t first_entry;      /* index of the first */
     uint32_t weights;          /* index of the first word's weight */
     uint32_t first_level, levels;
     uint32_t bytes, shift, per_element; /* KD_ONE: of an element; words that it may touch */
@@ -53,7 +58,7 @@ typedef struct {
 /* At the start of a program: how many of each, and at which byte they start. */
 typedef struct {
     uint32_t nests, units;
-    uint32_t levels, pairs, offsets, factors;
+    uint32_t levels, pairs, entries, unused;
 } kd_header;
 
 KD_FN const void *kd_at(const kd_header *program, uint32_t byte)
@@ -116,14 +121,20 @@ KD_FN kd_pair kd_lane(const kd_header *program, uint32_t unit, uint32_t lane)
 {
     const kd_nest *nest = kd_find(program, unit);
     const kd_pair *pairs = (const kd_pair *)kd_at(program, program->pairs);
-    const uint64_t *offsets = (const uint64_t *)kd_at(program, program->offsets) + nest->offsets;
-    const kd_factor *factors = (const kd_factor *)kd_at(program, program->factors) + nest->factors;
+    const kd_entry *entries = (const kd_entry *)kd_at(program, program->entries) + nest->first_entry;
     const kd_level *levels = (const kd_level *)kd_at(program, program->levels) + nest->first_level;
     uint32_t within = unit - nest->first_unit;
     uint32_t column = within % nest->groups * KD_WARP + lane;
     uint32_t from = within / nest->groups * nest->chunk;
     uint32_t to = from + nest->chunk < nest->entries ? from + nest->chunk : nest->entries;
+    const uint32_t step = nest->at_once;
     kd_pair sum = {0, 0};
+    if (step > 1) {
+        from += lane / nest->columns;
+        if (lane / nest->columns >= step)
+            return sum;
+        column = lane % nest->columns;
+    }
     if (column >= nest->columns)
         return sum;
     uint32_t in_run = column % nest->per_run, outer = column / nest->per_run;
@@ -139,15 +150,28 @@ KD_FN kd_pair kd_lane(const kd_header *program, uint32_t unit, uint32_t lane)
     }
     if (nest->kind == KD_FOUR) {
         uint64_t sums[4][KD_PIECES] = {{0}};
+        uint32_t words[KD_DEPTH][4];
         address += 16ull * in_run;
         KD_UNROLL
-        for (uint32_t entry = from; entry < to; ++entry) {
-            uint32_t words[4];
-            const kd_factor factor = factors[entry];
-            KD_WORDS(address + offsets[entry], words);
-            for (uint32_t word = 0; word < 4; ++word)
-                for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
-                    sums[word][piece] += (uint64_t)words[word] * factor.pieces[piece];
+        for (uint32_t ahead = 0; ahead < KD_DEPTH; ++ahead)
+            if (from + ahead * step < to)
+                KD_WORDS(address + entries[from + ahead * step].offset, words[ahead]);
+        for (uint32_t round = from; round < to; round += KD_DEPTH * step) {
+            KD_UNROLL
+            for (uint32_t ahead = 0; ahead < KD_DEPTH; ++ahead) {
+                uint32_t at = round + ahead * step, next = at + KD_DEPTH * step;
+                if (at >= to)
+                    break;
+                const kd_entry entry = entries[at];
+                KD_UNROLL
+                for (uint32_t word = 0; word < 4; ++word) {
+                    KD_UNROLL
+                    for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
+                        sums[word][piece] += (uint64_t)words[ahead][word] * entry.pieces[piece];
+                }
+                if (next < to)
+                    KD_WORDS(address + entries[next].offset, words[ahead]);
+            }
         }
         for (uint32_t word = 0; word < 4; ++word)
             kd_weigh(&sum, sums[word], pairs + nest->weights + 4 * in_run + word);
@@ -161,12 +185,13 @@ KD_FN kd_pair kd_lane(const kd_header *program, uint32_t unit, uint32_t lane)
         if (first >= last)
             return sum;
         address += element * nest->stride + (first - place);
-        for (uint32_t entry = from; entry < to; ++entry) {
+        for (uint32_t at = from; at < to; at += step) {
+            const kd_entry entry = entries[at];
             uint32_t value = 0;
             for (uint32_t byte = first; byte < last; ++byte)
-                value |= (uint32_t)KD_BYTE(address + offsets[entry] + (byte - first)) << 8 * (byte % 4);
+                value |= (uint32_t)KD_BYTE(address + entry.offset + (byte - first)) << 8 * (byte % 4);
             for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
-                sums[piece] += (uint64_t)value * factors[entry].pieces[piece];
+                sums[piece] += (uint64_t)value * entry.pieces[piece];
         }
         kd_weigh(&sum, sums, pairs + nest->weights + word);
     }

@@ -135,6 +135,27 @@ fn real_sizes_are_added_up_four_words_at_a_time() {
     }
 }
 
+/// Units fill whole rounds of warps: no last round in which most of them have nothing to do.
+#[test]
+fn units_are_dealt_out_evenly() {
+    let mut draft = hundred_layers(3);
+    draft.regions.truncate(1);
+    draft.groups.swap(0, 3);
+    draft.groups.truncate(1);
+    draft.groups[0].pieces.truncate(2);
+    let _memory = memory(&mut draft, &mut Dice::new(4));
+    let manifest = Manifest::new(draft).unwrap();
+    let tables = [(0, &[2, 1][..])];
+    let held = Held { manifest: &manifest, tokens: 1300, tables: &tables };
+    let all: Vec<_> = (0..2).map(|piece| ((0, piece), Span::from(0..1300))).collect();
+    let program = Program::of_pieces(held, &Key([1, 2]), &all).unwrap();
+    for warps in [7, 40, 133, 500] {
+        let units = u64::from(Encoded::new(&program, warps).unwrap().units);
+        let rounds = units.div_ceil(warps);
+        assert!(units * 5 >= rounds * warps * 4, "{units} units for {warps} warps");
+    }
+}
+
 /// As for the kernel of copies.
 #[test]
 fn the_kernel_compiles_for_cards() {

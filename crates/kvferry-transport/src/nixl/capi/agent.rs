@@ -17,6 +17,8 @@ pub struct AgentSettings {
     pub plugin: String,
     /// Its parameters.
     pub parameters: Vec<(String, String)>,
+    /// What is said to be a card's memory is the host's: of a stand-in for CUDA's driver.
+    pub cards_are_host: bool,
 }
 
 /// Why an agent could not be made.
@@ -47,6 +49,7 @@ pub struct Agent {
     backend: Handle,
     /// Names the back end in every call, so that NIXL does not have to look for one.
     pub(super) arguments: Handle,
+    cards_are_host: bool,
 }
 
 // SAFETY: the agent is made with strict thread synchronisation, under which NIXL takes its own lock
@@ -64,14 +67,15 @@ impl fmt::Debug for Agent {
 /// Memory to register or to move: address, length and place.
 pub type Span = (u64, u64, Place);
 
-pub(super) fn memory_type(place: Place) -> (c_int, u64) {
-    match place {
-        Place::Host => (0, 0),
-        Place::Gpu(n) => (1, n.into()),
-    }
-}
-
 impl Agent {
+    /// NIXL's number for a kind of memory, and the device.
+    pub(super) fn memory_type(&self, place: Place) -> (c_int, u64) {
+        match place {
+            Place::Gpu(n) if !self.cards_are_host => (1, n.into()),
+            Place::Host | Place::Gpu(_) => (0, 0),
+        }
+    }
+
     /// Makes an agent and its back end.
     pub fn new(nixl: &Nixl, name: &str, settings: &AgentSettings) -> Result<Self, AgentError> {
         let f = nixl.functions;
@@ -98,6 +102,7 @@ impl Agent {
             agent: ptr::null_mut(),
             backend: ptr::null_mut(),
             arguments: ptr::null_mut(),
+            cards_are_host: settings.cards_are_host,
         };
         // SAFETY: all pointers are to live values of the declared types; each handle is written by
         // the call that makes it and is destroyed once, here or in `drop`.
@@ -137,7 +142,7 @@ impl Agent {
     ) -> Result<(), Code> {
         let f = self.nixl.functions;
         let (address, bytes, place) = span;
-        let (memory, device) = memory_type(place);
+        let (memory, device) = self.memory_type(place);
         let mut list = ptr::null_mut();
         // SAFETY: the list is made, filled, used and destroyed here; the metadata is empty.
         unsafe {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvferry_layout::Place;
 
-use super::agent::{Agent, Span, memory_type};
+use super::agent::{Agent, Span};
 use super::library::{Code, Handle, Nixl, check};
 
 /// NIXL's number for a read; a write would be 1.
@@ -26,7 +26,7 @@ impl Agent {
         place: Place,
         spans: impl Iterator<Item = Span>,
     ) -> Result<Prepared, Code> {
-        let list = List::new(&self.nixl, memory_type(place).0, spans)?;
+        let list = List::new(self, self.memory_type(place).0, spans)?;
         let mut handle = ptr::null_mut();
         // SAFETY: all handles are live; the prepared list does not refer to `list` afterwards.
         check(unsafe {
@@ -55,10 +55,10 @@ impl Agent {
         theirs: impl Iterator<Item = Span> + Clone,
     ) -> Result<Request, Code> {
         let kind = |spans: &mut dyn Iterator<Item = Span>| {
-            spans.next().map_or(0, |(_, _, place)| memory_type(place).0)
+            spans.next().map_or(0, |(_, _, place)| self.memory_type(place).0)
         };
-        let our_list = List::new(&self.nixl, kind(&mut ours.clone()), ours)?;
-        let their_list = List::new(&self.nixl, kind(&mut theirs.clone()), theirs)?;
+        let our_list = List::new(self, kind(&mut ours.clone()), ours)?;
+        let their_list = List::new(self, kind(&mut theirs.clone()), theirs)?;
         let mut handle = ptr::null_mut();
         // SAFETY: all handles are live; the request does not refer to the lists afterwards.
         check(unsafe {
@@ -204,9 +204,9 @@ struct List {
 }
 
 impl List {
-    fn new(nixl: &Nixl, memory: c_int, spans: impl Iterator<Item = Span>) -> Result<Self, Code> {
-        let f = nixl.functions;
-        let mut list = Self { nixl: nixl.clone(), handle: ptr::null_mut(), entries: 0 };
+    fn new(agent: &Agent, memory: c_int, spans: impl Iterator<Item = Span>) -> Result<Self, Code> {
+        let f = agent.nixl.functions;
+        let mut list = Self { nixl: agent.nixl.clone(), handle: ptr::null_mut(), entries: 0 };
         // SAFETY: the list is made by the first call and owned by `list` from then on.
         unsafe {
             check((f.create_xfer_dlist)(memory, &raw mut list.handle))?;
@@ -215,7 +215,7 @@ impl List {
                     list.handle,
                     address as usize,
                     bytes as usize,
-                    memory_type(place).1,
+                    agent.memory_type(place).1,
                 ))?;
                 list.entries += 1;
             }

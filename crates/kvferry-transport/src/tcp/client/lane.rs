@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
 
-use super::state::{Fetch, HELLO_PATIENCE, Lane, PeerRegions, Question, State};
+use super::state::{Fetch, Forsaken, HELLO_PATIENCE, Lane, PeerRegions, Question, State};
 use crate::contract::{Error, InvalidFrame, Operation, Side, Status};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
 use crate::shared::custody::Custody;
 use crate::shared::spans::Spans;
+use crate::shared::staging::Slot;
 use crate::shared::walk;
+use crate::shared::yard::Moving;
 use crate::tcp::frame::{self, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
 
@@ -25,14 +27,24 @@ const CHUNK_BYTES: u64 = 1 << 20;
 const DEPTH: usize = 4;
 /// How long a lane waits for what is being fetched before it looks whether it is still wanted.
 const GLANCE: Duration = Duration::from_millis(1);
+/// How long a card may take to put a part where it belongs.
+const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
     Chunk(Arc<Chunked>, Chunk, u64),
-    /// A chunk that was fetched and is in place, if the peer says that it kept the slot until then.
-    /// Without a chunk, a slot that was of no use.
-    Release(Option<(Arc<Chunked>, Chunk)>, u64),
+    /// A chunk that was fetched, if the peer says that it kept the slot until then. Without a chunk, a
+    /// slot that was of no use.
+    Release(Option<Landing>, u64),
     Question(Question, u64),
+}
+
+/// A chunk that was fetched to a slot and is being put where it belongs.
+struct Landing {
+    operation: Arc<Chunked>,
+    chunk: Chunk,
+    moving: Moving,
+    slot: Slot,
 }
 
 enum Work {
@@ -85,7 +97,7 @@ impl<'a> LaneThread<'a> {
 
     pub(super) fn run(mut self) {
         loop {
-            let work = if self.on_the_way.len() < DEPTH { self.next_work() } else { Work::Answer };
+            let work = if self.has_room() { self.next_work() } else { Work::Answer };
             let done = match work {
                 Work::Closing => {
                     self.broken(&Error::Disconnected);
@@ -104,6 +116,13 @@ impl<'a> LaneThread<'a> {
                 self.broken(&error);
             }
         }
+    }
+
+    /// Whether one more request may be sent.
+    fn has_room(&self) -> bool {
+        let chunk = |request: &&OnTheWay| matches!(request, OnTheWay::Chunk(..));
+        let chunks = self.on_the_way.iter().filter(chunk).count();
+        self.on_the_way.len() < DEPTH && chunks < self.state.gathers
     }
 
     /// Waits for something to do; does not wait while answers are due.
@@ -186,6 +205,10 @@ impl<'a> LaneThread<'a> {
             self.state.queue.lock().operations.push_back(operation.clone());
             self.state.work.notify_one();
         }
+        if let (Piece::Copies(_), Some(fetch)) = (&chunk.piece, &self.state.fetch) {
+            self.read_otherwise(&**fetch, &operation, chunk);
+            return Ok(());
+        }
         let id = self.number_request();
         self.frame.clear();
         let header = |verb, spans, bytes| Request { verb, practice: false, spans, id, bytes };
@@ -231,9 +254,9 @@ impl<'a> LaneThread<'a> {
             (OnTheWay::Chunk(operation, chunk, _), Verdict::Done) => {
                 match (&chunk.piece, &self.state.fetch) {
                     (Piece::Packed(loops), Some(fetch)) => {
-                        let in_place =
+                        let landing =
                             self.fetch(&**fetch, operation.custody(), loops, answer.bytes)?;
-                        fetched = Some(in_place);
+                        fetched = Some(landing);
                     }
                     _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
                 }
@@ -252,9 +275,9 @@ impl<'a> LaneThread<'a> {
         }
         match self.on_the_way.pop_front() {
             Some(OnTheWay::Chunk(operation, chunk, _)) if fetched.is_some() => {
-                let kept = match fetched {
-                    Some(true) => Some((operation, chunk)),
-                    _ => {
+                let kept = match fetched.flatten() {
+                    Some((moving, slot)) => Some(Landing { operation, chunk, moving, slot }),
+                    None => {
                         self.read_directly(operation, chunk);
                         None
                     }
@@ -265,9 +288,13 @@ impl<'a> LaneThread<'a> {
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
                 socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
             }
-            Some(OnTheWay::Release(Some((operation, chunk)), _)) => {
-                self.lane().forget(operation.custody().id());
-                chunk.in_place();
+            Some(OnTheWay::Release(Some(landing), _)) => {
+                if let Some((_, chunk, outcome)) = self.landed(landing) {
+                    match outcome {
+                        Ok(()) => chunk.in_place(),
+                        Err(error) => chunk.fail(error),
+                    }
+                }
             }
             Some(OnTheWay::Release(None, _)) => {}
             Some(OnTheWay::Chunk(operation, chunk, _)) => {
@@ -304,18 +331,71 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    /// Fetches what the peer has gathered at an address, and puts it where it belongs. Whether there
-    /// was memory to fetch it into.
+    /// Reads a chunk by the other transport, straight to where it belongs.
+    fn read_otherwise(&self, fetch: &dyn Fetch, operation: &Arc<Chunked>, chunk: Chunk) {
+        let custody = operation.custody();
+        let inner = match fetch.direct(chunk.copies(), custody.deadline()) {
+            Ok(inner) => inner,
+            Err(error) => {
+                self.lane().forget(custody.id());
+                chunk.fail(error);
+                return;
+            }
+        };
+        let error = loop {
+            match inner.wait(Instant::now() + GLANCE) {
+                Status::Done(_) => break None,
+                Status::Failed(error) => break Some(error),
+                Status::InProgress if !custody.is_stopped() && !self.state.queue.lock().closing => {
+                }
+                status @ (Status::InProgress | Status::Quarantined(_)) => {
+                    custody.stop(match status {
+                        Status::Quarantined(error) => error,
+                        _ => Error::Disconnected,
+                    });
+                    inner.cancel();
+                    self.lane().forget(custody.id());
+                    fetch.forsake(Forsaken::read(inner, chunk));
+                    return;
+                }
+            }
+        };
+        self.lane().forget(custody.id());
+        match error {
+            None => chunk.in_place(),
+            Some(error) => chunk.fail(error),
+        }
+    }
+
+    /// Waits until a chunk is where it belongs, and how that ended. `None` where it takes too long: then
+    /// its operation has failed, and all that may still be touched is kept.
+    fn landed(&self, landing: Landing) -> Option<(Arc<Chunked>, Chunk, Result<(), Error>)> {
+        let Landing { operation, chunk, moving, slot } = landing;
+        self.lane().forget(operation.custody().id());
+        if let Some(outcome) = moving.wait(Instant::now() + SCATTER_PATIENCE) {
+            return Some((operation, chunk, outcome));
+        }
+        let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
+        operation.custody().stop(Error::Library(late));
+        let forsaken = Forsaken::scattered(moving, slot, chunk);
+        match &self.state.fetch {
+            Some(fetch) => fetch.forsake(forsaken),
+            None => drop(forsaken),
+        }
+        None
+    }
+
+    /// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None`
+    /// where there was no memory to fetch it into, or nobody to put it in its place.
     fn fetch(
         &self,
         fetch: &dyn Fetch,
         custody: &Custody,
         loops: &Loops,
         address: u64,
-    ) -> Result<bool, Error> {
-        let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
-        let Some(fetched) = fetch.begin(address, bytes, custody.deadline())? else {
-            return Ok(false);
+    ) -> Result<Option<(Moving, Slot)>, Error> {
+        let Some(fetched) = fetch.begin(loops, address, custody.deadline())? else {
+            return Ok(None);
         };
         loop {
             match fetched.operation.wait(Instant::now() + GLANCE) {
@@ -324,24 +404,25 @@ impl<'a> LaneThread<'a> {
                 Status::InProgress if !custody.is_stopped() && !self.state.queue.lock().closing => {
                 }
                 Status::InProgress | Status::Quarantined(_) => {
-                    fetch.forsake(fetched);
+                    fetched.operation.cancel();
+                    fetch.forsake(Forsaken::fetched(fetched.operation, fetched.slot));
                     return Err(Error::Disconnected);
                 }
             }
         }
-        if !custody.is_stopped() {
-            let scatter = loops.scatter(fetched.slot.address());
-            let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
-            // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves
-            // say (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`), which
-            // may be written at any time and which the operation holds until its chunks are settled.
-            unsafe { walk::carry_out(&scatter) };
+        if custody.is_stopped() {
+            return Ok(Some((Moving::nothing(), fetched.slot)));
         }
-        Ok(true)
+        // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves say
+        // (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`) of the place that
+        // `begin` found, which may be written at any time and which the operation holds until its chunks
+        // are settled: this one, when the bytes have been moved.
+        let moving = unsafe { fetched.scatter(loops)? };
+        Ok(moving.map(|moving| (moving, fetched.slot)))
     }
 
     /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
-    /// the destinations, and it has stopped, so all of it may be tried again.
+    /// the destinations, and a card for it; both have stopped, so all of it may be tried again.
     fn broken(&mut self, error: &Error) {
         let by_us = self.lane().cut_by_us.swap(false, Ordering::SeqCst);
         let error = (!by_us).then_some(error);
@@ -363,9 +444,11 @@ impl<'a> LaneThread<'a> {
                 }
                 OnTheWay::Release(None, _) => {}
                 // Whether the peer kept the slot will never be known.
-                OnTheWay::Release(Some((operation, chunk)), _) => {
-                    self.lane().forget(operation.custody().id());
-                    if operation.try_again(chunk, error) {
+                OnTheWay::Release(Some(landing), _) => {
+                    let Some((operation, chunk, outcome)) = self.landed(landing) else { continue };
+                    if let Err(error) = outcome {
+                        chunk.fail(error);
+                    } else if operation.try_again(chunk, error) {
                         self.state.queue.lock().operations.push_front(operation);
                         self.state.work.notify_one();
                     }

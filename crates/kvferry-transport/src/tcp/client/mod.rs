@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use self::lane::LaneThread;
 pub(crate) use self::measure::Measured;
-pub(crate) use self::state::{Fetch, Fetched, PeerRegions};
+pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
@@ -46,7 +46,7 @@ impl Client {
     /// come on the connection, but is fetched.
     pub(crate) fn open(
         address: Address,
-        lanes: usize,
+        lanes: Lanes,
         rate: RateWatch,
         fetch: Option<Arc<dyn Fetch>>,
         deadline: Instant,
@@ -56,7 +56,8 @@ impl Client {
             address: address.at,
             queue: Mutex::default(),
             work: parking_lot::Condvar::new(),
-            lanes: (0..lanes.max(1)).map(|_| Lane::default()).collect(),
+            lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
+            gathers: lanes.gathers,
             measured: OnceLock::new(),
             fetch,
         });

@@ -8,15 +8,17 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
+use kvferry_layout::{ByteCopy, Loops, Place};
 use parking_lot::{Condvar, Mutex};
 
 use super::measure::Measured;
-use crate::contract::Error;
+use crate::contract::{Error, InvalidFrame, Operation};
 use crate::shared::Transfer;
-use crate::shared::chunks::Chunked;
+use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
 use crate::shared::staging::Slot;
+use crate::shared::yard::{Moving, Yards};
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Secret};
 use crate::tcp::socket;
@@ -55,19 +57,37 @@ pub(super) struct State {
     pub(super) queue: Mutex<Queue>,
     pub(super) work: Condvar,
     pub(super) lanes: Vec<Lane>,
+    /// See [`Lanes`].
+    pub(super) gathers: usize,
     /// What reads took when the first connection was opened.
     pub(super) measured: OnceLock<Measured>,
     /// How what was gathered is fetched, where it does not come on the connection.
     pub(super) fetch: Option<Arc<dyn Fetch>>,
 }
 
+/// How many connections a client has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lanes {
+    pub(crate) count: usize,
+    /// Parts that each may have asked the peer to gather. With one, a peer that waits for a slot on a
+    /// connection keeps none for it, so that peers never wait for each other.
+    pub(crate) gathers: usize,
+}
+
 /// Another transport, which moves what the peer has gathered.
 pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
-    /// Starts to read so many bytes at an address of the peer into memory of our own. `None` where
-    /// there is none left.
-    fn begin(&self, address: u64, bytes: u64, deadline: Instant) -> Result<Option<Fetched>, Error>;
-    /// Keeps what is not wanted any more until nothing can land in it.
-    fn forsake(&self, fetched: Fetched);
+    /// Starts to read what the peer has gathered of the loops at an address, into memory of our own.
+    /// `None` where there is none left.
+    fn begin(
+        &self,
+        loops: &Loops,
+        address: u64,
+        deadline: Instant,
+    ) -> Result<Option<Fetched>, Error>;
+    /// Starts to read copies that were not gathered, straight to where they belong.
+    fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error>;
+    /// Keeps what is not wanted any more until nothing touches it.
+    fn forsake(&self, forsaken: Forsaken);
 }
 
 /// What is being fetched, and the slot that it goes to.
@@ -75,6 +95,71 @@ pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
 pub(crate) struct Fetched {
     pub(crate) operation: Transfer,
     pub(crate) slot: Slot,
+    pub(crate) yards: Arc<Yards>,
+    /// Of the slot, and of where it belongs.
+    pub(crate) place: Place,
+}
+
+impl Fetched {
+    /// Starts to put it where it belongs. `None` where nobody can, and nothing runs.
+    ///
+    /// # Safety
+    ///
+    /// It has been fetched, the slot is as long as both halves of the loops say, and what they write is
+    /// registered memory of the place, which stays so until the answer has ended.
+    pub(super) unsafe fn scatter(&self, loops: &Loops) -> Result<Option<Moving>, Error> {
+        let scatter = loops.scatter(self.slot.address());
+        let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
+        let Some(yard) = self.yards.of(self.place) else { return Ok(None) };
+        // SAFETY: the caller's promise.
+        Ok(unsafe { yard.start(&scatter) }.ok())
+    }
+}
+
+/// What nobody waits for any more, and what it may still touch. Dropping it gives that back: only where
+/// nothing runs any more.
+#[derive(Debug)]
+pub(crate) struct Forsaken {
+    operation: Option<Transfer>,
+    moving: Option<Moving>,
+    slot: Option<Slot>,
+    chunk: Option<Chunk>,
+}
+
+impl Forsaken {
+    /// What was being fetched to a slot.
+    pub(crate) fn fetched(operation: Transfer, slot: Slot) -> Self {
+        Self { operation: Some(operation), moving: None, slot: Some(slot), chunk: None }
+    }
+
+    /// A chunk that was being read straight to where it belongs. Its operation has ended.
+    pub(super) fn read(operation: Transfer, chunk: Chunk) -> Self {
+        Self { operation: Some(operation), moving: None, slot: None, chunk: Some(chunk) }
+    }
+
+    /// A chunk that was being put where it belongs, from a slot. Its operation has ended.
+    pub(super) fn scattered(moving: Moving, slot: Slot, chunk: Chunk) -> Self {
+        Self { operation: None, moving: Some(moving), slot: Some(slot), chunk: Some(chunk) }
+    }
+
+    /// Whether nothing touches it any more.
+    pub(crate) fn is_over(&self) -> bool {
+        self.operation.as_ref().is_none_or(|operation| operation.poll().is_safe())
+            && self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some())
+    }
+}
+
+impl Drop for Forsaken {
+    fn drop(&mut self) {
+        let ended = self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some());
+        match (self.chunk.take(), ended) {
+            // Its operation has ended already.
+            (Some(chunk), true) => chunk.fail(Error::Disconnected),
+            // Better a region lost than a byte in somebody else's block.
+            (chunk, false) => std::mem::forget((chunk, self.slot.take())),
+            (None, true) => {}
+        }
+    }
 }
 
 #[derive(Debug, Default)]

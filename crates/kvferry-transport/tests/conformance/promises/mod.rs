@@ -1,6 +1,7 @@
 //! The tests. Each holds every back end to one promise of `Transport`.
 
 mod bounds;
+mod card_packing;
 mod cuda;
 mod custody;
 mod exact;
@@ -77,6 +78,30 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
+    ]
+}
+
+/// What only `nixl` with the memory of a card promises, on the stand-in for a driver.
+pub(crate) fn for_nixl_twin() -> Vec<Promise> {
+    vec![
+        (
+            "kernels_that_are_late_are_waited_for",
+            card_packing::kernels_that_are_late_are_waited_for,
+        ),
+        (
+            "kernels_in_flight_keep_the_destination",
+            card_packing::kernels_in_flight_keep_the_destination,
+        ),
+        ("cards_that_refuse_are_read_directly", card_packing::cards_that_refuse_are_read_directly),
+        ("kernels_that_break_fail_the_read", card_packing::kernels_that_break_fail_the_read),
+        (
+            "cards_without_the_kernel_are_read_directly",
+            card_packing::cards_without_the_kernel_are_read_directly,
+        ),
+        (
+            "a_card_and_a_host_pack_for_each_other",
+            card_packing::a_card_and_a_host_pack_for_each_other,
+        ),
     ]
 }
 

@@ -16,7 +16,7 @@ use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, refused, rounds, soon};
 use crate::peer::wait_until;
 
 /// Loops of `runs` runs of `run` bytes for each of some blocks, in another order on the other side.
-fn loops<B: BackEnd>(pair: &Pair<B>, run: u64, runs: u64, blocks: u32) -> Loops {
+pub(super) fn loops<B: BackEnd>(pair: &Pair<B>, run: u64, runs: u64, blocks: u32) -> Loops {
     let mut loops = Loops::default();
     let pairs = (0..blocks)
         .map(|at| BlockPair { source: (at * 7 + 3) % blocks, destination: blocks - 1 - at });
@@ -29,7 +29,7 @@ fn loops<B: BackEnd>(pair: &Pair<B>, run: u64, runs: u64, blocks: u32) -> Loops 
 }
 
 /// What loops do, in a model of both memories.
-fn carry_out<B: BackEnd>(pair: &Pair<B>, loops: &Loops, theirs: &[u8], ours: &mut [u8]) {
+pub(super) fn carry_out<B: BackEnd>(pair: &Pair<B>, loops: &Loops, theirs: &[u8], ours: &mut [u8]) {
     for copy in loops.copies() {
         let from = (copy.source - pair.process.base) as usize;
         let to = (copy.destination - pair.ours.base()) as usize;

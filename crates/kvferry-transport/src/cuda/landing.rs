@@ -1,0 +1,17 @@
+//! What a launch leaves behind until its kernel has ended.
+
+use super::driver::Pinned;
+use super::staging::OnCard;
+use crate::contract::Error;
+
+/// A launch, as those see it who start it.
+pub(super) trait Landing: Send + Sync {
+    /// Where the kernel says that it has ended.
+    fn signal(&self) -> u64;
+    /// Whether it has said so. Costs next to nothing.
+    fn landed(&self) -> bool;
+    /// Keeps memory until the kernel has ended.
+    fn keep(&self, kept: (Pinned, OnCard));
+    /// The card refused it, and runs nothing of it.
+    fn refused(&self, error: Error);
+}

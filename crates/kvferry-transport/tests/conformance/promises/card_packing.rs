@@ -1,0 +1,146 @@
+//! What packing the memory of a card over NIXL promises, beside what all packed reads do. On the stand-in
+//! for a driver, which is told to be late, or to refuse.
+
+use std::time::{Duration, Instant};
+
+use kvferry_layout::{BlockPair, Loop, Loops};
+use kvferry_transport::memory::HostMemory;
+use kvferry_transport::{Error, Operation, Status, Transport};
+
+use super::packed::{carry_out, loops};
+use crate::back_end::{BackEnd, NixlTcpEnd, NixlTwinEnd};
+use crate::data::pattern;
+use crate::memory::{CardMemory, Memory};
+use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
+use crate::peer::{Peer, wait_until};
+
+/// Tells the twin of this process, and of those that it starts from now on.
+fn twin(variable: &str, value: &str) {
+    // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
+    // work, and they have none.
+    unsafe { std::env::set_var(variable, value) };
+}
+
+fn exact(pair: &Pair<NixlTwinEnd>) {
+    let loops = loops(pair, 512, 16, 300);
+    done(&pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap());
+    let mut expected = pattern(OUR_SEED, pair.bytes);
+    carry_out(pair, &loops, &pattern(PEER_SEED, pair.bytes), &mut expected);
+    assert!(pair.ours.snapshot() == expected, "a packed read is not exact");
+}
+
+/// Parts that were packed: into slots of the peer's, and fetched to ours.
+fn packed(pair: &mut Pair<NixlTwinEnd>) -> (u64, u64) {
+    let theirs = pair.process.ask("staging");
+    (theirs.split_once(' ').unwrap().0.parse().unwrap(), pair.transport.staging().packed)
+}
+
+/// Kernels that take long: nobody reads what is not gathered yet, and nothing is done before it is in
+/// place.
+pub(super) fn kernels_that_are_late_are_waited_for() {
+    twin("KVFERRY_TWIN_LATE_MS", "30");
+    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    exact(&pair);
+}
+
+/// A read that is cancelled while kernels put bytes in their place is not safe before they have ended.
+pub(super) fn kernels_in_flight_keep_the_destination() {
+    let bytes = 8 * MIB;
+    let pair = Pair::<NixlTwinEnd>::new(bytes);
+    let loops = loops(&pair, 512, 16, 300);
+    twin("KVFERRY_TWIN_LATE_MS", "400");
+    let began = Instant::now();
+    let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
+    // Our own kernels are the only ones that are late: slots are in use until they have ended.
+    wait_until("something was fetched", || pair.transport.staging().in_use > 0);
+    std::thread::sleep(Duration::from_millis(100));
+    operation.cancel();
+    let status = operation.poll();
+    assert!(matches!(status, Status::Quarantined(Error::Cancelled)), "{status:?}");
+    let status = operation.wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cancelled)), "{status:?}");
+    assert!(began.elapsed() >= Duration::from_millis(400), "it was safe before a kernel had ended");
+    let mark = vec![0xaa; bytes];
+    pair.ours.write(0, &mark);
+    std::thread::sleep(Duration::from_millis(1000));
+    assert!(pair.ours.snapshot() == mark, "bytes landed after the destination was declared safe");
+    wait_until("the slots are back", || pair.transport.staging().in_use == 0);
+}
+
+/// Cards that do not start kernels: every byte is read all the same, one by one, on either side.
+pub(super) fn cards_that_refuse_are_read_directly() {
+    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_REFUSES", "launch");
+    exact(&pair);
+    wait_until("the slots are back", || pair.transport.staging().in_use == 0);
+    drop(pair);
+    // The peer that is started now refuses, too.
+    let mut pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_REFUSES", "nothing");
+    exact(&pair);
+    assert_eq!(packed(&mut pair).1, 1, "something was fetched beside what connecting measures");
+}
+
+/// A kernel that an error ends: the read fails, and nothing waits for ever.
+pub(super) fn kernels_that_break_fail_the_read() {
+    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_REFUSES", "run");
+    let loops = loops(&pair, 512, 16, 300);
+    let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
+    let status = operation.wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { .. })), "{status:?}");
+    assert_eq!(pair.transport.statistics().quarantined, 0);
+}
+
+/// A card that cannot be given the kernel is read directly, and reads directly.
+pub(super) fn cards_without_the_kernel_are_read_directly() {
+    twin("KVFERRY_TWIN_REFUSES", "module");
+    let mut pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    assert_eq!(pair.transport.rates(&pair.peer).packed, None);
+    exact(&pair);
+    assert_eq!(packed(&mut pair).1, 0);
+}
+
+/// Runs of one memory, in another order in the other.
+fn across(from: u64, to: u64) -> Loops {
+    let mut loops = Loops::default();
+    let pairs = (0..200).map(|at| BlockPair { source: at, destination: 199 - at });
+    let table = loops.add_table(pairs);
+    let inner = Loop { count: 20, source: 200, destination: 100 };
+    loops.add_nest((from, to), 100, (4000, 2000), &[inner], table).unwrap();
+    loops
+}
+
+/// A card on one side, and the host's memory on the other.
+pub(super) fn a_card_and_a_host_pack_for_each_other() {
+    let theirs = pattern(PEER_SEED, MIB);
+    let expected = |loops: &Loops, from: u64, to: u64| {
+        let mut expected = vec![0; MIB];
+        for copy in loops.copies() {
+            let (from, to) = ((copy.source - from) as usize, (copy.destination - to) as usize);
+            let bytes = copy.bytes as usize;
+            expected[to..to + bytes].copy_from_slice(&theirs[from..from + bytes]);
+        }
+        expected
+    };
+    fn read<M: Memory>(process: &Peer, ours: &M) -> (Loops, Vec<u8>) {
+        let transport = NixlTwinEnd::new().unwrap();
+        // SAFETY: the memory outlives the transport, and is only touched through its address.
+        unsafe { transport.register(ours.region()) }.unwrap();
+        let peer = transport.connect(&process.description, soon()).unwrap();
+        let loops = across(process.base, ours.base());
+        let before = transport.staging().packed;
+        assert!(transport.rates(&peer).packed.is_some());
+        done(&transport.read_packed(&peer, &loops, soon()).unwrap());
+        assert!(transport.staging().packed > before, "nothing was packed");
+        (loops, ours.snapshot())
+    }
+    let process = Peer::start::<NixlTwinEnd>(MIB, PEER_SEED);
+    let ours: HostMemory = Memory::new(MIB);
+    let (loops, found) = read(&process, &ours);
+    assert!(found == expected(&loops, process.base, ours.base()), "card to host is not exact");
+    let process = Peer::start::<NixlTcpEnd>(MIB, PEER_SEED);
+    let ours: CardMemory = Memory::new(MIB);
+    let (loops, found) = read(&process, &ours);
+    assert!(found == expected(&loops, process.base, ours.base()), "host to card is not exact");
+}
