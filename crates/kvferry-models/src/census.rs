@@ -113,17 +113,98 @@ impl Verdict {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+
+    /// The verdicts of a table, by name: no name is there twice.
+    fn verdicts(rows: &[Row]) -> BTreeMap<&str, &Row> {
+        let named: BTreeMap<&str, &Row> = rows.iter().map(|row| (row.name.as_str(), row)).collect();
+        assert_eq!(named.len(), rows.len(), "a name is there twice");
+        named
+    }
 
     #[test]
     fn every_row_says_why_it_is_refused_and_what_the_engine_does() {
         let census = Census::vllm();
         for (table, rows) in census.tables() {
             assert!(!rows.is_empty(), "{table}");
-            for row in rows.iter().filter(|row| row.kvferry != Verdict::NotACache) {
-                assert!(!row.nixl.is_empty(), "{table} {}", row.name);
-                assert!(row.kvferry == Verdict::Described || !row.why.is_empty(), "{}", row.name);
+            for row in verdicts(rows).values() {
+                let at = format!("{table} {}", row.name);
+                assert!(row.kvferry == Verdict::Described || !row.why.is_empty(), "{at}");
+                let known = ["serves", "serves some", "refuses", "as its language model"];
+                assert_eq!(row.kvferry != Verdict::NotACache, known.contains(&row.nixl.as_str()));
+                // Whoever doubts it can look it up; what is said of an architecture follows from its layers.
+                let shown = row
+                    .nixl_source
+                    .split_once(".py:")
+                    .is_some_and(|(_, line)| line.parse::<u32>().is_ok());
+                let own = row.kind.is_empty() && row.kvferry != Verdict::NotACache;
+                assert_eq!(shown, own, "{at}");
             }
         }
+    }
+
+    /// What the census is for.
+    #[test]
+    fn whatever_the_engines_own_connector_serves_is_described() {
+        for (table, rows) in Census::vllm().tables() {
+            for row in rows.iter().filter(|row| row.kvferry == Verdict::Refused) {
+                assert_eq!(row.nixl, "refuses", "{table} {}", row.name);
+            }
+        }
+    }
+
+    /// An architecture is refused where one of its caches or states is, and its row says which; the
+    /// engine's connector serves no more of it than of the least of them.
+    #[test]
+    fn what_is_said_of_an_architecture_follows_from_its_layers() {
+        let census = Census::vllm();
+        let (specs, states) = (verdicts(&census.specs), verdicts(&census.states));
+        for row in &census.architectures {
+            let parts: Vec<&Row> = row
+                .specs
+                .iter()
+                .map(|name| specs[name.as_str()])
+                .chain(row.states.iter().map(|name| states[name.as_str()]))
+                .collect();
+            let refused = parts.iter().find(|part| part.kvferry == Verdict::Refused);
+            let expected = match (refused, row.nixl.as_str()) {
+                (Some(_), _) => Verdict::Refused,
+                (None, "") => Verdict::NotACache,
+                (None, _) => Verdict::Described,
+            };
+            assert_eq!(row.kvferry, expected, "{}", row.name);
+            if let Some(part) = refused {
+                assert_eq!(row.why, format!("{}: {}", part.name, part.why), "{}", row.name);
+            }
+            let keeps = ["", "as its language model"].contains(&row.nixl.as_str());
+            assert_eq!(parts.is_empty(), keeps, "{}", row.name);
+            assert_eq!(row.layers.is_empty(), keeps, "{}", row.name);
+            for least in ["refuses", "serves some"] {
+                if parts.iter().any(|part| part.nixl == least) {
+                    assert_eq!(row.nixl, least, "{}", row.name);
+                    break;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_read_strictly_and_words_are_those_of_the_file() {
+        for verdict in [Verdict::Described, Verdict::Refused, Verdict::NotACache] {
+            let read: Verdict = serde_json::from_value(verdict.word().into()).unwrap();
+            assert_eq!(read, verdict);
+        }
+        let row = r#"{"name": "it", "kvferry": "described", "why": "", "more": 1}"#;
+        assert!(serde_json::from_str::<Row>(row).unwrap_err().to_string().contains("`more`"));
+        assert_eq!(serde_json::to_value(Census::vllm()).unwrap()["vllm"], Census::vllm().vllm);
+        let [specs, states, quantisation, backends, architectures] =
+            Census::vllm().tables().map(|(what, rows)| (what, rows.first().unwrap().name.as_str()));
+        assert_eq!(specs, ("class of caches", "KVCacheSpec"));
+        assert_eq!(states, ("type of states", "MAMBA1"));
+        assert_eq!(quantisation, ("quantisation mode", "NONE"));
+        assert_eq!(backends, ("attention back end", "AITER_TRITON_MLA"));
+        assert_eq!(architectures.0, "architecture");
     }
 }
