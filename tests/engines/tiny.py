@@ -27,6 +27,20 @@ def save_model(kind, folder, latent_head=32):
             # Or it would repeat a token for ever, whatever its windows hold.
             tie_word_embeddings=False,
         ),
+        # The last two layers keep nothing: they read what the third and the fourth keep.
+        "gemma3n": lambda: transformers.Gemma3nTextConfig(
+            **common | dict(num_hidden_layers=6),
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            sliding_window=48,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=512,
+            hidden_size_per_layer_input=32,
+            laurel_rank=16,
+            activation_sparsity_pattern=[0.0] * 6,
+        ),
         "nemotron_h": lambda: transformers.NemotronHConfig(
             **common | dict(num_hidden_layers=6),
             num_key_value_heads=2,

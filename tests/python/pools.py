@@ -38,13 +38,15 @@ class Cannot(Exception):
 class Engine:
     """All ranks of one side, each with a pool of its own."""
 
-    def __init__(self, name, layers, side, layer_names=None, forced=False):
+    def __init__(self, name, layers, side, layer_names=None, forced=False, told=None):
         self.name, self.side = name, side
+        #: What else the model's configuration says.
+        self.told = told or {}
         names = layer_names or [f"model.layers.{i}.mixer" for i in range(len(layers))]
         self.layers = dict(zip(names, layers))
         # What is several modules of one layer has one number.
         self.index = {layer: int(layer.split(".")[2]) for layer in names}
-        self.count = max(self.index.values()) + 1
+        self.count = len(self.told.get("layer_types", ())) or max(self.index.values()) + 1
         if not all(layer.allows(side.tp) for layer in layers):
             raise Cannot("tensor parallelism")
         if side.cpu and any(getattr(layer, "value", None) for layer in layers):
@@ -92,7 +94,7 @@ class Engine:
             if isinstance(kept, Attention):
                 arch[self.index[layer]].total_num_kv_heads = kept.heads
         indexer = any(getattr(kept, "indexes", False) for kept in self.layers.values())
-        text = SimpleNamespace(index_head_dim=128 if indexer else None)
+        text = SimpleNamespace(index_head_dim=128 if indexer else None, **self.told)
         return SimpleNamespace(
             model_config=SimpleNamespace(
                 model="tiny",

@@ -4,7 +4,6 @@ The device is a stand-in: its memory is the pools that vLLM lays out, and nothin
 copying function that an engine gives to its connector.
 """
 
-import ctypes
 import random
 from types import SimpleNamespace
 
@@ -16,8 +15,9 @@ from kvferry.vllm import buffer
 from kvferry.vllm.buffer import HostBuffer, Saves
 from kvferry.vllm.messages import Orders
 from kvferry.vllm.worker import WorkerSide
+from moving import request
 from pools import poison
-from test_geometry import check, engine
+from test_geometry import engine
 
 
 def copy(source, destination, there, here, direction):
@@ -54,41 +54,48 @@ def buffered(side):
 )
 @pytest.mark.parametrize("sides", ["both", "P", "D"])
 def test_every_byte_goes_through_the_buffer(model, p, d, sides):
-    tokens, draw = 50, random.Random(model)
-    source, target = engine("prefill", model, p), engine("decode", model, d)
-    states = {
-        layer: kept.states(100 * number, tokens, source.side)
-        for number, (layer, kept) in enumerate(source.layers.items())
-    }
-    poison(source, 1)
-    poison(target, 2)
-    tables, own = source.tables(draw, tokens), target.tables(draw, tokens)
-    source.write(tables, states, tokens)
-    before = [rank.memory.clone() for rank in target.ranks]
+    moved = request(engine("prefill", model, p), engine("decode", model, d), 50, random.Random(model))
+    source, target = moved.source, moved.target
     there = buffered(source) if sides != "D" else []
     here = buffered(target) if sides != "P" else []
     for beside in there:
-        beside.save(tables)
+        beside.save(moved.tables)
     if there:
         # Nobody looks at the device.
         poison(source, 3)
-    request = dict(
-        tokens=tokens, cached=[0] * len(own), source_blocks=tables, destination_blocks=own
-    )
-    for rank in target.ranks:
-        plan = kvferry.compile(rank.manifest, [one.manifest for one in source.ranks])
-        for copies in plan.copies(**request):
-            for start, end, length in copies.tolist():
-                ctypes.memmove(end, start, length)
-        for start, length in plan.rest(**request).tolist():
-            ctypes.memset(start, 0, length)
+    plans, _ = moved.move()
+    moved.zero(plans)
     if here:
-        assert all(torch.equal(one.memory, kept) for one, kept in zip(target.ranks, before))
+        assert all(torch.equal(one.memory, kept) for one, kept in zip(target.ranks, moved.before))
     for beside in here:
-        beside.load(own)
-    alive = {layer: source.window(source.group_of(layer))(tokens) for layer in source.layers}
-    found = [rank.memory.clone() for rank in target.ranks]
-    check(target, found, before, lambda: target.write(own, states, tokens, zero=True, there=alive))
+        beside.load(moved.own)
+    moved.check(zeroed=True)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it lies on a GPU."""
+
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("model", ["gqa", "sliding", "mla, indexer", "mamba2", "several kinds"])
+@pytest.mark.parametrize("pinned", [("P",), ("D",), ("P", "D")], ids="".join)
+def test_a_cache_in_pinned_host_memory_is_a_region_like_others(model, pinned):
+    """It needs no buffer beside it. The other side's may lie on a GPU, or not."""
+    p, d = engine("prefill", model, T(tp=2)), engine("decode", model, T(block=32))
+    moved = request(p, d, 50, random.Random(model))
+    for side, name in ((p, "P"), (d, "D")):
+        for rank in side.ranks:
+            caches = rank.kv_caches
+            if name not in pinned:
+                caches = {layer: cache.as_subclass(OnDevice) for layer, cache in caches.items()}
+            rank.manifest = kvferry.vllm.manifest(side.config, rank.config, caches, **rank.facts)
+            (region,) = rank.manifest.to_dict()["regions"]
+            assert region["place"] == ("host" if name in pinned else {"gpu": 1})
+            assert (region["base"], region["bytes"]) == (rank.memory.data_ptr(), len(rank.memory))
+    plans, _ = moved.move()
+    moved.zero(plans)
+    moved.check(zeroed=True)
 
 
 def test_whoever_has_no_way_to_copy_is_told():

@@ -6,7 +6,6 @@ memory, byte by byte, must be what D's own kernels would have written, and nothi
 changed.
 """
 
-import ctypes
 import random
 from dataclasses import replace
 
@@ -25,60 +24,8 @@ from kept import (
     mamba2,
     short_conv,
 )
-from pools import Cannot, Engine, poison
-
-
-def transfer(source, target, tokens, draw, cached=None):
-    """Moves one request and judges every byte. Returns the number of copies."""
-    states = {
-        layer: kept.states(100 * number, tokens, source.side)
-        for number, (layer, kept) in enumerate(source.layers.items())
-    }
-    poison(source, 1)
-    poison(target, 2)
-    tables, own = source.tables(draw, tokens), target.tables(draw, tokens)
-    source.write(tables, states, tokens)
-    cached = cached or [0] * len(own)
-    before = [rank.memory.clone() for rank in target.ranks]
-    request = dict(tokens=tokens, cached=cached, source_blocks=tables, destination_blocks=own)
-    sources = [rank.manifest for rank in source.ranks]
-    count = 0
-    plans = []
-    for rank in target.ranks:
-        plan = kvferry.compile(rank.manifest, sources)
-        plans.append(plan)
-        for copies in plan.copies(**request):
-            for start, end, length in copies.tolist():
-                ctypes.memmove(end, start, length)
-            count += len(copies)
-    moved = [rank.memory.clone() for rank in target.ranks]
-    # What P has forgotten cannot come.
-    there = {
-        layer: source.window(source.group_of(layer))(tokens) for layer in source.layers
-    }
-    check(target, moved, before, lambda: target.write(own, states, tokens, cached, there=there))
-    # With the rest of the request's own blocks zeroed, as vLLM wants it.
-    for rank, plan, memory in zip(target.ranks, plans, moved):
-        rank.memory.copy_(memory)
-        for start, length in plan.rest(**request).tolist():
-            ctypes.memset(start, 0, length)
-    zeroed = [rank.memory.clone() for rank in target.ranks]
-    written = lambda: target.write(own, states, tokens, cached, zero=True, there=there)  # noqa: E731
-    check(target, zeroed, before, written)
-    return count
-
-
-def check(target, found, before, write):
-    """Whether the pools are what D's own kernels make of what was there before."""
-    for rank, memory in zip(target.ranks, before):
-        rank.memory.copy_(memory)
-    write()
-    for rank, memory in zip(target.ranks, found):
-        wrong = torch.nonzero(rank.memory != memory).flatten()
-        assert not len(wrong), (
-            f"{rank.manifest.label}: {len(wrong)} of {len(memory)} bytes are wrong, the first at "
-            f"{wrong[0]}"
-        )
+from moving import transfer
+from pools import Cannot, Engine
 
 
 def alternate(first, second, count=6):

@@ -1,4 +1,4 @@
-"""Rarer kinds of caches: every byte, on pools that vLLM itself lays out (see test_geometry)."""
+"""Rarer kinds of caches: every byte, on pools that vLLM itself lays out (see moving)."""
 
 import random
 from dataclasses import replace
@@ -31,8 +31,8 @@ from kept_more import (
     windowed_answers,
     with_sinks,
 )
+from moving import transfer
 from pools import Engine
-from test_geometry import transfer
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.ops import rocm_paged_mxfp4_indexer
 from vllm.v1.kv_cache_interface import HiSparseHotSpec

@@ -56,6 +56,28 @@ fn windows_go_to_other_blocks() {
 }
 
 #[test]
+fn compressed_latents_and_rings_go_to_other_ranks() {
+    hands_over("deepseek-v4-flash", "tp=2", &["tp=4,kv=fp8"], "local");
+    hands_over("deepseek-v4.1-flash", "tp=1,spec=6", &["tp=2"], "tcp");
+}
+
+#[test]
+fn quantised_caches_go_to_other_blocks_and_layouts() {
+    hands_over("llama-3.1-8b", "tp=2,kv=nvfp4", &["tp=1,kv=nvfp4,block=32"], "local");
+    hands_over(
+        "qwen3-next-80b-a3b",
+        "tp=1,kv=fp8,kscale=0.5",
+        &["tp=2,kv=fp8,kscale=0.5,layout=LBNHC"],
+        "local",
+    );
+}
+
+#[test]
+fn tokens_that_ranks_take_turns_at_go_to_those_that_do_not() {
+    hands_over("deepseek-v3.2", "tp=2,pcp=2,dcp=4,interleave=4", &["tp=1", "tp=2,dcp=2"], "local");
+}
+
+#[test]
 fn chaos_loses_nothing() {
     let (success, report) = demo(&[
         "--requests",
@@ -86,6 +108,10 @@ fn what_cannot_be_is_refused_with_the_reason() {
         (vec!["--prefill", "pt=3"], "no key 'pt'"),
         (vec!["--requests", "0"], "0 is not in 1.."),
         (vec!["--prefill", "tp=2,blocks=2"], "give the engines more blocks"),
+        (
+            vec!["--model", "deepseek-v4-flash", "--prefill", "kv=nvfp4"],
+            "cannot run deepseek-v4-flash with kv=nvfp4",
+        ),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg("demo")

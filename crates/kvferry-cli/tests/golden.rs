@@ -42,6 +42,29 @@ const CASES: &[(&str, &str)] = &[
     ("f-replicas", "--model llama-3.1-8b --prefill tp=16 --decode tp=2 --contiguous"),
 ];
 
+/// The same for caches that are quantised, and for ranks that take turns at tokens.
+const MORE: &[(&str, &str)] = &[
+    ("g-fp8", "--model llama-3.1-8b --prefill tp=2,kv=fp8 --decode tp=4,kv=fp8"),
+    (
+        "g-records",
+        "--model qwen3-next --prefill tp=4,kv=int8_per_token_head --decode tp=2,kv=int8_per_token_head",
+    ),
+    ("g-slots", "--model gpt-oss-20b --prefill tp=1,kv=nvfp4 --decode tp=2,kv=nvfp4,block=32"),
+    ("g-latents", "--model deepseek-v3.2 --prefill tp=2,kv=fp8_ds_mla --decode tp=4,kv=fp8_ds_mla"),
+    ("g-compressed", "--model deepseek-v4-flash --prefill tp=2,kv=fp8 --decode tp=4"),
+    ("h-dcp", "--model deepseek-v3 --prefill tp=4 --decode tp=8,dcp=4,interleave=16"),
+    ("h-dcp-heads", "--model llama-3.1-8b --prefill tp=2 --decode tp=16,dcp=2"),
+    ("h-pcp", "--model deepseek-v3.2 --prefill tp=2,pcp=2 --decode tp=4"),
+    (
+        "h-pcp-dcp",
+        "--model kimi-linear --prefill tp=2,pcp=2,dcp=4 --decode tp=2,dcp=2,interleave=8",
+    ),
+    (
+        "h-all",
+        "--model deepseek-v3.2 --prefill pcp=4,dcp=4,kv=fp8_ds_mla --decode tp=2,kv=fp8_ds_mla",
+    ),
+];
+
 fn kvferry(arguments: &str) -> (i32, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(arguments.split_whitespace())
@@ -56,7 +79,7 @@ fn tables_are_as_recorded() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let update = std::env::var_os("UPDATE_GOLDEN").is_some();
     let mut different = vec![];
-    for (name, arguments) in CASES {
+    for (name, arguments) in CASES.iter().chain(MORE) {
         let (code, output, errors) = kvferry(&format!("plan {arguments}"));
         assert_eq!((code, errors.as_str()), (0, ""), "{arguments}");
         let found = format!("$ kvferry plan {arguments}\n{output}");
@@ -115,6 +138,44 @@ fn totals_equal_what_the_models_say() {
         let sum = |key: &str| pairs.iter().map(|pair| pair[key].as_u64().unwrap()).sum::<u64>();
         assert_eq!(transfer["bytes"], sum("bytes"), "{name}");
         assert_eq!(transfer["copies"], sum("copies"), "{name}");
+        assert_eq!(answer["works"], true, "{name}");
+    }
+}
+
+/// Where a topology decides what is held, every decode rank needs all entries that its manifest says are
+/// its turn, each as large as it says there.
+#[test]
+fn totals_equal_what_the_ranks_hold() {
+    for (name, arguments) in CASES.iter().chain(MORE) {
+        let words: Vec<&str> = arguments.split_whitespace().collect();
+        let option =
+            |key: &str| words.iter().position(|word| *word == key).map(|index| words[index + 1]);
+        if option("--draft").is_some() || option("--cached").is_some() {
+            continue;
+        }
+        let (_, output, _) = kvferry(&format!("plan --json {arguments}"));
+        let answer: Value = serde_json::from_str(&output).expect("JSON");
+        let tokens = option("--tokens").map_or(8192, |text| text.parse().unwrap());
+        let model = presets::find(option("--model").unwrap()).unwrap().model().unwrap();
+        let decode: Topology = option("--decode").unwrap().parse().unwrap();
+        let mut needed = 0;
+        for rank in vllm::manifests(&model, &decode, "decode").unwrap() {
+            for group in rank.groups() {
+                for piece in &group.pieces {
+                    let kind = rank.kind(piece);
+                    let each = u64::from(kind.law.tokens);
+                    let first = group.window.first_live(tokens) / each;
+                    let (held, modulus) = (piece.phase.held, piece.phase.modulus);
+                    let turn = |entry: &u64| (held.start..held.end).contains(&(entry % modulus));
+                    let entries = match kind.law.entries {
+                        0 => 1,
+                        _ => (first..tokens.div_ceil(each)).filter(turn).count() as u64,
+                    };
+                    needed += entries * piece.bounds.volume() * u64::from(kind.format.bytes);
+                }
+            }
+        }
+        assert_eq!(answer["transfer"]["bytes"], needed, "{name}");
         assert_eq!(answer["works"], true, "{name}");
     }
 }

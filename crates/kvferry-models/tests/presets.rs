@@ -204,7 +204,8 @@ fn what_the_engine_cannot_run_is_named() {
         ("deepseek-v4-flash", "hma=off", "cannot keep the latents of a window in full"),
         ("deepseek-v4-pro", "tp=8,dcp=8", "sliding window"),
         ("deepseek-v4.1", "pp=3", "reads what layer 8 keeps, on another stage"),
-        ("deepseek-v4-flash", "kv=fp8", "which is what fp8_ds_mla means"),
+        ("deepseek-v4-flash", "kv=fp8_e5m2", "which is what fp8 and fp8_ds_mla mean there"),
+        ("deepseek-v4.1", "kv=nvfp4", "which is what fp8 and fp8_ds_mla mean there"),
         ("deepseek-v3", "kv=int8_per_token_head", "no kernels that keep latents so"),
         ("deepseek-v3", "kv=fp8_ds_mla", "with a sparse-attention indexer"),
         ("llama-3.1-8b", "kv=nvfp4_ds_mla", "no kernels that keep keys and values so"),
@@ -214,6 +215,18 @@ fn what_the_engine_cannot_run_is_named() {
     ] {
         let found = error(name, topology);
         assert!(found.contains("cannot run") && found.contains(part), "{name} {topology}: {found}");
+    }
+}
+
+/// Latents that are records of their own have no other form: two names mean what there is without any.
+#[test]
+fn records_of_their_own_are_what_fp8_means() {
+    for name in ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v4.1"] {
+        let model = presets::find(name).unwrap().model().unwrap();
+        let made =
+            |topology: &str| vllm::manifests(&model, &topology.parse().unwrap(), "engine").unwrap();
+        assert_eq!(made("tp=2,kv=fp8"), made("tp=2"), "{name}");
+        assert_eq!(made("tp=2,kv=fp8_ds_mla"), made("tp=2"), "{name}");
     }
 }
 

@@ -131,20 +131,23 @@ def dump(manifest: Manifest, directory: str | os.PathLike[str] | None = None) ->
 
 def _names(layers: Layers, groups: list[Any]) -> dict[str, str]:
     """Names that are the same in every engine: `layers.3`, and the layer's own name in full where
-    several of one kind share a number, so that no order decides which is which."""
-    sharing: dict[tuple[str, specs.Pages], list[str]] = {}
+    several of one kind share a number, so that no order decides which is which. A layer that keeps what
+    another one makes has the other's name: its states are the same."""
+    sharing: dict[tuple[bool, int, specs.Pages], list[str]] = {}
     for group in groups:
         for layer in group.layer_names:
-            draft, index = layers.model.place(layer)
-            name = f"{'draft/' if draft else ''}layers.{index}"
             spec = specs.layer_spec(group, layer)
             pages = specs.pages_of(layer, spec, layers.backends.get(layer))
-            sharing.setdefault((name, pages), []).append(layer)
-    return {
-        layer: name if len(same) == 1 else layer
-        for (name, _), same in sharing.items()
-        for layer in same
-    }
+            sharing.setdefault((*layers.model.place(layer), pages), []).append(layer)
+    names = {}
+    for (draft, index, _), same in sharing.items():
+        maker = index if draft else layers.model.maker(index)
+        for layer in same:
+            if len(same) == 1:
+                names[layer] = f"{'draft/' if draft else ''}layers.{maker}"
+            else:
+                names[layer] = layer.replace(f".{index}.", f".{maker}.", 1)
+    return names
 
 
 def _sight(

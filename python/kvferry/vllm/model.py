@@ -33,6 +33,21 @@ class Model:
         draft = number >= self.layers
         return draft, number - self.layers if draft else number
 
+    def maker(self, index: int) -> int:
+        """The layer that makes what layer `index` of the model keeps: itself, or, in a model whose last layers
+        share caches, the last layer of its type before them.
+
+        vLLM's own models keep nothing for those that share. Its back end for models of transformers keeps a
+        second copy of the same numbers.
+        """
+        text = self._config.model_config.hf_text_config
+        types = getattr(text, "layer_types", None) or []
+        first = self.layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+        if not 0 < first <= index < len(types):
+            return index
+        same = (layer for layer in reversed(range(first)) if types[layer] == types[index])
+        return next(same, index)
+
     def kv_heads(self, layer: str, local: int, sliding: bool) -> int:
         """KV heads of a layer in the whole model, of which this rank holds `local`.
 

@@ -51,10 +51,12 @@ pub(super) fn quantise(
 ) -> Result<(), RulesError> {
     let setting = || format!("kv={}", kv.name());
     if OwnKernels::of(model).is_some() {
-        if kv == CacheType::Fp8DsMla {
+        // The engine takes one name for the other.
+        if matches!(kv, CacheType::Fp8 | CacheType::Fp8DsMla) {
             return Ok(());
         }
-        let reason = "its latents are records of their own, which is what fp8_ds_mla means";
+        let reason =
+            "its latents are records of their own, which is what fp8 and fp8_ds_mla mean there";
         return Err(cannot_run(model, setting(), reason.to_owned()));
     }
     let (_, heads, latents) = TYPES.iter().find(|(known, ..)| *known == kv).expect("all are there");
