@@ -22,6 +22,8 @@ from tiny import save_model
 pytestmark = pytest.mark.more
 
 BLOCKS, LEASE = 160, 6
+#: Seconds from a client's answer to its next request.
+PAUSE = 0.5
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--block-size", "32"),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", str(BLOCKS)),
@@ -110,6 +112,8 @@ class Load:
                 with lock:
                     prompt = text(self.draw, self.draw.randrange(40, 400))
                 self.one(prompt)
+                # A server that starts needs the machine, too.
+                end.wait(PAUSE)
 
         threads = [threading.Thread(target=client) for _ in range(clients)]
         for thread in threads:
@@ -154,7 +158,7 @@ class Load:
 
 
 #: What the router answers itself, where it has no server or cannot reach one.
-ROUTERS_WORDS = ("no healthy", "no available", "error sending request")
+ROUTERS_WORDS = ("no healthy", "no available", "policy failed to select a worker", "error sending request")
 
 
 #: What vLLM's own server stumbles over while it ends.

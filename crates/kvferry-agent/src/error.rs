@@ -27,6 +27,20 @@ pub enum PeerError {
     /// What to do: check the network between the two engines, and whether the other one is overloaded.
     #[error("{0} takes too long")]
     Slow(&'static str),
+    /// Whoever listens at the address says something that no kvferry agent says.
+    ///
+    /// What to do: correct the address; a server has one port for HTTP and another for kvferry.
+    #[error("whoever listens there is not a kvferry agent: it says \"{0}\"")]
+    NotAnAgent(String),
+    /// Whoever listens at the address took the connection, but did not greet as a kvferry agent does.
+    ///
+    /// What to do: check that the address is that of a kvferry agent, that both sides use a key, or both
+    /// TLS, or both neither, and that the other side is not overloaded.
+    #[error(
+        "whoever listens there has not greeted as a kvferry agent does: {0}. Is it one, and has it the \
+         same key or TLS as this side, or neither as well?"
+    )]
+    NoGreeting(&'static str),
     /// The peer did not prove that it holds our key.
     ///
     /// What to do: give both sides the same key, by file or in the environment.
@@ -47,12 +61,12 @@ pub enum PeerError {
     /// or both TLS, or both neither.
     #[error("the peer broke the protocol: {0}")]
     Misbehaved(Misbehaviour),
-    /// The peer speaks another major version.
+    /// The peer speaks another major version, or one that is more than one minor version away.
     ///
-    /// What to do: install the same release of kvferry on both sides.
+    /// What to do: upgrade kvferry on the older side; over several releases, one release at a time.
     #[error(
-        "the peer speaks protocol {theirs}, this side {ours}: the major versions must be the same. \
-         Install the same release of kvferry on both sides"
+        "the peer speaks protocol {theirs}, this side {ours}: the major versions must be the same, and \
+         the minor versions at most one apart. Upgrade kvferry on the older side"
     )]
     Version {
         /// What the peer speaks.

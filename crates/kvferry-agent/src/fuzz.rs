@@ -152,7 +152,7 @@ pub fn messages() -> Vec<Vec<u8>> {
     let mut all = vec![
         encode(&card),
         encode_opening(Version::CURRENT, &hello),
-        encode_opening(Version { major: 1, minor: 9 }, &welcome),
+        encode_opening(Version { major: 1, minor: Version::CURRENT.minor + 1 }, &welcome),
     ];
     all.extend(replies.map(|reply| encode(&(8_u32, reply))));
     all.extend(questions().map(|question| encode(&(9_u32, question))));

@@ -197,33 +197,6 @@ fn one_ticket_at_two_engines_at_once() {
     }
 }
 
-/// A side of 1.1 neither says nor asks what was read by. It works as before, and each side says so.
-#[test]
-fn an_older_side_works_unbound_and_both_sides_say_so() {
-    let log = Log::start();
-    let old = Version { major: 1, minor: 1 };
-    for (theirs, ours) in [(old, Version::CURRENT), (Version::CURRENT, old)] {
-        let before = log.count();
-        let mut p = Recipe::new("p-of-some-age", 1);
-        (p.scheduler.version, p.worker.version) = (theirs, theirs);
-        let mut d = Recipe::new("d-of-some-age", 1);
-        (d.scheduler.version, d.worker.version) = (ours, ours);
-        let (p, d) = (p.start(), d.start());
-        for name in ["first", "second"] {
-            let outcomes = p.hand_over(&d, name, 22, p.scheduler.address());
-            assert_eq!(outcomes, [Outcome::Done]);
-            assert_eq!(p.wait_released().why, Ended::Confirmed);
-        }
-        // The limit: nobody notices.
-        let ticket = p.grant("forged", &OURS, TOKENS);
-        d.load(&load("forged", &ticket, forged(TOKENS, 0, &THEIRS), &DESTINATION));
-        assert_eq!(d.wait_ends("forged"), [Outcome::Done]);
-        assert_eq!(p.counter("confirmations_not_granted"), 0);
-        let (p_says, d_says) = log.count();
-        assert_eq!((p_says - before.0, d_says - before.1), (1, 1), "once each: {log:?}");
-    }
-}
-
 /// A side of 1.2 neither says nor asks what was read for. It works as before, and each side says so.
 #[test]
 fn a_side_that_does_not_know_origins_works_unbound_and_both_sides_say_so() {
@@ -268,11 +241,6 @@ impl Log {
         let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
         _ = lines.try_init();
         log
-    }
-
-    /// How often P and D, of the test that this is about, have said that nothing is bound.
-    fn count(&self) -> (usize, usize) {
-        (self.lines("will not say what it has read by"), self.lines("do not say what was read by"))
     }
 
     /// How many lines there are with this text.

@@ -79,46 +79,58 @@ fn decode_engines_of_different_shape_read_from_one_prefill_engine() {
     }
 }
 
-/// The lock-step of a newer and an older release, both ways.
-#[test]
-fn minor_versions_work_together() {
-    let (old, new) = (Version { major: 1, minor: 0 }, Version { major: 1, minor: 9 });
-    for (ours, theirs) in [(old, new), (new, old), (old, Version::CURRENT), (Version::CURRENT, old)]
-    {
-        let mut p = Recipe::new("p", 2);
-        (p.scheduler.version, p.worker.version) = (theirs, theirs);
-        let mut d = Recipe::new("d", 1);
-        (d.scheduler.version, d.worker.version) = (ours, ours);
-        hand_over(&p.start(), &d.start());
-    }
+const fn version(major: u16, minor: u16) -> Version {
+    Version { major, minor }
 }
 
-#[test]
-fn an_older_agent_says_that_it_has_no_status() {
-    let mut p = Recipe::new("p", 1);
-    p.scheduler.version = Version { major: 1, minor: 0 };
-    let p = p.start();
-    let answer = ask_status(p.scheduler.address(), &Trust::Loopback, LONG).unwrap_err();
-    let (theirs, needed) = (Version { major: 1, minor: 0 }, Version { major: 1, minor: 1 });
-    assert_eq!(answer, PeerError::TooOld { what: "asking for its status", theirs, needed });
+/// An engine of a release that speaks this version.
+fn of_version(name: &'static str, tp: u64, version: Version) -> Engine {
+    let mut recipe = Recipe::new(name, tp);
+    (recipe.scheduler.version, recipe.worker.version) = (version, version);
+    recipe.start()
 }
 
+/// A release and the one before it, both ways. (What the release before really said: `older.rs`.)
 #[test]
-fn another_major_version_is_refused_by_name() {
-    let mut p = Recipe::new("p", 1);
-    p.scheduler.version = Version { major: 2, minor: 0 };
-    let (p, d) = (p.start(), Recipe::new("d", 1).start());
-    let ticket = p.grant("r", &[1], 1);
-    d.start_load("r", &ticket, &[1], &[1], 1, LONG);
-    match &d.wait_ends("r")[0] {
-        Outcome::Failed(Failure::Refused(reason)) => {
-            assert!(
-                reason.contains("2.0") && reason.contains(&Version::CURRENT.to_string()),
-                "{reason}"
-            );
+fn neighbouring_minor_versions_work_together() {
+    let Version { major, minor } = Version::CURRENT;
+    for other in [version(major, minor - 1), version(major, minor + 1)] {
+        for (ours, theirs) in [(Version::CURRENT, other), (other, Version::CURRENT)] {
+            hand_over(&of_version("p", 2, theirs), &of_version("d", 1, ours));
         }
-        other => panic!("{other:?}"),
     }
+}
+
+/// Both versions are named on both sides, at once, and nothing is moved or lost: P goes on to serve whom it can.
+#[test]
+fn a_version_too_far_away_is_refused_by_name() {
+    let Version { major, minor } = Version::CURRENT;
+    for other in [version(major + 1, 0), version(major, minor - 2), version(major, minor + 2)] {
+        for (ours, theirs) in [(Version::CURRENT, other), (other, Version::CURRENT)] {
+            let (p, d) = (of_version("p", 1, theirs), of_version("d", 1, ours));
+            let ticket = p.grant("r", &[1], 1);
+            d.start_load("r", &ticket, &[1], &[1], 1, LONG);
+            let Outcome::Failed(Failure::Refused(reason)) = &d.wait_ends("r")[0] else {
+                panic!("not refused")
+            };
+            assert_eq!(*reason, PeerError::Version { theirs, ours }.to_string());
+            assert_eq!(d.ranks[0].touched(), 0);
+            assert!(p.counter("connections_turned_away") > 0);
+            assert_eq!(p.scheduler.status().leases.len(), 1, "nobody has taken it away");
+            let near = of_version("near", 1, theirs);
+            near.start_load("r", &ticket, &[1], &[1], 1, LONG);
+            assert_eq!(near.wait_ends("r"), [Outcome::Done]);
+        }
+    }
+}
+
+/// What operators ask is refused by name, too.
+#[test]
+fn a_status_is_not_asked_of_a_version_too_far_away() {
+    let (ours, theirs) = (Version::CURRENT, version(1, Version::CURRENT.minor - 2));
+    let p = of_version("p", 1, theirs);
+    let answer = ask_status(p.scheduler.address(), &Trust::Loopback, LONG).unwrap_err();
+    assert_eq!(answer, PeerError::Version { theirs, ours });
 }
 
 #[test]

@@ -72,7 +72,7 @@ pub struct Origin(pub [u8; 16]);
 /// What a reader says of what it has read, as far as its version lets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Claim {
-    /// Nothing.
+    /// Nothing. No version that is served says so little; the models show what that would lead to.
     Nothing,
     /// By which tables.
     Tables(Fingerprint),

@@ -37,16 +37,7 @@ impl Host for Core {
                 match fitted.await {
                     Ok(Ok(cards)) => {
                         info!(who, cards = cards.len(), "shook hands");
-                        if version < Version::GRANTS {
-                            warn!(
-                                who,
-                                %version,
-                                "a peer will not say what it has read by, because one of the sides is too \
-                                 old: it cannot be told whether that was granted. Protocol {} or later on \
-                                 both sides tells",
-                                Version::GRANTS
-                            );
-                        } else if version < Version::ORIGINS {
+                        if version < Version::ORIGINS {
                             warn!(
                                 who,
                                 %version,
@@ -76,9 +67,9 @@ impl Host for Core {
                 });
                 Reply::Leases(answers.collect())
             }
-            Question::Confirm { incarnation, key, consumer } => {
-                self.confirm(who, incarnation, &key, &consumer, Claim::Nothing)
-            }
+            Question::Confirm { .. } => Reply::Refused(format!(
+                "protocol {version} confirms nothing without a word on what was read by"
+            )),
             Question::ConfirmRead { incarnation, key, consumer, read_by } => {
                 self.confirm(who, incarnation, &key, &consumer, Claim::Tables(read_by))
             }
@@ -112,9 +103,6 @@ impl Host for Core {
             }
             Question::Do { .. } => {
                 Reply::Refused("this is a scheduler: it takes no tasks itself".to_owned())
-            }
-            Question::Status if version < Version::STATUS => {
-                Reply::Refused(format!("protocol {version} has no such question"))
             }
             Question::Status => {
                 Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())

@@ -129,8 +129,7 @@ pub(super) fn ask(
     };
     runtime.block_on(async {
         let deadline = after(patience).into();
-        let link = tokio::time::timeout_at(deadline, Link::open(address, &caller)).await;
-        let link = link.unwrap_or(Err(PeerError::Slow("connecting")))?;
+        let link = Link::open(address, &caller, deadline).await?;
         if matches!(question, Question::Drain { .. }) && link.version() < Version::DRAINS {
             let (theirs, needed) = (link.version(), Version::DRAINS);
             return Err(PeerError::TooOld { what: "draining", theirs, needed });

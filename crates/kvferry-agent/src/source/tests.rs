@@ -79,7 +79,7 @@ impl World {
         let address = address.to_owned();
         self.background.spawn(async move {
             let until = Instant::now() + Duration::from_secs(20);
-            let link = Link::open(&address, &caller).await.unwrap();
+            let link = Link::open(&address, &caller, until.into()).await.unwrap();
             tell.send(link.ask(question, until.into()).await.unwrap()).unwrap();
         });
         told.recv_timeout(Duration::from_secs(30)).unwrap()

@@ -2,9 +2,11 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use snow::{Builder, StatelessTransportState};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::time::timeout;
 
 use super::trust::{Tls, Trust};
 use crate::error::{Misbehaviour, PeerError};
@@ -14,6 +16,8 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// What Noise allows in one message, and what of that is its authentication.
 const NOISE_BYTES: usize = 65_535;
 const NOISE_TAG: usize = 16;
+/// How long the answer to a Noise handshake of this pattern is: a public key, and its authentication.
+const NOISE_ANSWER: u16 = 48;
 
 /// Longest message before the two sides have greeted each other.
 pub(crate) const MAX_OPENING: usize = 4 << 10;
@@ -65,7 +69,13 @@ pub(crate) async fn open(
             let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
             write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("connecting", &e))?;
             // A peer with another key closes the connection here.
-            let answer = read_frame(&mut stream).await.map_err(|_| PeerError::Untrusted)?;
+            let mut length = [0; 2];
+            stream.read_exact(&mut length).await.map_err(|_| PeerError::Untrusted)?;
+            if u16::from_le_bytes(length) != NOISE_ANSWER {
+                return Err(not_an_agent(&length, &mut stream).await);
+            }
+            let mut answer = [0; NOISE_ANSWER as usize];
+            stream.read_exact(&mut answer).await.map_err(|_| PeerError::Untrusted)?;
             noise.read_message(&answer, &mut buffer).map_err(|_| PeerError::Untrusted)?;
             sealed(stream, noise)
         }
@@ -161,6 +171,20 @@ impl Sender {
 }
 
 impl Receiver {
+    /// Receives the first message of whoever was connected to. Who that is, is not known yet.
+    pub(crate) async fn greeting(&mut self) -> Result<Vec<u8>, PeerError> {
+        let silent = |error| match error {
+            PeerError::Io { .. } => PeerError::NoGreeting("it closed the connection"),
+            other => other,
+        };
+        let head = self.take(4).await.map_err(silent)?;
+        let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        if !(4..=MAX_OPENING).contains(&length) {
+            return Err(not_an_agent(&head, &mut self.stream).await);
+        }
+        self.take(length).await.map_err(silent)
+    }
+
     /// Receives one message of at most `longest` bytes.
     pub(crate) async fn receive(&mut self, longest: usize) -> Result<Vec<u8>, PeerError> {
         let length = self.take(4).await?;
@@ -197,6 +221,18 @@ impl Receiver {
         let rest = self.pending.split_off(n);
         Ok(std::mem::replace(&mut self.pending, rest))
     }
+}
+
+/// What to say of someone who began like this.
+async fn not_an_agent<S: AsyncRead + Unpin + ?Sized>(began: &[u8], stream: &mut S) -> PeerError {
+    let mut said = [0; 24];
+    said[..began.len()].copy_from_slice(began);
+    // What there is already, to show more than the first letters.
+    let more = timeout(Duration::from_millis(100), stream.read(&mut said[began.len()..])).await;
+    let more = more.map_or(0, |read| read.unwrap_or(0));
+    let said = &said[..began.len() + more];
+    let line = said.split(|byte| b"\r\n".contains(byte)).next().unwrap_or(said);
+    PeerError::NotAnAgent(line.escape_ascii().to_string())
 }
 
 async fn read_frame<S: AsyncRead + Unpin + ?Sized>(stream: &mut S) -> io::Result<Vec<u8>> {

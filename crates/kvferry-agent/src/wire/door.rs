@@ -196,7 +196,7 @@ impl Door {
         let (mut sender, mut receiver) = channel::accept(stream, &self.trust).await?;
         let hello = receiver.receive(MAX_OPENING).await?;
         let opening = decode_opening(self.version, &hello);
-        // A peer of another major version has proven itself: it may know which this is.
+        // A peer of a version that is not served has proven itself: it may know which this is.
         let welcome = match opening {
             Ok(_) | Err(PeerError::Version { .. }) => encode_opening(self.version, &host.welcome()),
             Err(error) => return Err(error),

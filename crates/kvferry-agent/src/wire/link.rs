@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, warn};
 
-use super::channel::{self, MAX_OPENING, MAX_REPLY, Receiver, Sender, io_error};
+use super::channel::{self, MAX_REPLY, Receiver, Sender, io_error};
 use super::message::{
     Hello, Known, News, Question, Reply, Sought, Ticket, Welcome, decode, decode_opening, encode,
     encode_opening,
@@ -50,17 +50,16 @@ impl fmt::Debug for Link {
 }
 
 impl Link {
-    pub(crate) async fn open(address: &str, caller: &Caller) -> Result<Self, PeerError> {
-        // What the system says of a name that it does not know is in no category.
-        let unknown = |_| PeerError::Io { what: "looking up the name of the host", kind: NotFound };
-        let hosts: Vec<_> = lookup_host(address).await.map_err(unknown)?.collect();
-        let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
-        stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
-        let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
-        let hello = Hello { who: caller.who.clone() };
-        sender.send(&encode_opening(caller.version, &hello)).await?;
-        let answer = receiver.receive(MAX_OPENING).await?;
-        let (version, welcome) = decode_opening(caller.version, &answer)?;
+    pub(crate) async fn open(
+        address: &str,
+        caller: &Caller,
+        deadline: Instant,
+    ) -> Result<Self, PeerError> {
+        let stream = timeout_at(deadline, connect(address)).await;
+        let stream = stream.unwrap_or(Err(PeerError::Slow("connecting")))?;
+        let greeted = timeout_at(deadline, greet(stream, address, caller)).await;
+        let (sender, receiver, version, welcome) =
+            greeted.unwrap_or(Err(PeerError::NoGreeting("nothing came in time")))?;
         let (questions, asked) = mpsc::channel(256);
         let closed = Arc::new(AtomicBool::new(false));
         let link = Self {
@@ -99,10 +98,6 @@ impl Link {
         question: Question,
         deadline: Instant,
     ) -> Result<Reply, PeerError> {
-        if matches!(question, Question::Status) && self.version < Version::STATUS {
-            let (theirs, needed) = (self.version, Version::STATUS);
-            return Err(PeerError::TooOld { what: "asking for its status", theirs, needed });
-        }
         let (answer, answered) = oneshot::channel();
         let asked = async {
             self.questions.send((question, answer)).await.map_err(|_| PeerError::Closed)?;
@@ -110,6 +105,29 @@ impl Link {
         };
         timeout_at(deadline, asked).await.unwrap_or(Err(PeerError::Slow("an answer")))
     }
+}
+
+async fn connect(address: &str) -> Result<TcpStream, PeerError> {
+    // What the system says of a name that it does not know is in no category.
+    let unknown = |_| PeerError::Io { what: "looking up the name of the host", kind: NotFound };
+    let hosts: Vec<_> = lookup_host(address).await.map_err(unknown)?.collect();
+    let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
+    stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
+    Ok(stream)
+}
+
+/// Both sides say who they are. Whoever listens there may be anybody.
+async fn greet(
+    stream: TcpStream,
+    address: &str,
+    caller: &Caller,
+) -> Result<(Sender, Receiver, Version, Welcome), PeerError> {
+    let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
+    let hello = Hello { who: caller.who.clone() };
+    sender.send(&encode_opening(caller.version, &hello)).await?;
+    let answer = receiver.greeting().await?;
+    let (version, welcome) = decode_opening(caller.version, &answer)?;
+    Ok((sender, receiver, version, welcome))
 }
 
 /// The questions that were not answered yet, by their number.
@@ -280,12 +298,12 @@ impl Links {
                 }
                 sleep_until(not_before).await;
             }
-            match timeout_at(deadline, Link::open(address, &self.caller)).await {
-                Ok(Ok(link)) => {
+            match Link::open(address, &self.caller, deadline).await {
+                Ok(link) => {
                     *dial = Dial { link: Some(link.clone()), ..Dial::default() };
                     return Ok(link);
                 }
-                Ok(Err(error)) => {
+                Err(error) => {
                     let pause = FIRST_PAUSE * 2_u32.pow(dial.failures.min(8));
                     dial.failures += 1;
                     dial.not_before = Some(Instant::now() + pause.min(LONGEST_PAUSE));
@@ -295,7 +313,6 @@ impl Links {
                         return Err(error);
                     }
                 }
-                Err(_) => return Err(PeerError::Slow("connecting")),
             }
         }
     }
@@ -303,5 +320,9 @@ impl Links {
 
 /// Whether trying again at once is of no use.
 pub(crate) fn is_final(error: &PeerError) -> bool {
-    !matches!(error, PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed)
+    let passing = matches!(
+        error,
+        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::NoGreeting(_) | PeerError::Closed
+    );
+    !passing
 }

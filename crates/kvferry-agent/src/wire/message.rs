@@ -145,7 +145,8 @@ pub(crate) enum Question {
     Fit { manifest: Vec<u8>, transport: String },
     /// These requests are still wanted.
     Extend { incarnation: Incarnation, keys: Vec<LeaseKey> },
-    /// This rank has read what it needs: was the lease held until now?
+    /// This rank has read what it needs: was the lease held until now? Only 1.1 and older ask like this;
+    /// here to keep the places of those that follow.
     Confirm { incarnation: Incarnation, key: LeaseKey, consumer: Consumer },
     /// These requests are not wanted any more.
     Abandon { incarnation: Incarnation, keys: Vec<LeaseKey> },
@@ -343,7 +344,7 @@ pub(crate) fn encode_opening<T: Serialize>(version: Version, value: &T) -> Vec<u
     bytes
 }
 
-/// Reads a hello or welcome of this major version or says which other it is; skips what a newer
+/// Reads a hello or welcome of a version that is served, or says which other it is; skips what a newer
 /// minor version has added.
 pub(crate) fn decode_opening<T: DeserializeOwned>(
     ours: Version,
@@ -353,7 +354,7 @@ pub(crate) fn decode_opening<T: DeserializeOwned>(
     let [a, b, c, d, rest @ ..] = bytes else { return Err(garbage) };
     let theirs =
         Version { major: u16::from_le_bytes([*a, *b]), minor: u16::from_le_bytes([*c, *d]) };
-    if theirs.major != ours.major {
+    if !ours.serves(theirs) {
         return Err(PeerError::Version { theirs, ours });
     }
     let (value, _) = postcard::take_from_bytes(rest).map_err(|_| garbage)?;
@@ -367,7 +368,7 @@ mod tests {
     #[test]
     fn a_newer_minor_version_may_add_to_a_hello() {
         let ours = Version { major: 1, minor: 0 };
-        let newer = Version { major: 1, minor: 7 };
+        let newer = Version { major: 1, minor: 1 };
         let mut bytes = encode_opening(newer, &Hello { who: "d".to_owned() });
         bytes.extend(b"something new");
         let (version, hello): (_, Hello) = decode_opening(ours, &bytes).unwrap();
@@ -375,11 +376,14 @@ mod tests {
     }
 
     #[test]
-    fn another_major_version_is_named_even_if_nothing_else_can_be_read() {
-        let ours = Version::CURRENT;
-        let answer: Result<(Version, Hello), _> = decode_opening(ours, &[9, 0, 4, 0, 0xff, 0xff]);
-        let theirs = Version { major: 9, minor: 4 };
-        assert_eq!(answer.unwrap_err(), PeerError::Version { theirs, ours });
+    fn a_version_too_far_away_is_named_even_if_nothing_else_can_be_read() {
+        let ours = Version { major: 1, minor: 3 };
+        for (major, minor) in [(9, 3), (0, 3), (1, 1), (1, 5)] {
+            let bytes = [major as u8, 0, minor as u8, 0, 0xff, 0xff];
+            let answer: Result<(Version, Hello), _> = decode_opening(ours, &bytes);
+            let theirs = Version { major, minor };
+            assert_eq!(answer.unwrap_err(), PeerError::Version { theirs, ours });
+        }
     }
 
     #[test]

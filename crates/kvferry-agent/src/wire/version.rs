@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// A version of the protocol. The major numbers of two sides must be equal; of the minor numbers the
-/// lower one is spoken.
+/// A version of the protocol. The major numbers of two sides must be equal, and their minor numbers at most
+/// one apart: engines are upgraded one at a time, from one release to the next. The lower one is spoken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
     /// Changes when sides no longer understand each other.
@@ -15,10 +15,6 @@ pub struct Version {
 impl Version {
     /// What this release speaks.
     pub const CURRENT: Self = Self { major: 1, minor: 3 };
-    /// From here on a side can be asked for its status.
-    pub(crate) const STATUS: Self = Self { major: 1, minor: 1 };
-    /// From here on a confirmation says what was read by.
-    pub(crate) const GRANTS: Self = Self { major: 1, minor: 2 };
     /// From here on a lease can be followed while it grows.
     pub(crate) const FRONTIERS: Self = Self { major: 1, minor: 3 };
     /// From here on a confirmation says what the blocks are wanted for.
@@ -27,6 +23,11 @@ impl Version {
     pub(crate) const TASKS: Self = Self { major: 1, minor: 3 };
     /// From here on a side can be told to drain.
     pub(crate) const DRAINS: Self = Self { major: 1, minor: 3 };
+
+    /// Whether sides that speak these two serve each other.
+    pub(crate) fn serves(self, other: Self) -> bool {
+        self.major == other.major && self.minor.abs_diff(other.minor) <= 1
+    }
 }
 
 impl fmt::Display for Version {

@@ -19,7 +19,7 @@ use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
 use crate::rules::lease::{Answer, Consumer, Loss};
-use crate::wire::link::{Caller, Links, Told};
+use crate::wire::link::{Caller, Links, Told, is_final};
 use crate::wire::message::{
     Card, Incarnation, Known, Question, Reply, ServiceCard, Sought, Ticket,
 };
@@ -211,15 +211,7 @@ impl Peers {
         let plan = plan.map_err(|error| Failure::Refused(error.to_string()))?;
         let ranks = cards.iter().map(|card| card.rank).collect();
         let sources = self.connect(&plan, cards, deadline).await?;
-        if version < Version::GRANTS {
-            warn!(
-                address,
-                %version,
-                "confirmations do not say what was read by, because one of the sides is too old: block \
-                 ids from a router are believed. Protocol {} or later on both sides checks them",
-                Version::GRANTS
-            );
-        } else if version < Version::ORIGINS {
+        if version < Version::ORIGINS {
             warn!(
                 address,
                 %version,
@@ -347,12 +339,9 @@ impl Peers {
                 let version = link.version();
                 let question = if version >= Version::ORIGINS {
                     Question::ConfirmFor { incarnation, key, consumer, read_by, origin }
-                } else if version >= Version::GRANTS {
+                } else {
                     // It cannot tell whether the ticket is this request's.
                     Question::ConfirmRead { incarnation, key, consumer, read_by }
-                } else {
-                    // Nor whether the tables are its own.
-                    Question::Confirm { incarnation, key, consumer }
                 };
                 link.ask(question, deadline.into()).await
             };
@@ -415,9 +404,7 @@ impl SourceEngine {
 
 fn peer_failure(error: &PeerError) -> Failure {
     match error {
-        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::Closed => {
-            Failure::PeerGone(error.to_string())
-        }
-        _ => Failure::Refused(error.to_string()),
+        error if is_final(error) => Failure::Refused(error.to_string()),
+        error => Failure::PeerGone(error.to_string()),
     }
 }

@@ -1,0 +1,121 @@
+//! A ticket, or an operator, that names an address where something else listens: what was found is said.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::*;
+use kvferry_agent::{Failure, Key, Outcome, PeerError, Trust, ask_status};
+
+/// For whoever waits until the end of it.
+const SHORT: Duration = Duration::from_millis(600);
+const HTTP: &[u8] = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request";
+const IT_SAYS: &str = "whoever listens there is not a kvferry agent: it says ";
+const NOT_GREETED: &str = "whoever listens there has not greeted as a kvferry agent does: ";
+
+/// What answers every connection in the same way.
+#[derive(Clone, Copy)]
+enum Listener {
+    /// Says this as soon as it has heard something.
+    Says(&'static [u8]),
+    Hangs,
+    /// Closes when it has heard something.
+    Closes,
+}
+
+impl Listener {
+    /// Its address.
+    fn start(self) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        thread::spawn(move || {
+            let mut open: Vec<TcpStream> = vec![];
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                if !matches!(self, Self::Hangs) {
+                    _ = stream.read(&mut [0; 4096]);
+                }
+                if let Self::Says(bytes) = self {
+                    stream.write_all(bytes).unwrap();
+                }
+                if !matches!(self, Self::Closes) {
+                    open.push(stream);
+                }
+            }
+        });
+        address
+    }
+}
+
+fn key() -> Trust {
+    Trust::Key(Key::new(b"a secret that both sides share").unwrap())
+}
+
+/// How a load from this address ends, and how long that takes.
+fn load_from(address: String, trust: Trust, handshake: Duration) -> (Outcome, Duration) {
+    let p = Recipe::new("p", 1).start();
+    let mut d = Recipe::new("d", 1).trust(trust);
+    d.worker.handshake = handshake;
+    let d = d.start();
+    let mut ticket = p.grant("r", &[1], 1);
+    ticket.address = address;
+    let began = Instant::now();
+    d.start_load("r", &ticket, &[1], &[1], 1, LONG);
+    let outcome = d.wait_ends("r").remove(0);
+    assert_eq!(d.ranks[0].touched(), 0);
+    (outcome, began.elapsed())
+}
+
+#[test]
+fn what_something_else_says_is_shown_at_once() {
+    let cases: [(&'static [u8], &str); 4] = [
+        (HTTP, r#""HTTP/1.1 400 Bad Request""#),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", r#""SSH-2.0-OpenSSH_9.2""#),
+        // As of a telnet server: what cannot be printed is written as numbers.
+        (b"\xff\xfd\x18\xff", r#""\xff\xfd\x18\xff""#),
+        // Too short for any greeting.
+        (&[0; 4], r#""\x00\x00\x00\x00""#),
+    ];
+    for (says, shown) in cases {
+        for trust in [Trust::Loopback, key()] {
+            let (outcome, took) = load_from(Listener::Says(says).start(), trust, LONG);
+            let Outcome::Failed(Failure::Refused(reason)) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(reason, format!("{IT_SAYS}{shown}"));
+            assert!(took < LONG / 2, "{took:?}");
+        }
+    }
+    let address = Listener::Says(HTTP).start();
+    let answer = ask_status(&address, &Trust::Loopback, LONG).unwrap_err();
+    assert_eq!(answer, PeerError::NotAnAgent("HTTP/1.1 400 Bad Request".to_owned()));
+}
+
+/// It may be an agent that will be well again: tried until the end.
+#[test]
+fn silence_is_not_the_networks() {
+    for (listener, trust, how) in [
+        (Listener::Hangs, Trust::Loopback, "nothing came in time"),
+        (Listener::Hangs, key(), "nothing came in time"),
+        (Listener::Closes, Trust::Loopback, "it closed the connection"),
+        // Ten bytes of a longer message, as the side channel of vLLM's own connector sends them first.
+        (Listener::Says(b"\xff\0\0\0\0\0\0\0\x01\x7f"), Trust::Loopback, "nothing came in time"),
+    ] {
+        let (outcome, _) = load_from(listener.start(), trust, SHORT);
+        let Outcome::Failed(Failure::PeerGone(reason)) = outcome else { panic!("{outcome:?}") };
+        assert!(reason.starts_with(&format!("{NOT_GREETED}{how}")), "{reason}");
+    }
+    let answer = ask_status(&Listener::Hangs.start(), &Trust::Loopback, SHORT).unwrap_err();
+    assert_eq!(answer, PeerError::NoGreeting("nothing came in time"));
+}
+
+#[test]
+fn where_nobody_listens_the_system_says_so() {
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let (outcome, _) = load_from(nobody, Trust::Loopback, SHORT);
+    assert_eq!(
+        outcome,
+        Outcome::Failed(Failure::PeerGone("connecting: connection refused".to_owned()))
+    );
+}
