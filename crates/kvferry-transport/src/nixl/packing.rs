@@ -237,10 +237,10 @@ impl Packer {
         if self.on_cards != (ours != Place::Host, theirs != Place::Host) {
             return None;
         }
-        // Two for each lane, so that they overlap, but none that is not worth a transfer. Nests start at
-        // multiples of 16.
+        // One for each lane, where slots are long enough, but none that is not worth a transfer. Nests
+        // start at multiples of 16.
         let spare = gather::SLOT_BYTES - gather::LIMITS.bytes;
-        let bytes = (loops.bytes() / (2 * self.lanes)).max(LEAST_PART);
+        let bytes = loops.bytes().div_ceil(self.lanes.max(1)).max(LEAST_PART);
         Some(CutLimits { bytes: bytes.min(self.slot.saturating_sub(spare)), ..gather::LIMITS })
     }
 }
@@ -411,7 +411,7 @@ mod tests {
     #[test]
     fn what_is_told_is_read() {
         let instance = Instance([3; 16]);
-        let mut told = vec![7; 16];
+        let mut told = Secret { instance, token: [7; 32] }.token.to_vec();
         told.extend([0x1000_u64, 1 << 20].iter().flat_map(|number| number.to_le_bytes()));
         put_block(&mut told, b"127.0.0.1:5000");
         let framed = |told: &[u8]| {
