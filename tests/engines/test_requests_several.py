@@ -201,6 +201,20 @@ def test_beams_are_made_from_what_d_holds(pair):
     assert decode.call(forget)
 
 
+def test_beams_that_compute_the_prompt_leave_nothing(pair):
+    """Without that request, P and D compute the prompt, each for its own beams: they are alike, P keeps nothing
+    for D, and D reads nothing."""
+    prefill, decode = pair("qwen3", prefix=True, block_size=32)
+    (prompt,) = prompts(random.Random(7), [LENGTH])
+    before = counted(decode)
+    made = prefill.call(beams, prompt)
+    assert len({tuple(tokens) for tokens, _ in made}) == 3
+    assert prefill.call(leases) == []
+    assert decode.call(beams, prompt) == made
+    assert counted(decode) == before
+    assert decode.call(forget)
+
+
 def beams(engine, prompt):
     from vllm.sampling_params import BeamSearchParams
 

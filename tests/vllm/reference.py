@@ -75,8 +75,12 @@ def answer(name, draft, topology):
 
     cache_config = CacheConfig(block_size=asked.get("block"), enable_prefix_caching=False)
     cache_config.cache_dtype = cache_type
-    if cache_type.endswith("ds_mla") and not all(layer["sort"] in ("mla", "indexer") for layer in layers):
+    keys = any(layer["sort"] in ("attention", "sliding") and "role" not in layer for layer in layers)
+    if cache_type.endswith("ds_mla") and keys:
         raise Refused("no back end keeps keys and values so")
+    latents = {layer["backend"] for layer in layers if layer.get("role") == "latent"}
+    if own and not all(it.supports_kv_cache_dtype(cache_type) for it in latents):
+        raise Refused("its back ends do not take the cache data type")
     cache_config.num_gpu_blocks_override = asked.get("blocks", 4096)
     model.max_model_len = 256
     model.original_max_model_len = 256
@@ -147,7 +151,7 @@ def answer(name, draft, topology):
 
     # The pools.
     check_turns(asked, layers, specs)
-    if cache_type == "nvfp4" and not KVCacheLayout[config_layout_name(cache_config)].is_block_contiguous:
+    if cache_type == "nvfp4" and keys and not KVCacheLayout[config_layout_name(cache_config)].is_block_contiguous:
         raise Refused("a head's slot in several pieces")
     if tp_refused(layers, model, tp) or (
         draft not in (None, "mtp") and tp_refused([{"sort": "mla"}], model_config(draft), tp)

@@ -1,0 +1,71 @@
+"""Caches that vLLM quantises on a CPU: to 8 bits, with scales of the layer, and to nothing else."""
+
+import random
+
+import pytest
+import torch
+from exact import check, hand_over, nothing_left, prompts
+from serving import Server
+from test_refusals import listen, why_it_failed
+from tiny import save_model
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(
+        not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+        reason="vLLM: FP8 KV cache on CPU requires x86 with AVX-512 or AMX",
+    ),
+]
+
+WAYS = {
+    "plain": {"block_size": 32},
+    "fp8": {"kv_cache_dtype": "fp8", "block_size": 32},
+    "fp8, larger blocks": {"kv_cache_dtype": "fp8", "block_size": 64},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "block_size": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    model = save_model("qwen3", folder / "quantised")
+    running = {}
+
+    def start(way):
+        if way not in running:
+            running[way] = Server(model, "kv_both", **WAYS[way])
+        return running[way]
+
+    yield start
+    for server in running.values():
+        server.close()
+
+
+def test_the_answer_is_that_of_one_engine(engines):
+    check(engines("fp8"), engines("fp8, larger blocks"))
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "words"),
+    [
+        ("fp8", "plain", ["fp8_e4m3, keys times 1, values times 1 (1 bytes)", "f32 (4 bytes)"]),
+        ("fp8", "fp8_e5m2", ["fp8_e4m3", "fp8_e5m2"]),
+    ],
+)
+def test_another_format_is_refused_with_both(engines, p, d, words):
+    prefill, decode = engines(p), engines(d)
+    decode.call(listen)
+    (prompt,) = prompts(random.Random(f"{p} to {d}"), [70])
+    assert hand_over(prefill, decode, prompt) == []
+    why = decode.call(why_it_failed)
+    for word in words:
+        assert word in why
+    nothing_left(prefill, decode)
+
+
+@pytest.mark.parametrize("mode", ["int8_per_token_head", "nvfp4"])
+def test_others_are_refused_by_name_when_an_engine_starts(folder, mode):
+    """vLLM's CPU back end does not name them among those that it takes, but does not look."""
+    assert not CPUAttentionBackend.supports_kv_cache_dtype(mode)
+    with pytest.raises(AssertionError, match=f"{mode} caches of the CPU back end are not described"):
+        Server(save_model("qwen3", folder / mode), "kv_both", kv_cache_dtype=mode, block_size=32)
