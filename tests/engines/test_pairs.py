@@ -13,11 +13,9 @@ import patches
 import pytest
 import standins
 from exact import LENGTHS, check, check_close
+from families import CHANNELS_FIRST, LATENT, MORE, NATIVE, RANKS, cases
 
-MORE = pytest.mark.more
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-CHANNELS_FIRST = patches.environment(VLLM_SSM_CONV_STATE_LAYOUT="DS")
 BLOCKS_OUTERMOST = {
     "prepare": [patches.blocks_outermost, patches.environment(VLLM_KV_CACHE_LAYOUT="BLHNC")]
 }
@@ -25,9 +23,6 @@ ONE_LAYER_LAST = patches.environment(VLLM_PP_LAYER_PARTITION="5,1")
 LOCAL = {"extra": {"transport": "local"}}
 NIXL = {"extra": {"transport": "nixl"}}
 NARROW = {"block_size": 32, "hf_overrides": {"sliding_window": 8}}
-#: Without it, vLLM's own answers for these models are wrong on a CPU.
-NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
-LATENT = {**NATIVE, "attention_backend": "CPU_MLA", "prepare": [patches.latent_blocks]}
 KIMI = {**LATENT, "prepare": [patches.latent_blocks, standins.kimi]}
 #: The only format that vLLM's CPU kernels know.
 HALF = {"dtype": "bfloat16", "prepare": [patches.split_prompts]}
@@ -173,15 +168,7 @@ FAMILIES = {
 }
 
 
-def _cases():
-    for family, (_, _, pairs) in FAMILIES.items():
-        for pair in pairs:
-            p, d = getattr(pair, "values", pair)
-            marks = getattr(pair, "marks", ())
-            yield pytest.param(family, p, d, id=f"{family}: {p} to {d}", marks=marks)
-
-
-@pytest.mark.parametrize(("family", "p", "d"), list(_cases()))
+@pytest.mark.parametrize(("family", "p", "d"), list(cases(FAMILIES)))
 def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
     kind, engines, _ = FAMILIES[family]
     prefill, decode = fleet(kind, engines, p), fleet(kind, engines, d)

@@ -1,43 +1,10 @@
 """A pair that cannot work costs the request, says why, and nothing else."""
 
-import logging
 import random
-import time
 
 import pytest
 from exact import hand_over, nothing_left, prompts
-from kvferry.vllm.logs import logger
-
-_said = []
-
-
-class _Keep(logging.Handler):
-    def emit(self, record):
-        _said.append(record.getMessage())
-
-
-# In the engine's process.
-
-
-def listen(_engine):
-    logger.addHandler(_Keep())
-
-
-def why_it_failed(engine):
-    return said(engine, "the load failed")
-
-
-def said(_engine, words):
-    """The last line with these words."""
-    # Lines are logged by a thread of their own.
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        for line in reversed(_said):
-            if words in line:
-                return line
-        time.sleep(0.01)
-    return f"nothing: {_said}"
-
+from heard import everything_said, listen, said
 
 MORE = pytest.mark.more
 HALF = {"dtype": "bfloat16"}
@@ -75,7 +42,8 @@ def test_a_pair_that_cannot_work_is_refused_by_name(serve, differs, policy):
     alone, _ = decode.generate(prompt)
     moved = hand_over(prefill, decode, prompt)
     assert moved == (alone if policy == "recompute" else [])
-    why = decode.call(why_it_failed)
+    why = decode.call(said, "the load failed")
+    assert why is not None, decode.call(everything_said)
     for word in words:
         assert word in why
     # The engine is none the worse.

@@ -8,11 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 from exact import nothing_left, prompts, unbound
+from heard import listen, said
 from http_pair import save_tokenizer
 from life.inside import count_preemptions, counter, leases, preemptions, whats_left
 from requests_inside import ask, cut, pooled, prefilled
 from serving import Server
-from test_refusals import listen, said
 from tiny import save_model
 
 LENGTH = 90

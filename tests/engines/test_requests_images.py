@@ -4,12 +4,12 @@ import random
 
 import pytest
 from exact import nothing_left, unbound
+from heard import listen, said
 from life.inside import counter, where, whats_left
 from life.pushed import answers
 from pictured import IMAGE, picture, save_pictured
 from requests_inside import ask, prefilled
 from serving import Server, sampled
-from test_refusals import listen, said
 
 pytestmark = pytest.mark.more
 

@@ -5,8 +5,8 @@ import random
 import pytest
 from drafts import save_draft, save_eagle
 from exact import check, hand_over, nothing_left, prompts
+from heard import listen, said
 from serving import Server
-from test_refusals import listen, why_it_failed
 from tiny import save_model
 
 pytestmark = pytest.mark.more
@@ -88,7 +88,7 @@ def test_another_draft_is_refused_by_name(engines, p, d, words):
     decode.call(listen)
     (prompt,) = prompts(random.Random(f"{p} to {d}"), [70])
     assert hand_over(prefill, decode, prompt) == []
-    why = decode.call(why_it_failed)
+    why = decode.call(said, "the load failed")
     for word in words:
         assert word in why
     nothing_left(prefill, decode)

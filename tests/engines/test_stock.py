@@ -4,27 +4,20 @@ what cannot be read refused by name.
 As in `test_pairs.py`, engines of a family are started once. Only what every run needs is not marked `more`.
 """
 
-import logging
 import random
 import time
 
-import patches
 import pytest
 from exact import LENGTHS, check, hand_over, nothing_left, prompts
-from kvferry.vllm.logs import logger
+from families import CHANNELS_FIRST, LATENT, MORE, RANKS, cases
+from heard import everything_said, forget_lines, listen, said
 from life.inside import abort, begin, pump, steps
 from serving import idle
 
-MORE = pytest.mark.more
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-#: The stock connector serves states in this order only.
-CHANNELS_FIRST = patches.environment(VLLM_SSM_CONV_STATE_LAYOUT="DS")
 #: P frees nothing by itself while a test runs: only what D tells it counts.
 STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
 NIXL = {"transport": "nixl", "stock_lease": 600.0}
 FERRY = {"extra": NIXL}
-NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
-LATENT = {**NATIVE, "attention_backend": "CPU_MLA", "prepare": [patches.latent_blocks]}
 
 #: By family: the model, its engines by name, and the pairs of them.
 FAMILIES = {
@@ -46,6 +39,7 @@ FAMILIES = {
             pytest.param("stock, two ranks", "one", marks=MORE),
         ],
     ),
+    # The stock connector serves states with their channels first only.
     "nemotron-h": (
         "nemotron_h",
         {
@@ -108,15 +102,7 @@ FAMILIES = {
 }
 
 
-def _cases():
-    for family, (_, _, pairs) in FAMILIES.items():
-        for pair in pairs:
-            p, d = getattr(pair, "values", pair)
-            marks = getattr(pair, "marks", ())
-            yield pytest.param(family, p, d, id=f"{family}: {p} to {d}", marks=marks)
-
-
-@pytest.mark.parametrize(("family", "p", "d"), list(_cases()))
+@pytest.mark.parametrize(("family", "p", "d"), list(cases(FAMILIES)))
 def test_tokens_are_those_of_one_engine_alone(fleet, family, p, d):
     kind, engines, _ = FAMILIES[family]
     prefill, decode = fleet(kind, engines, p), fleet(kind, engines, d)
@@ -273,34 +259,6 @@ def _freed_soon(prefill):
 
 
 # In the engine's process.
-
-_said = []
-
-
-class _Keep(logging.Handler):
-    def emit(self, record):
-        _said.append(record.getMessage())
-
-
-def listen(_engine):
-    logger.addHandler(_Keep())
-
-
-def said(_engine, words, seconds=5.0):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if any(words in line for line in list(_said)):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def everything_said(_engine):
-    return list(_said)
-
-
-def forget_lines(_engine):
-    _said.clear()
 
 
 def counted(engine):

@@ -4,12 +4,14 @@
 VERSION=PYTHON, with a space between two.
 """
 
+import contextlib
 import os
 
 import elsewhere
 import patches
 import pytest
 from exact import LENGTHS, check
+from tiny import save_model
 
 pytestmark = pytest.mark.more
 
@@ -46,6 +48,23 @@ def test_a_pair_of_versions_hands_over_both_ways(serve, folder, version, family)
         check(other, here, lengths, seed=f"{family}, from {version}")
     finally:
         other.close()
+
+
+@pytest.mark.skipif(len(OTHERS) < 2, reason="needs two other versions")
+@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
+def test_two_other_versions_hand_over_to_each_other(folder, family):
+    kind, options = FAMILIES[family]
+    if not (folder / kind).exists():
+        save_model(kind, folder / kind)
+    with contextlib.ExitStack() as opened:
+        servers = []
+        for version, python in list(OTHERS.items())[:2]:
+            servers.append(elsewhere.server(python, folder / kind, "kv_both", **options))
+            opened.callback(servers[-1].close)
+            assert servers[-1].call(version_of) == version
+        lengths = LENGTHS[2:] if family == "hybrid" else LENGTHS
+        for p, d in (servers, servers[::-1]):
+            check(p, d, lengths, seed=f"{family}, between others")
 
 
 # In the engine's process.
