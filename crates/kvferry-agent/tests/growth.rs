@@ -91,9 +91,9 @@ impl<'a> Running<'a> {
 
     /// What prefill leaves after `tokens` of a request: of what only grows alone, or of everything.
     fn compute(&self, request: &OwnedRequest, epoch: u64, tokens: u64, all: bool) {
-        (0..self.ranks.len()).for_each(|rank| {
-            self.compute_on(rank, request, epoch, tokens, &|_, grows| all || grows)
-        });
+        for rank in 0..self.ranks.len() {
+            self.compute_on(rank, request, epoch, tokens, &|_, grows| all || grows);
+        }
     }
 
     /// The same on one rank, of some states: those that are chosen by their names and by whether they only
