@@ -13,8 +13,8 @@ use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::rules::grant::{Fingerprint, Grant, Origin};
-use crate::rules::lease::{Answer, Consumer, Ended, LeaseKey, Loss};
+use crate::rules::grant::{Fingerprint, Grant, InFlight, Origin};
+use crate::rules::lease::{Answer, Consumer, Ended, Frontier, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
     Card, Hello, Incarnation, Known, Left, News, Question, Reply, Sought, Welcome, decode,
@@ -90,6 +90,10 @@ impl Host for Counting {
                 Reply::Lease(Answer::NotHeld(Loss::OtherOrigin { granted: None, wanted }))
             }
             Question::Fit { .. } => Reply::NotReady,
+            Question::Written { step, known, .. } => {
+                let states = vec![format!("layers.{known}/k")];
+                Reply::Task(TaskReply::Written { states, over: step > 3 })
+            }
             Question::Ask { .. } | Question::Do { .. } => {
                 Reply::Task(TaskReply::NotHeld(Loss::NotGranted))
             }
@@ -105,7 +109,10 @@ fn news(known: &Known) -> News {
     let key = LeaseKey { request: "a".to_owned(), nonce: 1 << 40 };
     let table = BlockTable { first: 2, blocks: (0..40).collect() };
     let grant = Grant { epoch: 1, tokens: 600, tables: vec![table.clone(), table] };
-    let news = News::of(Incarnation(7), key, &grant, known.epoch > 1, known);
+    let in_flight = [InFlight { step: 4, tokens: 640 }];
+    let sealed = known.epoch > 1;
+    let frontier = Frontier { nonce: key.nonce, grant: &grant, in_flight: &in_flight, sealed };
+    let news = News::of(Incarnation(7), key, &frontier, known);
     // Whatever it says that it knows, what it is told goes on from there or is refused.
     let before = known
         .blocks
@@ -144,6 +151,7 @@ pub fn messages() -> Vec<Vec<u8>> {
         Reply::Frontier(news(&Known::default())),
         Reply::Frontier(news(&Known { blocks: Some(vec![3, 0]), ..Known::default() })),
         Reply::Task(TaskReply::Digests(vec![Digest([1, 2]), Digest([3, 4])])),
+        Reply::Task(TaskReply::Written { states: vec!["layers.0/k".to_owned()], over: false }),
         Reply::Task(TaskReply::Unable("no means".to_owned())),
         Reply::Left(Left { leases: 3, holds: 1 }),
     ];
@@ -177,7 +185,7 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 13] {
+fn questions() -> [Question; 14] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
@@ -223,7 +231,14 @@ fn questions() -> [Question; 13] {
         Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() },
         Question::Follow {
             sought: Sought::Lease { incarnation, key: key("a") },
-            known: Known { nonce: Some(1 << 40), epoch: 1, tokens: 64, blocks: Some(vec![4, 1]) },
+            known: Known {
+                nonce: Some(1 << 40),
+                epoch: 1,
+                tokens: 64,
+                blocks: Some(vec![4, 1]),
+                step: 3,
+            },
         },
+        Question::Written { incarnation, key: key("a"), rank: 1, step: 4, known: 2 },
     ]
 }

@@ -50,7 +50,7 @@ pub use kvferry_plan::cost::{Choice, Way};
 pub use metrics::{Described, Timings, catalogue};
 pub use rules::audit::{Audit, NotAFraction};
 pub use rules::failure::Failure;
-pub use rules::grant::{Claim, Fingerprint, Grant, Origin};
+pub use rules::grant::{Claim, Fingerprint, Grant, InFlight, Origin};
 pub use rules::lease::{Ended, Loss, Released};
 pub use rules::{follow, lease, life};
 pub use scheduler::{

@@ -1,5 +1,6 @@
 //! Random models, engines and requests, read while prefill computes them: in chunks of any length, with
-//! restarts in other blocks, windows and states that change until the end. Whatever happens in between,
+//! restarts in other blocks, windows and states that change until the end; some chunks layer by layer, as ranks
+//! say that they have written them, and a restart may come in between. Whatever happens in between,
 //! every byte of decode's memory is in the end what a model of the truth says, and nothing else has changed.
 
 mod common;
@@ -13,8 +14,8 @@ use common::looping::Looping;
 use common::memory::{Memory, UNTOUCHED};
 use common::*;
 use kvferry_agent::{
-    Carrier, Ended, Ending, Grant, Load, Notice, Outcome, Scheduler, SchedulerOptions, Worker,
-    WorkerOptions, carry,
+    Carrier, Ended, Ending, Grant, InFlight, Load, Notice, Outcome, Scheduler, SchedulerOptions,
+    Worker, WorkerOptions, carry,
 };
 use kvferry_layout::{Manifest, Region};
 use kvferry_plan::{Plan, Request, Table};
@@ -90,21 +91,70 @@ impl<'a> Running<'a> {
 
     /// What prefill leaves after `tokens` of a request: of what only grows alone, or of everything.
     fn compute(&self, request: &OwnedRequest, epoch: u64, tokens: u64, all: bool) {
+        for rank in 0..self.ranks.len() {
+            self.compute_on(rank, request, epoch, tokens, &|_, grows| all || grows);
+        }
+    }
+
+    /// The same on one rank, of some states: those that are chosen by their names and by whether they only
+    /// grow.
+    fn compute_on(
+        &self,
+        rank: usize,
+        request: &OwnedRequest,
+        epoch: u64,
+        tokens: u64,
+        chosen: &dyn Fn(&str, bool) -> bool,
+    ) {
         for (index, group) in self.truth.recipe.groups.iter().enumerate() {
             let table = &request.source[index];
-            for (rank, truth) in self.ranks.iter().zip(&self.truth.ranks) {
-                for holding in &truth.holdings[index] {
-                    if !all && !grows(self.truth, index) {
-                        continue;
-                    }
-                    let live = group.reach().live(holding.law, tokens);
-                    for (entry, position, slot) in places(holding, &live) {
-                        let Some(block) = table.at(position, group.null_block) else { continue };
-                        let place = (entry, block, slot);
-                        for_bytes(holding, epoch, place, |at, value| rank.write(at, value));
-                    }
+            for holding in &self.truth.ranks[rank].holdings[index] {
+                if !chosen(&holding.state, grows(self.truth, index)) {
+                    continue;
+                }
+                let live = group.reach().live(holding.law, tokens);
+                for (entry, position, slot) in places(holding, &live) {
+                    let Some(block) = table.at(position, group.null_block) else { continue };
+                    let place = (entry, block, slot);
+                    let rank = &self.ranks[rank];
+                    for_bytes(holding, epoch, place, |at, value| rank.write(at, value));
                 }
             }
+        }
+    }
+}
+
+impl Running<'_> {
+    /// The same in a step that readers know of: state by state, on the ranks in any order, each told of as
+    /// soon as it is written. It may break off.
+    fn compute_by_layer(
+        &self,
+        request: &OwnedRequest,
+        epoch: u64,
+        (step, tokens): (u64, u64),
+        dice: &mut Dice,
+        breaks_off: bool,
+    ) {
+        let mut states: Vec<(usize, String)> = vec![];
+        for (rank, truth) in self.truth.ranks.iter().enumerate() {
+            let all = (0..truth.holdings.len()).filter(|group| grows(self.truth, *group));
+            let all = all.flat_map(|group| &truth.holdings[group]);
+            states.extend(all.map(|holding| (rank, holding.state.clone())));
+        }
+        states.sort();
+        states.dedup();
+        dice.shuffle(&mut states);
+        self.ranks.iter().for_each(|rank| rank.worker.begin_step(step));
+        let count = if breaks_off { dice.within(0, states.len() as u64) } else { u64::MAX };
+        for (rank, state) in states.into_iter().take(count as usize) {
+            self.compute_on(rank, request, epoch, tokens, &|name, grows| grows && name == state);
+            self.ranks[rank].worker.wrote(step, [state]);
+            if dice.chance(30) {
+                thread::sleep(Duration::from_millis(dice.within(0, 4)));
+            }
+        }
+        if !breaks_off && dice.chance(50) {
+            self.ranks.iter().for_each(|rank| rank.worker.end_step(step));
         }
     }
 }
@@ -192,7 +242,7 @@ fn borrowed(tables: &[OwnedTable]) -> Vec<Table<'_>> {
 
 #[test]
 fn whatever_happens_while_it_grows_every_byte_is_right_in_the_end() {
-    let (mut requests, mut epochs, mut parts) = (0, 0, 0);
+    let (mut requests, mut epochs, mut parts, mut ahead) = (0, 0, 0, 0);
     for seed in 0..SEEDS {
         let pair = Drawn::new(seed);
         let all: Vec<usize> = (0..pair.source.ranks.len()).collect();
@@ -204,18 +254,21 @@ fn whatever_happens_while_it_grows_every_byte_is_right_in_the_end() {
         let p = Running::start(&pair.source, by);
         let d = Running::start(&pair.destination, by);
         let mut dice = Dice::new(seed ^ 0x6167_656e_7473);
+        let mut step = 0;
         for round in 0..2 {
             let shape = if dice.chance(50) { Shape::Ascending } else { Shape::Scattered };
             let request = draw(&pair.source, &pair.destination, 60, shape, &mut dice);
             if request.tokens == 0 {
                 continue;
             }
-            let (restarts, steps) = serve(&p, &d, &format!("{seed}/{round}"), request, &mut dice);
+            let name = format!("{seed}/{round}");
+            let (restarts, steps) = serve(&p, &d, &name, request, &mut step, &mut dice);
             (requests, epochs, parts) = (requests + 1, epochs + restarts, parts + steps);
         }
+        ahead += d.ranks.iter().map(|rank| bytes_ahead(&rank.worker)).sum::<u64>();
     }
-    println!("{requests} requests, {epochs} restarts, {parts} steps");
-    assert!(requests > 50 && epochs > 20 && parts > 150, "little was tried");
+    println!("{requests} requests, {epochs} restarts, {parts} steps, {ahead} bytes ahead");
+    assert!(requests > 50 && epochs > 20 && parts > 150 && ahead > 1000, "little was tried");
 }
 
 /// One request, from the first chunk to the last byte. Answers how often it started over, and in how many
@@ -225,6 +278,7 @@ fn serve(
     d: &Running<'_>,
     name: &str,
     mut request: OwnedRequest,
+    step: &mut u64,
     dice: &mut Dice,
 ) -> (u64, u64) {
     let tokens = request.tokens;
@@ -251,19 +305,44 @@ fn serve(
     if !late {
         start();
     }
-    let (mut frontier, mut restarts, mut steps) = (0, 0, 0);
+    let (mut frontier, mut reached, mut restarts, mut steps) = (0, 0, 0, 0);
     while frontier < tokens {
         steps += 1;
+        let before = frontier;
         frontier = (frontier + dice.within(1, 20)).min(tokens);
-        p.compute(&request, restarts, frontier, false);
-        let tables = known_tables(p.truth, &request.source, (frontier, spare), dice);
-        p.scheduler.advance(name, frontier, tables).unwrap();
+        let (by_layer, mut breaks_off) = (dice.chance(60), false);
+        if by_layer {
+            breaks_off = restarts < 2 && dice.chance(20);
+            *step += 1;
+            // Some engines know already what they do after that.
+            let then = (frontier + dice.within(0, 20)).min(tokens);
+            let mut in_flight = vec![InFlight { step: *step, tokens: frontier }];
+            if then > frontier {
+                in_flight.push(InFlight { step: *step + 1, tokens: then });
+            }
+            reached = then.max(reached);
+            let tables = known_tables(p.truth, &request.source, (reached, spare), dice);
+            p.scheduler.advance_with(name, before, tables, &in_flight).unwrap();
+            if dice.chance(50) && !late {
+                // So that they listen.
+                thread::sleep(Duration::from_millis(2));
+            }
+            p.compute_by_layer(&request, restarts, (*step, frontier), dice, breaks_off);
+        } else {
+            p.compute(&request, restarts, frontier, false);
+        }
+        if !breaks_off && (!by_layer || dice.chance(70)) {
+            // What was said once of the tables stays.
+            let said = (frontier.max(reached), spare);
+            let tables = known_tables(p.truth, &request.source, said, dice);
+            p.scheduler.advance(name, frontier, tables).unwrap();
+        }
         match dice.within(0, 2) {
             0 => thread::sleep(Duration::from_millis(dice.within(0, 3))),
             1 if !late => wait_until_idle(d),
             _ => {}
         }
-        if restarts < 2 && dice.chance(15) {
+        if breaks_off || (restarts < 2 && dice.chance(15)) {
             restarts += 1;
             p.scheduler.restart(name).unwrap();
             // At once others overwrite everything, and it is computed again elsewhere.
@@ -273,7 +352,7 @@ fn serve(
             if let Some(again) = again {
                 request.source = again.source;
             }
-            frontier = 0;
+            (frontier, reached) = (0, 0);
         }
     }
     if late {
@@ -297,6 +376,13 @@ fn serve(
     assert_eq!(released.len(), 1);
     assert_eq!(released[0].why, Ended::Confirmed);
     (restarts, steps)
+}
+
+/// What was read of layers before others were complete, of loads that came to a good end.
+fn bytes_ahead(worker: &Worker) -> u64 {
+    let text = worker.metrics();
+    let line = text.lines().find(|line| line.starts_with("kvferry_read_ahead_bytes_total"));
+    line.and_then(|line| line.rsplit(' ').next()).unwrap().parse::<f64>().unwrap() as u64
 }
 
 /// Until all that is complete is read.

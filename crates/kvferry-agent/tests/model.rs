@@ -6,7 +6,8 @@
 //! never; P overwrites a block the moment it is free; a cancelled read goes on landing until its
 //! transport says that it has settled; the request keeps its name when it is served again; a decode
 //! rank may start over under its old name. P may compute while ranks follow: a word at a time, starting
-//! over in a block that others have overwritten meanwhile; ranks come early, late or in between, with a
+//! over in a block that others have overwritten meanwhile. Or it says what it is about to complete and, layer by
+//! layer, what it has written, which may be heard at any time from then on. Ranks come early, late or in between, with a
 //! ticket or with nothing but a name, which may be used again; and a client may forge the tables, or send
 //! a ticket with another prompt than its own.
 //!
@@ -25,7 +26,7 @@ use std::time::Duration;
 use kvferry_agent::follow::{Follower, Pace, Part};
 use kvferry_agent::lease::{Answer, Consumer, LeaseKey, Leases};
 use kvferry_agent::life::{Action, Event, Life, Stage};
-use kvferry_agent::{BlockTable, Claim, Failure, Fingerprint, Grant, Loss, Origin};
+use kvferry_agent::{BlockTable, Claim, Failure, Fingerprint, Grant, InFlight, Loss, Origin};
 
 const RANKS: usize = 2;
 const REQUEST: &str = "request";
@@ -68,6 +69,12 @@ enum Fault {
     NoSeal,
     /// D asks by the name even when it knows which lease it has begun to read.
     FollowsTheName,
+    /// D reads what P is about to complete before it hears that it is written.
+    BelievesThePromise,
+    /// P says that a layer is written before it is.
+    SpeaksTooEarly,
+    /// D does not look at which step a word is about.
+    NoStep,
     /// D does not compare what it has with what P holds.
     NoAudit,
 }
@@ -121,6 +128,8 @@ struct Told {
     grant: u8,
     epoch: u8,
     words: u8,
+    /// The step in flight; 0: none is known.
+    step: u8,
     sealed: bool,
 }
 
@@ -153,6 +162,8 @@ struct Load {
     question: Question,
     /// What it reads now.
     part: Option<Part>,
+    /// The step in flight that it has heard of.
+    step: u8,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -183,6 +194,10 @@ struct World {
     words: [u8; 2],
     /// How often P may still start the request over, while it computes it.
     computing: Option<u8>,
+    /// The last step that P has begun, where it speaks of layers, and all that was said: which layer was
+    /// written in which step.
+    step: u8,
+    said: BTreeSet<(u8, u8)>,
     ranks: [Rank; RANKS],
     sent: BTreeSet<Message>,
 }
@@ -201,6 +216,8 @@ struct Bounds {
     corruption: bool,
     /// P computes word by word, and starts over at most this often; `None`: all at once.
     growth: Option<u8>,
+    /// If so, its words are the layers of one token, and it speaks of each.
+    layers: bool,
     /// Whether ranks may know nothing but the name.
     names: bool,
     fault: Fault,
@@ -220,6 +237,11 @@ fn tables(epoch: u8, words: u8, forged: bool) -> Grant {
     Grant { epoch: epoch.into(), tokens: words.into(), tables: vec![table] }
 }
 
+/// The same where the words are layers of one token, which has a block before it is complete.
+fn table_of_one(epoch: u8, tokens: u8) -> Grant {
+    Grant { tokens: tokens.into(), ..tables(epoch, 1, false) }
+}
+
 /// What P has computed, or what a client makes of it.
 fn origin(swapped: bool) -> Origin {
     Origin([u8::from(swapped); 16])
@@ -237,6 +259,8 @@ impl World {
             block: None,
             words: [SCRAP; 2],
             computing: None,
+            step: 0,
+            said: BTreeSet::new(),
             ranks: [rank.clone(), rank],
             sent: BTreeSet::new(),
         }
@@ -267,12 +291,42 @@ impl World {
                     (w.block, w.words) = (Some(w.grants), [SCRAP; 2]);
                     w.computing = Some(restarts);
                     // When it began changes nothing.
-                    w.leases.begin(key(w.grants), Some(NAME), at(0)).map_err(|e| e.to_string())
+                    let begun = w.leases.begin(key(w.grants), Some(NAME), at(0));
+                    begun.map_err(|e| e.to_string())?;
+                    if bounds.layers {
+                        w.promise();
+                    }
+                    Ok(())
                 }),
             }
         }
         if let Some(restarts) = self.computing {
-            if self.words[0] == SCRAP {
+            if bounds.layers {
+                let next = self.words.iter().position(|word| *word == SCRAP);
+                match next {
+                    Some(layer) => step(format!("P writes layer {layer}"), &|w| {
+                        w.words[layer] = w.grants;
+                        Ok(())
+                    }),
+                    None => step("P has computed all".into(), &|w| {
+                        w.computing = None;
+                        let (tables, origin) = (table_of_one(0, 1).tables, Some(origin(false)));
+                        if w.leases.seal(REQUEST, 1, tables, origin, at(w.now)).is_err() {
+                            (w.block, w.words) = (None, [SCRAP; 2]);
+                        }
+                        Ok(())
+                    }),
+                }
+                for layer in 0..2 {
+                    let written = self.words[layer] != SCRAP;
+                    if written || bounds.fault == Fault::SpeaksTooEarly {
+                        step(format!("P says that layer {layer} is written"), &|w| {
+                            w.said.insert((w.step, layer as u8));
+                            Ok(())
+                        });
+                    }
+                }
+            } else if self.words[0] == SCRAP {
                 step("P has computed a word".into(), &|w| {
                     w.words[0] = w.grants;
                     w.grow(1);
@@ -296,6 +350,9 @@ impl World {
                     w.words = [SCRAP; 2];
                     if bounds.fault != Fault::NoEpoch {
                         _ = w.leases.restart(REQUEST);
+                    }
+                    if bounds.layers {
+                        w.promise();
                     }
                     Ok(())
                 });
@@ -363,12 +420,10 @@ impl World {
                             attempt,
                             forged,
                             swapped,
-                            follower: Follower::of(
-                                bounds.growth.is_none().then(|| tables(0, 2, forged)),
-                                Pace { from: 0, to: 2, step: 1 },
-                            ),
+                            follower: follower(bounds, forged),
                             question: Question::None,
                             part: None,
+                            step: 0,
                         });
                         if grant > 0 {
                             w.sent.insert(Message::Extend { grant });
@@ -398,6 +453,11 @@ impl World {
                             step(format!("D{r} hears {told:?}"), &|w| w.hear(r, told, bounds));
                         }
                     }
+                }
+                for (of, layer) in &self.said {
+                    step(format!("D{r} hears that layer {layer} of step {of} is written"), &|w| {
+                        w.hear_word(r, *of, *layer, bounds)
+                    });
                 }
                 // That a read breaks is below, where reads are.
                 for event in [Event::Admitted, Event::Known, Event::Abort, Event::Deadline] {
@@ -465,6 +525,14 @@ impl World {
         _ = self.leases.advance(REQUEST, words.into(), tables(0, words, false).tables);
     }
 
+    /// P says what it is about to complete.
+    fn promise(&mut self) {
+        self.step += 1;
+        let in_flight = InFlight { step: self.step.into(), tokens: 1 };
+        _ = self.leases.advance(REQUEST, 0, table_of_one(0, 0).tables);
+        _ = self.leases.promise(REQUEST, &[in_flight]);
+    }
+
     /// A rank asks P how far it is.
     fn follow(&mut self, r: usize) {
         if let Some(load) = &mut self.ranks[r].load {
@@ -486,6 +554,7 @@ impl World {
             grant: nonce as u8,
             epoch: told.grant.epoch as u8,
             words: told.grant.tokens as u8,
+            step: told.in_flight.last().map_or(0, |last| last.step as u8),
             sealed: told.sealed || (bounds.fault == Fault::NoSeal && told.grant.tokens > 0),
         }));
     }
@@ -498,24 +567,51 @@ impl World {
             return self.happen(r, Event::NotHeld(Loss::Unknown), bounds);
         };
         load.grant = told.grant;
-        let mut grant = tables(told.epoch, told.words, load.forged);
+        let mut grant = match bounds.layers {
+            true => table_of_one(told.epoch, told.words),
+            false => tables(told.epoch, told.words, load.forged),
+        };
+        load.step = told.step;
+        let in_flight = InFlight { step: told.step.into(), tokens: 1 };
+        let in_flight = if told.step > 0 { vec![in_flight] } else { vec![] };
         if bounds.fault == Fault::KeepsOldEpoch {
             grant.epoch = load.follower.grant().epoch;
         }
-        if load.follower.hear(grant, told.sealed).is_err() {
+        if load.follower.hear(grant, in_flight, told.sealed).is_err() {
             let failure = Failure::Transport("contradiction".into());
             return self.happen(r, Event::Failed(failure), bounds);
         }
-        match load.follower.next() {
-            Some(part) => {
-                load.part = Some(part);
-                self.happen(r, Event::Grown { last: part.last }, bounds)
-            }
+        if bounds.fault == Fault::BelievesThePromise && told.step > 0 {
+            load.follower.written(told.step.into(), [0, 1]);
+        }
+        match self.choose(r) {
+            Some(last) => self.happen(r, Event::Grown { last }, bounds),
             None => {
                 self.follow(r);
                 Ok(())
             }
         }
+    }
+
+    /// The rank hears that a layer was written in a step, whatever it does at the moment.
+    fn hear_word(&mut self, r: usize, step: u8, layer: u8, bounds: &Bounds) -> Result<(), String> {
+        let Some(load) = &mut self.ranks[r].load else { return Ok(()) };
+        let step = if bounds.fault == Fault::NoStep { load.step } else { step };
+        load.follower.written(step.into(), [usize::from(layer)]);
+        if load.life.stage() != &Stage::Following {
+            return Ok(());
+        }
+        match self.choose(r) {
+            Some(last) => self.happen(r, Event::Grown { last }, bounds),
+            None => Ok(()),
+        }
+    }
+
+    /// Chooses what a rank reads next, if there is anything: whether it is the last.
+    fn choose(&mut self, r: usize) -> Option<bool> {
+        let load = self.ranks[r].load.as_mut()?;
+        load.part = load.follower.next();
+        load.part.as_ref().map(|part| part.last)
     }
 
     /// A free block of P is overwritten at once.
@@ -633,8 +729,8 @@ impl World {
 
     fn happen(&mut self, r: usize, event: Event, bounds: &Bounds) -> Result<(), String> {
         let Some(load) = &mut self.ranks[r].load else { return Ok(()) };
-        if let (Event::Arrived, Some(part)) = (&event, load.part) {
-            load.follower.arrived(&part);
+        if let (Event::Arrived, Some(part)) = (&event, &load.part) {
+            load.follower.arrived(part);
         }
         let (grant, attempt, forged) = (load.grant, load.attempt, load.forged);
         let swapped = load.swapped;
@@ -642,20 +738,19 @@ impl World {
             let rank = &mut self.ranks[r];
             match action {
                 Action::ShakeHands => {}
-                Action::Follow => {
-                    let known = rank.load.as_mut().and_then(|load| {
-                        load.part = load.follower.next();
-                        load.part
-                    });
-                    match known {
-                        Some(part) => self.happen(r, Event::Grown { last: part.last }, bounds)?,
-                        None => self.follow(r),
-                    }
-                }
+                Action::Follow => match self.choose(r) {
+                    Some(last) => self.happen(r, Event::Grown { last }, bounds)?,
+                    None => self.follow(r),
+                },
                 Action::Read => {
-                    let part = rank.load.as_ref().and_then(|load| load.part);
+                    let part = rank.load.as_ref().and_then(|load| load.part.as_ref());
                     let new = part.map_or(0..0, |part| part.held..part.tokens);
-                    let words = [new.contains(&0), new.contains(&1)];
+                    let layers = part.and_then(|part| part.layers.as_ref());
+                    let words = match (bounds.layers, layers) {
+                        (true, Some(layers)) => [0, 1].map(|layer| layers.contains(&layer)),
+                        (true, None) => [!new.is_empty(); 2],
+                        (false, _) => [new.contains(&0), new.contains(&1)],
+                    };
                     rank.reading = Some(Reading { attempt, forged, words, landed: [false; 2] });
                 }
                 Action::Audit if !bounds.corruption || bounds.fault == Fault::NoAudit => {
@@ -740,6 +835,17 @@ impl World {
     }
 }
 
+/// What a rank begins with.
+fn follower(bounds: &Bounds, forged: bool) -> Follower {
+    let all = bounds.growth.is_none().then(|| tables(0, 2, forged));
+    let to = if bounds.layers { 1 } else { 2 };
+    let mut follower = Follower::of(all, Pace { from: 0, to, step: 1 });
+    if bounds.layers {
+        follower.by_layer(2);
+    }
+    follower
+}
+
 /// Walks all worlds; answers how many there are, or the shortest way to one where a promise is broken.
 fn explore(bounds: &Bounds) -> Result<usize, Vec<String>> {
     // Worlds are told apart by 64 bits: among a million, two are mistaken for one once in 10⁷ runs.
@@ -814,6 +920,7 @@ fn two_ranks_one_lease() {
         swaps: false,
         corruption: false,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -830,6 +937,7 @@ fn the_request_is_served_again() {
         swaps: false,
         corruption: false,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -846,6 +954,7 @@ fn a_rank_starts_over() {
         swaps: false,
         corruption: false,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -862,6 +971,7 @@ fn the_prefill_engine_restarts() {
         swaps: false,
         corruption: false,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -878,6 +988,7 @@ fn a_client_forges_tables() {
         swaps: false,
         corruption: false,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -895,6 +1006,7 @@ fn a_client_sends_a_ticket_with_another_prompt() {
             swaps: true,
             corruption: false,
             growth,
+            layers: false,
             names,
             fault: Fault::None,
         });
@@ -912,6 +1024,24 @@ fn ranks_follow_while_p_computes_and_starts_over() {
         swaps: false,
         corruption: false,
         growth: Some(1),
+        layers: false,
+        names: false,
+        fault: Fault::None,
+    });
+}
+
+#[test]
+fn ranks_read_layer_by_layer_while_p_computes_and_starts_over() {
+    check(&Bounds {
+        grants: 1,
+        attempts: [1, 0],
+        ticks: 0,
+        restarts: 0,
+        forgery: false,
+        swaps: false,
+        corruption: false,
+        growth: Some(1),
+        layers: true,
         names: false,
         fault: Fault::None,
     });
@@ -929,6 +1059,7 @@ fn ranks_know_only_a_name_which_is_used_again() {
             swaps: false,
             corruption: false,
             growth: Some(0),
+            layers: false,
             names: true,
             fault: Fault::None,
         });
@@ -946,6 +1077,7 @@ fn a_network_corrupts_what_it_carries() {
         swaps: false,
         corruption: true,
         growth: None,
+        layers: false,
         names: false,
         fault: Fault::None,
     });
@@ -970,24 +1102,35 @@ fn every_safeguard_is_needed() {
         (Fault::NoSeal, 1, [1, 0], 0, 0, false, Some(0)),
         (Fault::FollowsTheName, 2, [1, 0], 0, 0, false, Some(0)),
         (Fault::NoAudit, 1, [1, 0], 0, 0, false, None),
+        (Fault::BelievesThePromise, 1, [1, 0], 0, 0, false, Some(0)),
+        (Fault::SpeaksTooEarly, 1, [1, 0], 0, 0, false, Some(0)),
+        (Fault::NoStep, 1, [1, 0], 0, 0, false, Some(1)),
     ] {
         let (corruption, names) = (fault == Fault::NoAudit, fault == Fault::FollowsTheName);
-        let sound = Bounds {
-            grants,
-            attempts,
-            ticks,
-            restarts,
-            forgery,
-            swaps: fault == Fault::NoOrigin,
-            corruption,
-            growth,
-            names,
-            fault: Fault::None,
-        };
-        assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
-        match explore(&Bounds { fault, ..sound }) {
-            Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),
-            Err(way) => println!("{fault:?}:\n  {}", way.join("\n  ")),
+        let speaks = [Fault::BelievesThePromise, Fault::SpeaksTooEarly, Fault::NoStep];
+        let also = [Fault::NoEpoch, Fault::KeepsOldEpoch];
+        for layers in [false, true] {
+            if !also.contains(&fault) && layers != speaks.contains(&fault) {
+                continue;
+            }
+            let sound = Bounds {
+                grants,
+                attempts,
+                ticks,
+                restarts,
+                forgery,
+                swaps: fault == Fault::NoOrigin,
+                corruption,
+                growth,
+                layers,
+                names,
+                fault: Fault::None,
+            };
+            assert!(explore(&sound).is_ok(), "{fault:?}: nothing is wrong while it is in place");
+            match explore(&Bounds { fault, ..sound }) {
+                Ok(worlds) => panic!("{fault:?}: nothing found in {worlds} worlds"),
+                Err(way) => println!("{fault:?}:\n  {}", way.join("\n  ")),
+            }
         }
     }
 }

@@ -34,13 +34,14 @@ fn exposed_time_is_a_table_json_and_a_picture() {
         serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
     let picture = std::fs::read_to_string(&svg).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
-    assert_eq!(picture.matches("<circle").count(), 6);
+    assert_eq!(picture.matches("<circle").count(), 8);
     let long = &results["lengths"][1];
     assert_eq!(long["tokens"], 1600);
     let exposed = |way: &str| long["exposed"][way].as_f64().unwrap();
     // The link takes 182 ms for all of it, whoever else uses this machine.
     assert!(exposed("sequential") >= 180.0, "{results}");
     assert!(exposed("following") < exposed("sequential"), "{results}");
+    assert!(exposed("by_layer") < exposed("sequential"), "{results}");
     assert!(long["total"]["sequential"].as_f64().unwrap() >= 380.0, "{results}");
 }
 

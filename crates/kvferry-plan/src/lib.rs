@@ -102,6 +102,7 @@
 //! | table | the block ids of one group, by position ([`Table`]; owned: [`BlockTable`]) |
 //! | entries | which entries of a state are held already, and which are to be copied |
 //! | growth | which groups can be read part by part while the source computes, and in which steps ([`Growth`]) |
+//! | layer | states that are complete together while the source computes ([`LayerPlan`]) |
 //! | slot | a place in one side's blocks: block, kernel block, entry |
 //! | segment | a stretch of entries that lie evenly on both sides, and repeat evenly; tables become segments |
 //! | shape | what of a segment does not depend on its blocks: where in them it starts, how many entries, which steps |
@@ -122,6 +123,7 @@ pub mod cost;
 mod cursor;
 mod growth;
 mod incompatible;
+mod layers;
 mod loops;
 mod nest;
 mod request;
@@ -133,6 +135,7 @@ pub use compile::{Part, Plan};
 pub use growth::Growth;
 pub use incompatible::Incompatible;
 pub use kvferry_layout::{ByteCopy, Loops, Price, Rates};
+pub use layers::{Layer, LayerPlan};
 pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
 pub use transfer::{Copies, Rest, Transfer};

@@ -4,10 +4,17 @@
 //! Its owner asks P how far the request is, reads the [`Part`] that is new, and says when that has
 //! arrived. When P has started over, everything is read again: nothing may be in flight then, which is so
 //! because a follower is told of P's answers only between two parts.
+//!
+//! P may also say what it is about to complete ([`InFlight`]), and its ranks, of each step, which layers they
+//! have written. Those are read while P computes the others ([`Follower::written`]). What is read by such
+//! words counts like everything else, and no earlier: when P has granted all of it in the same epoch, by
+//! tables that go on from those that it was read by.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
-use super::grant::Grant;
+use super::grant::{Grant, InFlight};
 
 /// How one rank reads a request that grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -26,14 +33,22 @@ pub struct Follower {
     pace: Pace,
     grant: Grant,
     sealed: bool,
-    /// Tokens that this rank has, of this epoch.
+    /// Tokens that this rank has of every layer, of this epoch.
     read: u64,
+    /// How many layers there are, where they can be read one by one.
+    layers: usize,
+    /// The layers of which it has more than that, and how much.
+    ahead: (u64, BTreeSet<usize>),
+    /// What P computes beyond what is granted.
+    in_flight: Vec<InFlight>,
+    /// Which layers P has written, by step.
+    written: BTreeMap<u64, BTreeSet<usize>>,
     /// The last part has been read.
     done: bool,
 }
 
 /// What to read next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
     /// How far to read.
     pub tokens: u64,
@@ -41,6 +56,8 @@ pub struct Part {
     pub held: u64,
     /// Whether everything else, which waits for the end of the computation, is to be read too.
     pub last: bool,
+    /// Only these layers; `None`: all of them.
+    pub layers: Option<BTreeSet<usize>>,
 }
 
 /// P contradicts what it said before.
@@ -85,8 +102,18 @@ impl Follower {
         &self.grant
     }
 
-    /// Takes note of what P says. Nothing may be in flight.
-    pub fn hear(&mut self, grant: Grant, sealed: bool) -> Result<(), Contradiction> {
+    /// So many layers can be read one by one. What is complete is read before that is known, too.
+    pub fn by_layer(&mut self, layers: usize) {
+        self.layers = layers;
+    }
+
+    /// Takes note of what P says. Nothing may be read meanwhile.
+    pub fn hear(
+        &mut self,
+        grant: Grant,
+        in_flight: Vec<InFlight>,
+        sealed: bool,
+    ) -> Result<(), Contradiction> {
         if grant.epoch < self.grant.epoch {
             let (known, found) = (self.grant.epoch, grant.epoch);
             return Err(Contradiction::PastEpoch { known, found });
@@ -102,27 +129,71 @@ impl Follower {
         }
         if !same_epoch {
             self.read = 0;
+            self.ahead = <_>::default();
         }
-        (self.grant, self.sealed) = (grant, sealed);
+        (self.grant, self.in_flight, self.sealed) = (grant, in_flight, sealed);
+        // Words may come before P has said what a step is about, and after it is over.
+        let first = self.in_flight.first().map_or(0, |first| first.step);
+        self.written.retain(|step, _| *step >= first);
         Ok(())
+    }
+
+    /// P has written these layers in a step.
+    pub fn written(&mut self, step: u64, layers: impl IntoIterator<Item = usize>) {
+        if !self.sealed {
+            self.written.entry(step).or_default().extend(layers);
+        }
     }
 
     /// What to read next; `None` where P has nothing new.
     pub fn next(&self) -> Option<Part> {
-        let Pace { from, to, step } = self.pace;
-        let (held, last) = (self.read.max(from), self.sealed);
-        if last {
-            return (!self.done).then_some(Part { tokens: to, held, last });
+        let held = self.read.max(self.pace.from);
+        let (ahead, have) = &self.ahead;
+        let complete = self.whole_steps(self.grant.tokens);
+        if !have.is_empty() && (self.sealed || complete >= *ahead) {
+            // All of them are complete by now.
+            let others = (0..self.layers).filter(|layer| !have.contains(layer)).collect();
+            return Some(Part { tokens: *ahead, held, last: false, layers: Some(others) });
         }
-        let tokens = self.grant.tokens.min(to);
-        let tokens = tokens - tokens % step.max(1);
-        (tokens > held).then_some(Part { tokens, held, last })
+        if self.sealed {
+            let part = Part { tokens: self.pace.to, held, last: true, layers: None };
+            return (!self.done).then_some(part);
+        }
+        if have.is_empty() && complete > held {
+            return Some(Part { tokens: complete, held, last: false, layers: None });
+        }
+        // The step that brings it further, or as far as some layers are already.
+        let mut steps = self.in_flight.iter().map(|one| (one.step, self.whole_steps(one.tokens)));
+        let (step, tokens) = match have.is_empty() {
+            true => steps.find(|(_, tokens)| *tokens > held)?,
+            false => (steps.find(|(_, tokens)| tokens >= ahead)?.0, *ahead),
+        };
+        let written = self.written.get(&step)?.iter().copied();
+        let new: BTreeSet<usize> =
+            written.filter(|layer| *layer < self.layers && !have.contains(layer)).collect();
+        (!new.is_empty()).then_some(Part { tokens, held, last: false, layers: Some(new) })
+    }
+
+    /// How much of so many tokens can be read before the end.
+    fn whole_steps(&self, tokens: u64) -> u64 {
+        let tokens = tokens.min(self.pace.to);
+        tokens - tokens % self.pace.step.max(1)
     }
 
     /// A part is here.
     pub fn arrived(&mut self, part: &Part) {
-        self.read = part.tokens;
         self.done = part.last;
+        let Some(layers) = &part.layers else {
+            self.read = part.tokens;
+            return;
+        };
+        let (ahead, have) = &mut self.ahead;
+        *ahead = part.tokens;
+        have.extend(layers);
+        if have.len() == self.layers {
+            have.clear();
+            self.read = part.tokens;
+        }
     }
 }
 
@@ -136,6 +207,10 @@ mod tests {
         Grant { epoch, tokens, tables: vec![BlockTable { first: 0, blocks: blocks.to_vec() }] }
     }
 
+    fn part(tokens: u64, held: u64, last: bool) -> Part {
+        Part { tokens, held, last, layers: None }
+    }
+
     fn follower(from: u64, to: u64) -> Follower {
         Follower::of(None, Pace { from, to, step: 16 })
     }
@@ -144,66 +219,147 @@ mod tests {
     fn parts_follow_each_other_without_gap_or_overlap() {
         let mut follower = follower(0, 50);
         assert_eq!(follower.next(), None);
-        follower.hear(grant(0, 40, &[1, 2, 3]), false).unwrap();
-        let part = follower.next().unwrap();
-        assert_eq!(part, Part { tokens: 32, held: 0, last: false });
-        follower.arrived(&part);
+        follower.hear(grant(0, 40, &[1, 2, 3]), vec![], false).unwrap();
+        let next = follower.next().unwrap();
+        assert_eq!(next, part(32, 0, false));
+        follower.arrived(&next);
         assert_eq!(follower.next(), None, "a block that is not full waits");
-        follower.hear(grant(0, 50, &[1, 2, 3, 4]), true).unwrap();
-        let part = follower.next().unwrap();
-        assert_eq!(part, Part { tokens: 50, held: 32, last: true });
-        follower.arrived(&part);
+        follower.hear(grant(0, 50, &[1, 2, 3, 4]), vec![], true).unwrap();
+        let next = follower.next().unwrap();
+        assert_eq!(next, part(50, 32, true));
+        follower.arrived(&next);
         assert_eq!(follower.next(), None);
     }
 
     #[test]
     fn what_it_has_and_what_it_does_not_want_is_not_read() {
         let mut follower = follower(20, 40);
-        follower.hear(grant(0, 16, &[1]), false).unwrap();
+        follower.hear(grant(0, 16, &[1]), vec![], false).unwrap();
         assert_eq!(follower.next(), None, "it has more than that");
-        follower.hear(grant(0, 64, &[1, 2, 3, 4]), false).unwrap();
-        let part = follower.next().unwrap();
-        assert_eq!(part, Part { tokens: 32, held: 20, last: false });
-        follower.arrived(&part);
+        follower.hear(grant(0, 64, &[1, 2, 3, 4]), vec![], false).unwrap();
+        let next = follower.next().unwrap();
+        assert_eq!(next, part(32, 20, false));
+        follower.arrived(&next);
         assert_eq!(follower.next(), None, "it does not want more than 40");
-        follower.hear(grant(1, 32, &[5, 6]), false).unwrap();
-        assert_eq!(follower.next(), Some(Part { tokens: 32, held: 20, last: false }));
-        follower.hear(grant(1, 64, &[5, 6, 7, 8]), true).unwrap();
-        assert_eq!(follower.next(), Some(Part { tokens: 40, held: 20, last: true }));
+        follower.hear(grant(1, 32, &[5, 6]), vec![], false).unwrap();
+        assert_eq!(follower.next(), Some(part(32, 20, false)));
+        follower.hear(grant(1, 64, &[5, 6, 7, 8]), vec![], true).unwrap();
+        assert_eq!(follower.next(), Some(part(40, 20, true)));
     }
 
     #[test]
     fn a_new_epoch_is_read_from_the_start() {
         let mut follower = follower(0, 64);
-        follower.hear(grant(0, 32, &[1, 2]), false).unwrap();
+        follower.hear(grant(0, 32, &[1, 2]), vec![], false).unwrap();
         follower.arrived(&follower.next().unwrap());
-        follower.hear(grant(2, 16, &[5]), false).unwrap();
-        assert_eq!(follower.next(), Some(Part { tokens: 16, held: 0, last: false }));
+        follower.hear(grant(2, 16, &[5]), vec![], false).unwrap();
+        assert_eq!(follower.next(), Some(part(16, 0, false)));
         let past = Contradiction::PastEpoch { known: 2, found: 1 };
-        assert_eq!(follower.hear(grant(1, 48, &[1, 2, 3]), false), Err(past));
+        assert_eq!(follower.hear(grant(1, 48, &[1, 2, 3]), vec![], false), Err(past));
     }
 
     #[test]
     fn a_frontier_that_goes_back_is_a_contradiction() {
         let mut follower = follower(0, 64);
-        follower.hear(grant(0, 32, &[1, 2]), false).unwrap();
+        follower.hear(grant(0, 32, &[1, 2]), vec![], false).unwrap();
         for (tokens, blocks) in [(16, &[1][..]), (48, &[1, 3, 2]), (32, &[2, 1])] {
             let found = Contradiction::Changed { epoch: 0, known: 32, found: tokens };
-            assert_eq!(follower.hear(grant(0, tokens, blocks), false), Err(found));
+            assert_eq!(follower.hear(grant(0, tokens, blocks), vec![], false), Err(found));
         }
-        follower.hear(grant(0, 32, &[1, 2]), true).unwrap();
-        assert!(follower.hear(grant(0, 33, &[1, 2, 3]), true).is_err(), "after the seal");
-        assert!(follower.hear(grant(1, 33, &[1, 2, 3]), false).is_err(), "after the seal");
-        assert!(follower.hear(grant(0, 32, &[1, 2]), true).is_ok());
+        follower.hear(grant(0, 32, &[1, 2]), vec![], true).unwrap();
+        assert!(follower.hear(grant(0, 33, &[1, 2, 3]), vec![], true).is_err(), "after the seal");
+        assert!(follower.hear(grant(1, 33, &[1, 2, 3]), vec![], false).is_err(), "after the seal");
+        assert!(follower.hear(grant(0, 32, &[1, 2]), vec![], true).is_ok());
     }
 
     #[test]
     fn what_a_ticket_came_with_is_read_at_once() {
         let pace = Pace { from: 0, to: 20, step: 16 };
         let mut follower = Follower::of(Some(grant(0, 20, &[1, 2])), pace);
-        let part = follower.next().unwrap();
-        assert_eq!(part, Part { tokens: 20, held: 0, last: true });
-        follower.arrived(&part);
+        let next = follower.next().unwrap();
+        assert_eq!(next, part(20, 0, true));
+        follower.arrived(&next);
         assert_eq!(follower.next(), None);
+    }
+
+    /// Some layers of a part.
+    fn of(layers: &[usize], tokens: u64, held: u64) -> Option<Part> {
+        let layers = Some(layers.iter().copied().collect());
+        Some(Part { tokens, held, last: false, layers })
+    }
+
+    fn step(step: u64, tokens: u64) -> InFlight {
+        InFlight { step, tokens }
+    }
+
+    #[test]
+    fn layers_are_read_as_they_are_written() {
+        let mut follower = follower(0, 64);
+        let in_flight = vec![step(7, 40), step(8, 64)];
+        follower.hear(grant(0, 16, &[1, 2, 3, 4]), in_flight.clone(), false).unwrap();
+        follower.written(7, [0]);
+        let next = follower.next().unwrap();
+        assert_eq!(next, part(16, 0, false), "what is complete comes first");
+        follower.arrived(&next);
+        assert_eq!(follower.next(), None, "it is not known that there are layers");
+        follower.by_layer(3);
+        assert_eq!(follower.next(), of(&[0], 32, 16));
+        follower.arrived(&follower.next().unwrap());
+        assert_eq!(follower.next(), None);
+        follower.written(6, [0, 1, 2]);
+        assert_eq!(follower.next(), None, "that was another step");
+        follower.written(7, [0, 2]);
+        assert_eq!(follower.next(), of(&[2], 32, 16));
+        follower.arrived(&follower.next().unwrap());
+        // The step is over: the frontier covers it.
+        follower.hear(grant(0, 40, &[1, 2, 3, 4]), vec![step(8, 64)], false).unwrap();
+        assert_eq!(follower.next(), of(&[1], 32, 16));
+        follower.arrived(&follower.next().unwrap());
+        assert_eq!(follower.next(), None);
+        follower.written(8, [1]);
+        assert_eq!(follower.next(), of(&[1], 64, 32), "with the block that was not full");
+        follower.arrived(&follower.next().unwrap());
+        follower.hear(grant(0, 64, &[1, 2, 3, 4]), vec![], true).unwrap();
+        assert_eq!(follower.next(), of(&[0, 2], 64, 32));
+        follower.arrived(&follower.next().unwrap());
+        let last = follower.next().unwrap();
+        assert_eq!(last, part(64, 64, true));
+        follower.arrived(&last);
+        assert_eq!(follower.next(), None);
+    }
+
+    #[test]
+    fn a_step_that_is_written_is_gone_on_from_before_it_is_complete() {
+        let mut follower = follower(0, 64);
+        follower.by_layer(2);
+        // The words are there before what they are about.
+        follower.written(7, [0, 1]);
+        follower.hear(grant(0, 0, &[1, 2]), vec![step(7, 16), step(8, 32)], false).unwrap();
+        let next = follower.next().unwrap();
+        assert_eq!(Some(&next), of(&[0, 1], 16, 0).as_ref());
+        follower.arrived(&next);
+        follower.written(8, [1]);
+        assert_eq!(follower.next(), of(&[1], 32, 16));
+        follower.arrived(&follower.next().unwrap());
+        // It is complete as far as some layers are not read yet.
+        follower.hear(grant(0, 16, &[1, 2]), vec![step(8, 32)], false).unwrap();
+        assert_eq!(follower.next(), None);
+    }
+
+    #[test]
+    fn layers_of_an_epoch_that_is_over_are_read_again() {
+        let mut follower = follower(0, 32);
+        follower.by_layer(2);
+        follower.hear(grant(0, 0, &[1, 2]), vec![step(7, 32)], false).unwrap();
+        follower.written(7, [0]);
+        follower.arrived(&follower.next().unwrap());
+        follower.hear(grant(1, 0, &[5, 6]), vec![step(9, 32)], false).unwrap();
+        assert_eq!(follower.next(), None, "nothing is written");
+        follower.written(7, [1]);
+        assert_eq!(follower.next(), None);
+        follower.written(9, [0]);
+        assert_eq!(follower.next(), of(&[0], 32, 0));
+        follower.hear(grant(1, 32, &[5, 6]), vec![], true).unwrap();
+        assert_eq!(follower.next(), Some(part(32, 0, true)), "all at once");
     }
 }

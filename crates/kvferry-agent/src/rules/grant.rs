@@ -62,6 +62,19 @@ impl Grant {
     }
 }
 
+/// A step that P computes at this moment, and how far it will bring a request. Nothing that it writes is
+/// granted yet, but its blocks are in the tables already: as soon as P's ranks say that they have written a
+/// layer in this step, that layer can be read.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+pub struct InFlight {
+    /// Its number, which no other step of the engine has. They rise.
+    pub step: u64,
+    /// Tokens that the request will have then.
+    pub tokens: u64,
+}
+
 /// Stands for what a request's cache was computed from, as its engine says: its prompt, and whatever else
 /// decides what is in the cache. Both engines make it from the request that they have; here it is compared
 /// and never looked into. With a ticket of another request come blocks and tables that were granted, but

@@ -18,7 +18,8 @@
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
 //! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
 //! anything released when it ends; the engine learns that nobody wants it when it speaks of it next. A
-//! lease may have a name beside that of its request: readers who were not given a ticket find it by that.
+//! lease may say what is being computed beyond that ([`Leases::promise`]); whatever comes of it, readers go by
+//! what is complete in the end. A lease may have a name beside that of its request: readers who were not given a ticket find it by that.
 
 mod words;
 
@@ -27,7 +28,7 @@ use std::time::Duration;
 
 use kvferry_plan::BlockTable;
 
-use super::grant::{Claim, Fingerprint, Grant, Origin};
+use super::grant::{Claim, Fingerprint, Grant, InFlight, Origin};
 pub use words::{AlreadyGranted, Answer, Consumer, Ended, LeaseKey, Loss, NotGrown, Released};
 
 /// How far a lease has come.
@@ -37,6 +38,8 @@ pub struct Frontier<'a> {
     pub nonce: u64,
     /// What may be read.
     pub grant: &'a Grant,
+    /// What is being computed beyond that.
+    pub in_flight: &'a [InFlight],
     /// Whether that is all.
     pub sealed: bool,
 }
@@ -61,6 +64,7 @@ struct Lease {
     name: Option<String>,
     begun: Duration,
     grant: Grant,
+    in_flight: Vec<InFlight>,
     /// `None` while it grows.
     sealed: Option<Sealed>,
 }
@@ -177,6 +181,7 @@ impl Leases {
                     name: name.map(str::to_owned),
                     begun: now,
                     grant: Grant::default(),
+                    in_flight: vec![],
                     sealed: None,
                 });
                 Ok(())
@@ -208,6 +213,27 @@ impl Leases {
             });
         }
         lease.grant = grown;
+        lease.in_flight.retain(|step| step.tokens > tokens);
+        Ok(())
+    }
+
+    /// What the engine computes now, beyond what is complete: all steps of the request that are in flight,
+    /// in their order. What they write goes to blocks that the tables name already.
+    pub fn promise(&mut self, request: &str, in_flight: &[InFlight]) -> Result<(), NotGrown> {
+        let lease = self.growing(request)?;
+        let complete = InFlight { step: 0, tokens: lease.grant.tokens };
+        let mut before = complete;
+        for step in in_flight {
+            if step.step <= before.step || step.tokens <= before.tokens {
+                return Err(NotGrown::StepsDoNotRise {
+                    request: request.to_owned(),
+                    step: *step,
+                    before,
+                });
+            }
+            before = *step;
+        }
+        lease.in_flight = in_flight.to_vec();
         Ok(())
     }
 
@@ -216,6 +242,7 @@ impl Leases {
     pub fn restart(&mut self, request: &str) -> Result<(), NotGrown> {
         let lease = self.growing(request)?;
         lease.grant = Grant { epoch: lease.grant.epoch + 1, ..Grant::default() };
+        lease.in_flight.clear();
         Ok(())
     }
 
@@ -241,8 +268,8 @@ impl Leases {
 
     /// How far a request's lease has come; `None` where there is none.
     pub fn frontier(&self, request: &str) -> Option<Frontier<'_>> {
-        let Lease { nonce, grant, sealed, .. } = self.open.get(request)?;
-        Some(Frontier { nonce: *nonce, grant, sealed: sealed.is_some() })
+        let Lease { nonce, grant, in_flight, sealed, .. } = self.open.get(request)?;
+        Some(Frontier { nonce: *nonce, grant, in_flight, sealed: sealed.is_some() })
     }
 
     /// How far a lease has come, or why it is not held.
@@ -400,6 +427,7 @@ impl Leases {
 
 impl Lease {
     fn seal(&mut self, origin: Option<Origin>, now: Duration, term: Duration) {
+        self.in_flight.clear();
         self.sealed = Some(Sealed {
             grant: self.grant.fingerprint(),
             origin,

@@ -18,7 +18,7 @@ use super::status::{GrowingStatus, GuestStatus, LeaseStatus, Status, millisecond
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
-use crate::rules::grant::{Grant, Origin};
+use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
@@ -184,7 +184,12 @@ impl Core {
     }
 
     /// More of an open request is complete.
-    pub(super) fn advance(&self, request: &str, grant: Grant) -> Result<(), Error> {
+    pub(super) fn advance(
+        &self,
+        request: &str,
+        grant: Grant,
+        in_flight: &[InFlight],
+    ) -> Result<(), Error> {
         self.check_tables(request, &grant.tables)?;
         let Grant { tokens, mut tables, .. } = grant;
         if let Some(published) = self.published() {
@@ -200,7 +205,11 @@ impl Core {
                 }
             }
         }
-        self.leases().advance(request, tokens, tables)?;
+        {
+            let mut leases = self.leases();
+            leases.advance(request, tokens, tables)?;
+            leases.promise(request, in_flight)?;
+        }
         self.bells.ring(&Of::Request(request.to_owned()));
         Ok(())
     }

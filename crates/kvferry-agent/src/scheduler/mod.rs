@@ -36,7 +36,7 @@ pub use self::status::{GrowingStatus, GuestStatus, HoldStatus, LeaseStatus, Stat
 use crate::background::Background;
 use crate::error::Error;
 use crate::metrics::SchedulerMetrics;
-use crate::rules::grant::{Grant, Origin};
+use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::Released;
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
@@ -161,7 +161,22 @@ impl Scheduler {
         tokens: u64,
         tables: Vec<BlockTable>,
     ) -> Result<(), Error> {
-        self.core.advance(request, Grant { epoch: 0, tokens, tables })
+        self.core.advance(request, Grant { epoch: 0, tokens, tables }, &[])
+    }
+
+    /// Like [`advance`](Self::advance), and says what the engine computes now: all of the request's steps
+    /// in flight, in their order. The tables name the blocks of those, too. What ranks say of them
+    /// ([`Worker::wrote`](crate::Worker::wrote)) can then be read at once. The blocks stay as they are,
+    /// like those of what is complete; if a step comes to nothing, the request must
+    /// [start over](Self::restart).
+    pub fn advance_with(
+        &self,
+        request: &str,
+        tokens: u64,
+        tables: Vec<BlockTable>,
+        in_flight: &[InFlight],
+    ) -> Result<(), Error> {
+        self.core.advance(request, Grant { epoch: 0, tokens, tables }, in_flight)
     }
 
     /// An open request starts over: nothing that it has advanced to holds any more. To be called before

@@ -1,6 +1,5 @@
 //! What peers are told at the engine's one address.
 
-
 use kvferry_layout::Manifest;
 use kvferry_plan::Plan;
 use tokio::time::Instant;
@@ -10,12 +9,12 @@ use super::bells::Of;
 use super::core::{Core, Published};
 use super::notes::Did;
 use crate::rules::grant::{Claim, Fingerprint, Grant};
-use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey, Loss};
+use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
 use crate::wire::door::Host;
 use crate::wire::message::{
     Card, Incarnation, Known, News, Question, Reply, ServiceCard, Sought, Welcome,
 };
-use crate::wire::task::TaskReply;
+use crate::wire::task::{Task, TaskReply};
 use crate::wire::version::Version;
 
 impl Host for Core {
@@ -101,6 +100,9 @@ impl Host for Core {
                     Err(reply) => reply,
                 })
             }
+            Question::Written { incarnation, key, rank, step, known } => Reply::Task(
+                self.written(incarnation, &key, rank, Task::Written { step, known }).await,
+            ),
             Question::Do { .. } => {
                 Reply::Refused("this is a scheduler: it takes no tasks itself".to_owned())
             }
@@ -144,12 +146,7 @@ impl Core {
             }
         };
         let more = || match self.tell(incarnation, &key, known) {
-            Reply::Frontier(news) => {
-                let more = news.sealed
-                    || known.nonce != Some(key.nonce)
-                    || (news.epoch, news.tokens) != (known.epoch, known.tokens);
-                more.then_some(Reply::Frontier(news))
-            }
+            Reply::Frontier(news) => known.lacks(&news).then_some(Reply::Frontier(news)),
             other => Some(other),
         };
         let told = self.bells.look(Of::Request(key.request.clone()), until, more).await;
@@ -166,9 +163,7 @@ impl Core {
             return Reply::Lease(Answer::NotHeld(Loss::Restarted));
         }
         match self.leases().look(key) {
-            Ok(Frontier { grant, sealed, .. }) => {
-                Reply::Frontier(News::of(incarnation, key.clone(), grant, sealed, known))
-            }
+            Ok(frontier) => Reply::Frontier(News::of(incarnation, key.clone(), &frontier, known)),
             Err(loss) => Reply::Lease(Answer::NotHeld(loss)),
         }
     }
@@ -227,6 +222,30 @@ impl Core {
                 warn!(who, %key, "a peer asks about tables that were not granted: refused");
                 Err(TaskReply::NotHeld(Loss::NotGranted))
             }
+        }
+    }
+
+    /// What a rank has written in a step, for those who read by a lease.
+    async fn written(
+        &self,
+        incarnation: Incarnation,
+        key: &LeaseKey,
+        rank: u32,
+        task: Task,
+    ) -> TaskReply {
+        let held = match incarnation == self.incarnation() {
+            true => self.leases().look(key).map(|_| ()),
+            false => Err(Loss::Restarted),
+        };
+        if let Err(loss) = held {
+            return TaskReply::NotHeld(loss);
+        }
+        match self.service(rank) {
+            Ok(service) => {
+                let patience_ms = self.options.limits.poll.as_millis() as u64;
+                self.relay.pass(&service, Grant::default(), patience_ms, task).await
+            }
+            Err(reply) => reply,
         }
     }
 

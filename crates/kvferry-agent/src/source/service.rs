@@ -12,6 +12,7 @@ use crate::background::{Background, after};
 use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::rules::grant::Grant;
+use crate::source::steps::Steps;
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{Incarnation, Question, Reply, ServiceCard, Welcome};
 use crate::wire::task::{Task, TaskReply, Token};
@@ -23,6 +24,7 @@ use crate::worker::WorkerOptions;
 pub(crate) struct Service {
     token: Token,
     rank: Arc<Rank>,
+    steps: Arc<Steps>,
 }
 
 /// What a task needs of the rank.
@@ -38,6 +40,7 @@ impl Service {
         options: &WorkerOptions,
         manifest: Arc<Manifest>,
         carrier: Arc<dyn Carrier>,
+        steps: Arc<Steps>,
         background: &Background,
     ) -> Result<ServiceCard, Error> {
         options.trust.check_bind(options.bind)?;
@@ -55,7 +58,7 @@ impl Service {
         };
         let mut token = Token([0; 16]);
         getrandom::fill(&mut token.0)?;
-        let service = Self { token, rank: Arc::new(Rank { manifest, carrier }) };
+        let service = Self { token, rank: Arc::new(Rank { manifest, carrier }), steps };
         // One scheduler, and another while it restarts.
         let limits = Limits { connections: 16, strangers: 16, ..Limits::default() };
         let door = Arc::new(Door::new(options.trust.clone(), options.version, limits));
@@ -74,6 +77,12 @@ impl Host for Service {
     async fn answer(&self, who: &str, _: Version, question: Question) -> Reply {
         match question {
             Question::Ping => Reply::Done,
+            Question::Do { token, patience_ms, task: Task::Written { step, known }, .. }
+                if token == self.token =>
+            {
+                let patience = Duration::from_millis(patience_ms);
+                Reply::Task(self.steps.written(step, known, patience).await)
+            }
             Question::Do { token, grant, patience_ms, task } if token == self.token => {
                 let (rank, until) = (self.rank.clone(), after(Duration::from_millis(patience_ms)));
                 let done = tokio::task::spawn_blocking(move || rank.work(&grant, &task, until));
@@ -115,6 +124,8 @@ impl Rank {
                     Err(error) => TaskReply::Gone(error.to_string()),
                 }
             }
+            // It needs nothing of the rank, and is answered before it comes here.
+            Task::Written { .. } => TaskReply::Unable("there is nothing to look at".to_owned()),
         }
     }
 }

@@ -231,7 +231,7 @@ impl Door {
                 Err(error) => break error,
             };
             while aside.try_join_next().is_some() {}
-            let waits = matches!(question, Question::Follow { .. }) && aside.len() < ASIDE;
+            let waits = question.waits() && aside.len() < ASIDE;
             let (host, sender, name) = (host.clone(), sender.clone(), who.clone());
             let mut answer = Box::pin(async move {
                 let reply = host.answer(&name, version, question).await;

@@ -206,7 +206,7 @@ pub(crate) enum Told {
 }
 
 /// How long an answer may take that waits for something to happen, and for the connection before it.
-const PATIENT_ANSWER: Duration = Duration::from_secs(5);
+pub(crate) const PATIENT_ANSWER: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 

@@ -18,8 +18,8 @@ use kvferry_plan::BlockTable;
 use super::task::{Task, TaskReply, Token};
 use super::version::Version;
 use crate::error::{Misbehaviour, PeerError};
-use crate::rules::grant::{Fingerprint, Grant, Origin};
-use crate::rules::lease::{Answer, Consumer, LeaseKey};
+use crate::rules::grant::{Fingerprint, Grant, InFlight, Origin};
+use crate::rules::lease::{Answer, Consumer, Frontier, LeaseKey};
 
 /// Names one life of an engine. It changes when the engine restarts, and when its ranks publish new
 /// memory: whatever was said about an earlier life is void.
@@ -186,6 +186,20 @@ pub(crate) enum Question {
         read_by: Fingerprint,
         origin: Option<Origin>,
     },
+    /// What has one of your ranks written in a step that is in flight for this request, beyond so many
+    /// states? Answered like [`Follow`](Self::Follow). (since 1.3)
+    Written { incarnation: Incarnation, key: LeaseKey, rank: u32, step: u64, known: u32 },
+}
+
+impl Question {
+    /// Whether its answer waits for something to happen.
+    pub(crate) fn waits(&self) -> bool {
+        match self {
+            Self::Follow { .. } | Self::Written { .. } => true,
+            Self::Do { task, .. } => matches!(task, Task::Written { .. }),
+            _ => false,
+        }
+    }
 }
 
 /// What is followed.
@@ -204,8 +218,10 @@ pub(crate) struct Known {
     pub(crate) nonce: Option<u64>,
     pub(crate) epoch: u32,
     pub(crate) tokens: u64,
-    /// How many ids of each table; `None` where tables are not wanted.
+    /// How many ids of each table; `None` where tables are not wanted, nor what is in flight.
     pub(crate) blocks: Option<Vec<u32>>,
+    /// The last step in flight that was told of.
+    pub(crate) step: u64,
 }
 
 /// How far a lease has come.
@@ -219,6 +235,8 @@ pub(crate) struct News {
     pub(crate) sealed: bool,
     /// What each table has beyond what is known.
     pub(crate) tables: Vec<Addition>,
+    /// What is being computed beyond the tokens.
+    pub(crate) in_flight: Vec<InFlight>,
 }
 
 /// The end of a block table.
@@ -233,14 +251,24 @@ pub(crate) struct Addition {
 
 impl Known {
     /// What is known with a grant, tables included.
-    pub(crate) fn of(nonce: u64, grant: &Grant) -> Self {
+    pub(crate) fn of(nonce: u64, grant: &Grant, step: u64) -> Self {
         let blocks = grant.tables.iter().map(|table| table.blocks.len() as u32);
         Self {
             nonce: Some(nonce),
             epoch: grant.epoch,
             tokens: grant.tokens,
             blocks: Some(blocks.collect()),
+            step,
         }
+    }
+
+    /// Whether there is anything that it does not know.
+    pub(crate) fn lacks(&self, news: &News) -> bool {
+        let step = news.in_flight.last().map_or(0, |last| last.step);
+        news.sealed
+            || self.nonce != Some(news.key.nonce)
+            || (news.epoch, news.tokens) != (self.epoch, self.tokens)
+            || step > self.step
     }
 }
 
@@ -249,10 +277,10 @@ impl News {
     pub(crate) fn of(
         incarnation: Incarnation,
         key: LeaseKey,
-        grant: &Grant,
-        sealed: bool,
+        frontier: &Frontier<'_>,
         known: &Known,
     ) -> Self {
+        let Frontier { grant, in_flight, sealed, .. } = *frontier;
         let same = known.nonce == Some(key.nonce) && known.epoch == grant.epoch;
         let tables = known.blocks.iter().flat_map(|blocks| {
             grant.tables.iter().enumerate().map(move |(index, table)| {
@@ -264,7 +292,9 @@ impl News {
             })
         });
         let tables = tables.collect();
-        Self { incarnation, key, epoch: grant.epoch, tokens: grant.tokens, sealed, tables }
+        let in_flight = known.blocks.as_ref().map_or(&[][..], |_| in_flight).to_vec();
+        let Grant { epoch, tokens, .. } = *grant;
+        Self { incarnation, key, epoch, tokens, sealed, tables, in_flight }
     }
 
     /// What it makes of a grant that is known; `None` where it does not go on from there.
@@ -405,10 +435,14 @@ mod tests {
         Grant { epoch, tokens, tables: tables.collect() }
     }
 
+    fn frontier(grant: &Grant, sealed: bool) -> Frontier<'_> {
+        Frontier { nonce: 7, grant, in_flight: &[InFlight { step: 3, tokens: 99 }], sealed }
+    }
+
     /// What P tells of a lease to someone who knows `known` of its lease `nonce`.
     fn told(now: &Grant, nonce: u64, known: &Grant) -> News {
         let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
-        News::of(Incarnation(1), key, now, false, &Known::of(nonce, known))
+        News::of(Incarnation(1), key, &frontier(now, false), &Known::of(nonce, known, 0))
     }
 
     #[test]
@@ -431,9 +465,25 @@ mod tests {
         let long = grant(0, 16, &[(0, &[1, 2, 3, 4, 5])]);
         assert_eq!(told(&grown, 7, &long).tables[0].known, 0);
         // Who wants no tables gets none.
-        let known = Known { blocks: None, ..Known::of(7, &known) };
+        let known = Known { blocks: None, ..Known::of(7, &known, 0) };
         let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
-        assert_eq!(News::of(Incarnation(1), key, &grown, true, &known).tables, []);
+        let news = News::of(Incarnation(1), key, &frontier(&grown, true), &known);
+        assert_eq!((news.tables, news.in_flight), (vec![], vec![]));
+    }
+
+    #[test]
+    fn a_step_in_flight_is_news_once_and_for_readers_alone() {
+        let so_far = grant(0, 40, &[(0, &[1, 2, 3])]);
+        let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
+        let lacks = |known: Known| {
+            let news = News::of(Incarnation(1), key.clone(), &frontier(&so_far, false), &known);
+            known.lacks(&news)
+        };
+        assert!(lacks(Known::of(7, &so_far, 0)));
+        assert!(lacks(Known::of(7, &so_far, 2)));
+        assert!(!lacks(Known::of(7, &so_far, 3)));
+        assert!(!lacks(Known { blocks: None, ..Known::of(7, &so_far, 0) }));
+        assert!(lacks(Known { tokens: 39, ..Known::of(7, &so_far, 3) }));
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::rules::lease::Loss;
 pub(crate) enum Task {
     /// Compute the digest of each of these parts of the request.
     Digest { key: Key, parts: Vec<Part> },
+    /// Say which states were written in a step, beyond so many: as soon as there are more.
+    Written { step: u64, known: u32 },
 }
 
 /// What came of it.
@@ -21,6 +23,9 @@ pub(crate) enum Task {
 pub(crate) enum TaskReply {
     /// One for each part.
     Digests(Vec<Digest>),
+    /// The states that were written beyond those that are known, in the order in which they were; where the
+    /// step is over, that is all of them, whether they are named or not.
+    Written { states: Vec<String>, over: bool },
     /// The lease does not hold, or not for what the reader has read by.
     NotHeld(Loss),
     /// The task makes no sense for what was granted, and why.

@@ -391,6 +391,7 @@ impl Asking<'_> {
                 )))),
                 TaskReply::Unable(reason) => Err(Trouble::Unable(reason)),
                 TaskReply::Gone(reason) => Err(gone(reason)),
+                TaskReply::Written { .. } => Err(gone("an answer that does not fit".to_owned())),
             };
         }
     }

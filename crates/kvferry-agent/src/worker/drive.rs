@@ -48,6 +48,7 @@ pub(super) async fn drive(
         following: None,
         lost: None,
         moved: Moved::default(),
+        ahead: 0,
         timings: Timings::default(),
         moments: Moments::now(),
         began,
@@ -107,6 +108,8 @@ struct Drive {
     /// That it is lost, until what is read has settled.
     lost: Option<Event>,
     moved: Moved,
+    /// Of those bytes, the ones of layers that were read before others.
+    ahead: u64,
     timings: Timings,
     moments: Moments,
     began: Instant,
@@ -179,6 +182,9 @@ impl Drive {
                 self.moved.lowerings.merge(moved.lowerings);
                 self.moved.copies += moved.copies;
                 self.moved.rest = moved.rest;
+                if self.growing.as_ref().is_some_and(Growing::ahead) {
+                    self.ahead += moved.bytes;
+                }
                 self.growing.iter_mut().for_each(Growing::arrived);
                 Event::Arrived
             }
@@ -225,10 +231,24 @@ impl Drive {
     fn heard(&mut self, heard: Heard) {
         let following = self.life.stage() == &Stage::Following;
         match heard {
-            Heard::Grown(grant, sealed) => {
+            Heard::ByLayer(plan) => {
+                if let Some(growing) = &mut self.growing {
+                    growing.by_layer(plan);
+                }
+            }
+            Heard::Word(word) => {
                 self.deadline = after(self.load.deadline);
                 if let Some(growing) = &mut self.growing {
-                    growing.hear(grant, sealed);
+                    growing.hear_word(word);
+                }
+                if following {
+                    self.follow();
+                }
+            }
+            Heard::Grown(grant, in_flight, sealed) => {
+                self.deadline = after(self.load.deadline);
+                if let Some(growing) = &mut self.growing {
+                    growing.hear(grant, in_flight, sealed);
                 }
                 // While a part is read it waits.
                 if following {
@@ -280,9 +300,10 @@ impl Drive {
 
     /// Follows the lease, for as long as the load lives.
     fn hear_of_growth(&mut self) {
+        let Some(engine) = self.engine.clone() else { return };
         let (peers, ticket) = (self.core.peers.clone(), self.load.ticket.clone());
         let (steps, unreachable) = (self.steps.clone(), self.handshake);
-        let task = follow(peers, ticket, unreachable, move |heard| {
+        let task = follow(peers, engine, ticket, unreachable, move |heard| {
             _ = steps.send(Step::Heard(heard));
         });
         self.following = Some(tokio::spawn(task.in_current_span()).abort_handle());
@@ -357,8 +378,9 @@ impl Drive {
 
     fn read(&mut self) {
         let Some(engine) = &self.engine else { return };
-        let portion = self.growing.as_ref().and_then(|growing| growing.portion(&self.load));
-        let Some(portion) = portion else { return };
+        let Some(growing) = &self.growing else { return };
+        let Some(portion) = growing.portion(&self.load) else { return };
+        let plan = growing.plan().map_or_else(|| engine.plan.clone(), Arc::new);
         self.moments.reads.get_or_insert(self.began.elapsed());
         // Of an earlier part.
         self.moments.arrived = None;
@@ -366,7 +388,7 @@ impl Drive {
         self.core.read(Job {
             attempt: self.attempt,
             load: portion,
-            plan: engine.plan.clone(),
+            plan,
             sources: engine.sources.clone(),
             deadline: self.deadline,
             tell: Box::new(move |progress| _ = steps.send(Step::Moving(progress))),
@@ -429,6 +451,7 @@ impl Drive {
                 metrics.bytes.add(self.moved.bytes);
                 metrics.copies.add(self.moved.copies);
                 metrics.packed_bytes.add(self.moved.packed);
+                metrics.ahead_bytes.add(self.ahead);
                 for (histogram, time) in metrics.timings.iter().zip(self.timings.times()) {
                     histogram.observe(time);
                 }

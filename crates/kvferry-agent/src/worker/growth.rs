@@ -4,15 +4,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_plan::{Growth, Plan};
+use kvferry_plan::{Growth, LayerPlan, Plan};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tracing::debug;
+use tracing::{Instrument, debug};
 
 use super::load::{Load, Portion};
-use super::peers::Peers;
+use super::peers::{Peers, SourceEngine};
+use super::words::{Word, Words, listen};
 use crate::rules::failure::Failure;
 use crate::rules::follow::{Contradiction, Follower, Pace, Part};
-use crate::rules::grant::{Fingerprint, Grant};
+use crate::rules::grant::{Fingerprint, Grant, InFlight};
 use crate::rules::lease::Loss;
 use crate::wire::link::{Told, is_final};
 use crate::wire::message::{Known, Ticket};
@@ -26,7 +29,9 @@ pub(super) struct Growing {
     growth: Growth,
     follower: Follower,
     /// What the engine has said since the last part was read: nothing may be in flight when it counts.
-    heard: Option<(Grant, bool)>,
+    heard: Option<(Grant, Vec<InFlight>, bool)>,
+    /// What its ranks have said, once it is read by layers.
+    words: Option<Words>,
     part: Option<Part>,
 }
 
@@ -39,18 +44,32 @@ impl Growing {
         let from = held.map(|(_, cached)| *cached).min().unwrap_or(0);
         let pace = Pace { from, to: load.tokens, step: growth.step };
         let follower = Follower::of(load.grant.clone(), pace);
-        Self { growth, follower, heard: None, part: None }
+        Self { growth, follower, heard: None, words: None, part: None }
     }
 
     /// Takes note of what the engine says, for when nothing is in flight.
-    pub(super) fn hear(&mut self, grant: Grant, sealed: bool) {
-        self.heard = Some((grant, sealed));
+    pub(super) fn hear(&mut self, grant: Grant, in_flight: Vec<InFlight>, sealed: bool) {
+        self.heard = Some((grant, in_flight, sealed));
+    }
+
+    /// From now on it can be read by layers.
+    pub(super) fn by_layer(&mut self, plan: Arc<LayerPlan>) {
+        self.follower.by_layer(plan.layers().len());
+        self.words = Some(Words::new(plan));
+    }
+
+    /// Takes note of what a rank has written. That is so, whatever is in flight.
+    pub(super) fn hear_word(&mut self, word: Word) {
+        if let Some(words) = &mut self.words {
+            let (step, layers) = words.hear(word);
+            self.follower.written(step, layers);
+        }
     }
 
     /// Chooses what to read next. Nothing is in flight. Answers whether there is anything.
     pub(super) fn next(&mut self) -> Result<bool, Contradiction> {
-        if let Some((grant, sealed)) = self.heard.take() {
-            self.follower.hear(grant, sealed)?;
+        if let Some((grant, in_flight, sealed)) = self.heard.take() {
+            self.follower.hear(grant, in_flight, sealed)?;
         }
         self.part = self.follower.next();
         Ok(self.part.is_some())
@@ -58,7 +77,18 @@ impl Growing {
 
     /// Whether what is to be read is all that is left.
     pub(super) fn last(&self) -> bool {
-        self.part.is_some_and(|part| part.last)
+        self.part.as_ref().is_some_and(|part| part.last)
+    }
+
+    /// Whether what is to be read are some layers, before the others are complete.
+    pub(super) fn ahead(&self) -> bool {
+        self.part.as_ref().is_some_and(|part| part.layers.is_some())
+    }
+
+    /// The plan by which to read what was chosen, where that is not the usual one.
+    pub(super) fn plan(&self) -> Option<Plan> {
+        let layers = self.part.as_ref()?.layers.as_ref()?;
+        Some(self.words.as_ref()?.plan.of(|layer| layers.contains(&layer)))
     }
 
     /// What was chosen has arrived.
@@ -75,7 +105,7 @@ impl Growing {
 
     /// What was chosen, as a request of its own.
     pub(super) fn portion(&self, load: &Load) -> Option<Portion> {
-        let Part { tokens, held, last } = self.part?;
+        let Part { tokens, held, last, .. } = *self.part.as_ref()?;
         let groups = self.growth.groups.iter().zip(&load.cached);
         let cached = groups.map(|(grows, cached)| match (grows, last) {
             (true, false) => (*cached).max(held).min(tokens),
@@ -89,8 +119,13 @@ impl Growing {
             // That they do not fit is said by whoever checks the request.
             false => load.cached.clone(),
         };
+        let mut grant = self.follower.grant().clone();
+        if self.ahead() {
+            // It has been written, if not granted yet: nothing of it is used before it is.
+            grant.tokens = grant.tokens.max(tokens);
+        }
         Some(Portion {
-            grant: self.follower.grant().clone(),
+            grant,
             tokens,
             cached,
             before: load.cached.clone(),
@@ -103,8 +138,12 @@ impl Growing {
 /// What is heard of a lease that is followed.
 #[derive(Debug)]
 pub(super) enum Heard {
-    /// How far it has come, and whether that is all.
-    Grown(Grant, bool),
+    /// How far it has come, what is in flight beyond that, and whether that is all.
+    Grown(Grant, Vec<InFlight>, bool),
+    /// It can be read by layers.
+    ByLayer(Arc<LayerPlan>),
+    /// What a rank has written.
+    Word(Word),
     Lost(Loss),
     Failed(Failure),
 }
@@ -113,27 +152,45 @@ pub(super) enum Heard {
 /// heard. An engine that cannot be reached for so long is gone.
 pub(super) async fn follow(
     peers: Arc<Peers>,
+    engine: Arc<SourceEngine>,
     ticket: Ticket,
     unreachable: Duration,
-    tell: impl Fn(Heard),
+    tell: impl Fn(Heard) + Clone + Send + 'static,
 ) {
+    // Those who listen to the ranks; they end with this.
+    let mut listeners = JoinSet::new();
+    let steps = watch::Sender::default();
+    let mut step = 0;
     let mut grant = Grant::default();
     let mut last_answer = Instant::now();
     loop {
         let asked = Instant::now();
-        let known = Known::of(ticket.nonce, &grant);
-        match peers.ask_how_far(&ticket, known).await {
+        let known = Known::of(ticket.nonce, &grant, step);
+        match peers.ask_how_far(&ticket, known.clone()).await {
             Ok(Told::News(news)) => {
                 last_answer = Instant::now();
-                let new = (news.epoch, news.tokens) != (grant.epoch, grant.tokens) || news.sealed;
+                let new = known.lacks(&news);
                 let sealed = news.sealed;
                 if new {
+                    let in_flight = news.in_flight.clone();
+                    if let Some(last) = in_flight.last() {
+                        step = last.step;
+                        steps.send_replace(in_flight.clone());
+                        if listeners.is_empty() {
+                            let (peers, engine) = (peers.clone(), engine.clone());
+                            let (ticket, steps) = (ticket.clone(), steps.subscribe());
+                            let tell = tell.clone();
+                            listeners.spawn(
+                                by_layer(peers, engine, ticket, steps, tell).in_current_span(),
+                            );
+                        }
+                    }
                     let Some(grown) = news.after(&grant) else {
                         let reason = "it says how its block tables go on, but not from where";
                         return tell(Heard::Failed(Failure::PeerGone(reason.to_owned())));
                     };
                     grant = grown;
-                    tell(Heard::Grown(grant.clone(), sealed));
+                    tell(Heard::Grown(grant.clone(), in_flight, sealed));
                 }
                 if sealed {
                     return;
@@ -158,5 +215,19 @@ pub(super) async fn follow(
         if let Some(left) = PAUSE.checked_sub(asked.elapsed()) {
             sleep(left).await;
         }
+    }
+}
+
+/// Tells what ranks have written, once it is known how to read that.
+async fn by_layer(
+    peers: Arc<Peers>,
+    engine: Arc<SourceEngine>,
+    ticket: Ticket,
+    steps: watch::Receiver<Vec<InFlight>>,
+    tell: impl Fn(Heard) + Clone + Send + 'static,
+) {
+    if let Some(plan) = peers.by_layer(&engine).await {
+        tell(Heard::ByLayer(plan));
+        listen(peers, engine, ticket, steps, move |word| tell(Heard::Word(word))).await;
     }
 }

@@ -5,7 +5,8 @@
 //! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
 //! reads ([`mover`]), compares what it has with what the source holds ([`audit`]), and asks for
 //! confirmation. Each request ([`load`]) lives by the rules of [`life`](crate::rules::life) ([`drive`]).
-//! Where the source still computes it, it is read as it grows ([`growth`]). Engines that run no agent
+//! Where the source still computes it, it is read as it grows ([`growth`]), by layers where the source says which
+//! it has written ([`words`]). Engines that run no agent
 //! are [`introduced`].
 
 mod audit;
@@ -17,6 +18,7 @@ mod load;
 mod mover;
 mod options;
 mod peers;
+mod words;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -35,6 +37,7 @@ use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::metrics::WorkerMetrics;
 use crate::source::service::Service;
+use crate::source::steps::Steps;
 use crate::wire::link::Caller;
 use crate::wire::message::Card;
 use crate::wire::version::Version;
@@ -44,6 +47,7 @@ use crate::wire::version::Version;
 pub struct Worker {
     core: Arc<Core>,
     options: WorkerOptions,
+    steps: Arc<Steps>,
     background: Background,
 }
 
@@ -70,10 +74,11 @@ impl Worker {
         };
         let metrics = Arc::new(WorkerMetrics::default());
         let background = Background::start("kvferry-worker")?;
+        let steps = Arc::new(Steps::default());
         let mut rank = Rank::new(manifest, options.ranks, carrier);
         if options.version >= Version::TASKS {
             let (manifest, carrier) = (rank.manifest.clone(), rank.carrier.clone());
-            match Service::start(&options, manifest, carrier, &background) {
+            match Service::start(&options, manifest, carrier, steps.clone(), &background) {
                 Ok(card) => rank.service = Some(card),
                 // It can be read all the same.
                 Err(error) => {
@@ -89,12 +94,29 @@ impl Worker {
             options.lowering,
             metrics,
         )?);
-        Ok(Self { core, options, background })
+        Ok(Self { core, options, steps, background })
     }
 
     /// What this rank makes known to other engines, through its scheduler.
     pub fn card(&self) -> Result<Card, Error> {
         self.core.peers.rank.card()
+    }
+
+    /// The engine begins a step: the number is the one by which its scheduler has said what it is about
+    /// ([`Scheduler::advance_with`](crate::Scheduler::advance_with)). Steps before it are over: all that they
+    /// write is written.
+    pub fn begin_step(&self, step: u64) {
+        self.steps.begin(step);
+    }
+
+    /// The present step has written all that it writes of these states: readers may read that now.
+    pub fn wrote(&self, step: u64, states: impl IntoIterator<Item = String>) {
+        self.steps.wrote(step, states);
+    }
+
+    /// The present step has written everything.
+    pub fn end_step(&self, step: u64) {
+        self.steps.end(step);
     }
 
     /// Starts to load a request. How it ends is told by [`notices`](Self::notices).

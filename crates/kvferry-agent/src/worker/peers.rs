@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
-use kvferry_plan::Plan;
+use kvferry_plan::{LayerPlan, Plan};
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::introduced::Introduced;
+use crate::background::after;
 use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
@@ -19,10 +20,11 @@ use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
 use crate::rules::lease::{Answer, Consumer, Loss};
-use crate::wire::link::{Caller, Links, Told, is_final};
+use crate::wire::link::{Caller, Links, PATIENT_ANSWER, Told, is_final};
 use crate::wire::message::{
     Card, Incarnation, Known, Question, Reply, ServiceCard, Sought, Ticket,
 };
+use crate::wire::task::TaskReply;
 use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.
@@ -75,6 +77,9 @@ pub(super) struct SourceEngine {
     address: String,
     incarnation: Incarnation,
     pub(super) plan: Arc<Plan>,
+    /// The same layer by layer, once somebody has asked for it.
+    layers: tokio::sync::OnceCell<Option<Arc<LayerPlan>>>,
+    manifests: Arc<Vec<Manifest>>,
     /// For every source of the plan; `None` where nothing is read.
     pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
     /// The number of each of them in its engine.
@@ -201,10 +206,11 @@ impl Peers {
                 .map_err(|error| Failure::Refused(error.to_string()))
         });
         let manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
-        let own = self.rank.manifest.clone();
+        let manifests = Arc::new(manifests);
+        let (own, theirs) = (self.rank.manifest.clone(), manifests.clone());
         // Compiled here as well: what this rank writes into its memory it proves itself.
         let plan = tokio::task::spawn_blocking(move || {
-            Plan::compile(&own, &manifests.iter().collect::<Vec<_>>())
+            Plan::compile(&own, &theirs.iter().collect::<Vec<_>>())
         });
         let plan =
             plan.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
@@ -232,7 +238,8 @@ impl Peers {
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
-        Ok(SourceEngine { address: address.to_owned(), incarnation, plan, sources, ranks, trial })
+        let (address, layers) = (address.to_owned(), tokio::sync::OnceCell::new());
+        Ok(SourceEngine { address, incarnation, plan, layers, manifests, sources, ranks, trial })
     }
 
     /// What audits have found of this life of an engine, also over an earlier handshake.
@@ -368,6 +375,43 @@ impl Peers {
         let sought = Sought::Lease { incarnation: ticket.incarnation, key: ticket.key() };
         let (_, told) = self.links.follow(&ticket.address, sought, known).await?;
         Ok(told)
+    }
+
+    /// Asks once what a rank has written in a step that is in flight, beyond so many states.
+    pub(super) async fn ask_what_is_written(
+        &self,
+        ticket: &Ticket,
+        rank: u32,
+        step: u64,
+        known: u32,
+    ) -> Result<TaskReply, PeerError> {
+        let deadline = after(PATIENT_ANSWER).into();
+        let link = self.links.get(&ticket.address, deadline).await?;
+        let (incarnation, key) = (ticket.incarnation, ticket.key());
+        let question = Question::Written { incarnation, key, rank, step, known };
+        match link.ask(question, deadline).await? {
+            Reply::Task(reply) => Ok(reply),
+            _ => Err(PeerError::Misbehaved(Misbehaviour::Answer)),
+        }
+    }
+
+    /// The plan for an engine, layer by layer; `None` where there is none.
+    pub(super) async fn by_layer(&self, engine: &SourceEngine) -> Option<Arc<LayerPlan>> {
+        let compile = || async {
+            let (own, theirs) = (self.rank.manifest.clone(), engine.manifests.clone());
+            let compiled = tokio::task::spawn_blocking(move || {
+                LayerPlan::compile(&own, &theirs.iter().collect::<Vec<_>>())
+            });
+            match compiled.await {
+                Ok(Ok(plan)) if !plan.layers().is_empty() => Some(Arc::new(plan)),
+                Ok(Ok(_)) | Err(_) => None,
+                Ok(Err(error)) => {
+                    warn!(%error, "requests are not read layer by layer");
+                    None
+                }
+            }
+        };
+        engine.layers.get_or_init(compile).await.clone()
     }
 
     /// Tells P that it need not keep the blocks for this rank's engine.

@@ -9,6 +9,8 @@ use crate::walk::{Segment, Shape};
 #[derive(Clone, Debug)]
 pub(crate) struct Cluster {
     pub(crate) rhythm: usize,
+    /// See [`Key::layer`].
+    pub(crate) layer: usize,
     /// Indices of the regions on the source and on the destination.
     pub(crate) regions: (u32, u32),
     /// Bytes from one block to the next on the source and on the destination.
@@ -38,6 +40,8 @@ pub(crate) struct Key {
     pub(crate) regions: (u32, u32),
     /// Bytes from one block to the next on the source and on the destination.
     pub(crate) blocks: (u64, u64),
+    /// Where a plan is made to be read layer by layer: of which layer they are. Else 0.
+    pub(crate) layer: usize,
 }
 
 /// Merges nests and joins those that touch, in the order of the destination's groups and addresses.
@@ -78,10 +82,10 @@ pub(crate) fn clusters(
             let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
             outer = std::mem::replace(&mut nest.loops, inner);
         }
-        let Key { rhythm, regions, blocks, .. } = key;
+        let Key { rhythm, regions, blocks, layer, .. } = key;
         let whole = Shape { entries: evenly(&key), repeats: 1, ..Shape::default() };
         let fits = nests.iter().map(|nest| Fitted::new(nest, &whole, 1, &[])).collect();
-        Cluster { rhythm, regions, blocks, outer, nests, usual: (whole, fits) }
+        Cluster { rhythm, layer, regions, blocks, outer, nests, usual: (whole, fits) }
     };
     clusters.into_iter().map(cluster).collect()
 }

@@ -30,7 +30,7 @@ pub(crate) fn leftovers(
             let (regions, blocks) = ((region, region), (steps.block, steps.block));
             let steps = BothSteps { source: steps, destination: steps };
             let nest = Nest::new((start, start), steps, run, loops);
-            nests.push((Key { group: index, rhythm, regions, blocks }, nest));
+            nests.push((Key { group: index, rhythm, regions, blocks, layer: 0 }, nest));
         };
         for (number, piece) in group.pieces.iter().enumerate() {
             let (held, steps) = Holding::new(destination, (index, number), windows[index][number]);

@@ -43,7 +43,7 @@ pub struct Plan {
     pub(crate) source_groups: usize,
     /// The source tables that are read, for which destination group, and whether for one slot.
     pub(crate) reads: Vec<SourceTable>,
-    windowed: Vec<(usize, usize)>,
+    pub(crate) windowed: Vec<(usize, usize)>,
 }
 
 /// What a source's table is checked against.
@@ -82,6 +82,25 @@ impl Plan {
         sources: &[&Manifest],
         worthwhile: u64,
     ) -> Result<Self, Incompatible> {
+        Self::compile_apart(destination, sources, worthwhile, &|_| 0)
+    }
+
+    /// Like [`compile`](Self::compile), where what goes to pieces (by group and index) of different layers
+    /// is never merged.
+    pub(crate) fn compile_by_layer(
+        destination: &Manifest,
+        sources: &[&Manifest],
+        layer: &dyn Fn((usize, usize)) -> usize,
+    ) -> Result<Self, Incompatible> {
+        Self::compile_apart(destination, sources, WORTHWHILE, layer)
+    }
+
+    fn compile_apart(
+        destination: &Manifest,
+        sources: &[&Manifest],
+        worthwhile: u64,
+        layer: &dyn Fn((usize, usize)) -> usize,
+    ) -> Result<Self, Incompatible> {
         for source in sources {
             check_identity(destination, source)?;
         }
@@ -89,7 +108,7 @@ impl Plan {
         let (mut cover, wanted) = cover(destination, sources, budget)?;
         spread(destination, sources, &wanted, worthwhile, &mut cover.parts, budget)?;
         prove_cover(destination, sources, &cover, &mut Budget::new())?;
-        let (rhythms, nests) = nests(destination, sources, &cover);
+        let (rhythms, nests) = nests(destination, sources, &cover, layer);
         let mut reads = Numbered::default();
         for rhythm in &rhythms {
             let Holding { group, blocks, null_block, .. } = rhythm.source;
@@ -168,6 +187,7 @@ fn nests(
     destination: &Manifest,
     sources: &[&Manifest],
     cover: &Cover,
+    layer: &dyn Fn((usize, usize)) -> usize,
 ) -> (Vec<Rhythm>, Vec<Vec<(Key, Nest)>>) {
     let mut rhythms = Numbered::default();
     let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
@@ -207,7 +227,7 @@ fn nests(
         );
         let regions = (from.view.region, to.view.region);
         let blocks = (source_steps.block, destination_steps.block);
-        let key = Key { group: part.to.0, rhythm, regions, blocks };
+        let key = Key { group: part.to.0, rhythm, regions, blocks, layer: layer(part.to) };
         nests[part.source].push((key, nest));
     }
     (rhythms.list, nests)

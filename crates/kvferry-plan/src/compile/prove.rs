@@ -328,7 +328,7 @@ mod tests {
             source: Steps { block: 256, kernel: 0, entry: 64 },
             destination: Steps { block: 512, kernel: 0, entry: 128 },
         };
-        let key = Key { group: 0, rhythm: 0, regions: (0, 0), blocks: (256, 512) };
+        let key = Key { group: 0, rhythm: 0, regions: (0, 0), blocks: (256, 512), layer: 0 };
         let nest = |layer: u64, section: u64| {
             let start = (layer * 1024 + section * 32, 100_000 + layer * 4096 + section * 64);
             let heads = Loop { count: 2, source: 8, destination: 16 };

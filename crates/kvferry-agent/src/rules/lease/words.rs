@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rules::grant::Origin;
+use crate::rules::grant::{InFlight, Origin};
 
 /// Names one lease. The nonce differs for every lease ever granted, so that a late or repeated
 /// message for an earlier life of a request cannot touch a later one.
@@ -180,5 +180,21 @@ pub enum NotGrown {
         before: u64,
         /// Tokens of the new grant.
         after: u64,
+    },
+    /// Steps in flight that do not go on from what is complete, or from each other.
+    ///
+    /// What to do: number the engine's steps in the order in which they run, and name those that bring the
+    /// request further, in that order.
+    #[error(
+        "request '{request}': step {} in flight, to {} tokens, does not go on from step {}, to {} tokens",
+        step.step, step.tokens, before.step, before.tokens
+    )]
+    StepsDoNotRise {
+        /// The request.
+        request: String,
+        /// The step.
+        step: InFlight,
+        /// The one before it, or what is complete (step 0).
+        before: InFlight,
     },
 }

@@ -12,17 +12,18 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use self::pair::{Pair, Prefill, Times};
+use self::pair::{Pair, Prefill, Times, Way};
 
 type Failure = Box<dyn std::error::Error>;
 
 /// Measure how much of the transfer prefill hides, against the prompt's length.
 ///
 /// A prefill and a decode engine hand requests over by tcp: sequentially, where decode reads when prefill
-/// has ended, and following, where it reads what is complete while prefill computes the rest. Prefill is a
-/// timer, which says chunk by chunk that so many tokens are complete; agents, memory and bytes are real. Each
+/// has ended; following, where it reads what is complete while prefill computes the rest; and following by
+/// layer, where it also reads the layers of the chunk in flight that are written. Prefill is a timer, which says
+/// chunk by chunk that so many tokens are complete, and which layers; agents, memory and bytes are real. Each
 /// read is held back for as long as a link of the given rate would take, by default a little more than the rate
-/// at which prefill fills memory. The two ways take turns, and all bytes are compared after each request.
+/// at which prefill fills memory. The ways take turns, and all bytes are compared after each request.
 #[derive(Debug, Args)]
 pub(super) struct Overlap {
     /// Lengths of the prompts, separated by commas.
@@ -68,15 +69,22 @@ pub(super) struct Row {
     pub(super) total: Ways,
     /// The total of following over that of the sequential way, in the same round.
     pub(super) ratio: f64,
+    /// The same, by layer.
+    pub(super) ratio_by_layer: f64,
 }
 
 #[derive(Debug, Serialize)]
 pub(super) struct Ways {
     pub(super) sequential: f64,
     pub(super) following: f64,
-    /// Following, over a link without limit.
+    pub(super) by_layer: f64,
+    /// Following by layer, over a link without limit.
     pub(super) unlimited: f64,
 }
+
+/// In this order, and whether the link is limited.
+const WAYS: [(Way, bool); 4] =
+    [(Way::Sequential, true), (Way::Following, true), (Way::ByLayer, true), (Way::ByLayer, false)];
 
 impl Overlap {
     pub(super) fn run(self) -> Result<(), Failure> {
@@ -98,17 +106,18 @@ impl Overlap {
         let rate = link * (speed * pair::BYTES_PER_TOKEN) as f64;
         let pair = Pair::start(longest)?;
         // The handshake is not measured.
-        pair.hand_over(&Prefill { tokens: 1, speed, chunk }, true, None)?;
+        pair.hand_over(&Prefill { tokens: 1, speed, chunk }, Way::ByLayer, None)?;
         let mut lengths = vec![];
         for &tokens in &self.tokens {
             let prefill = Prefill { tokens, speed, chunk };
-            let mut times: Vec<[Times; 3]> = vec![];
+            let mut times: Vec<[Times; WAYS.len()]> = vec![];
             for round in 0..rounds {
                 say(&format!("{tokens} tokens, round {} of {rounds}", round + 1));
-                let mut one = [Times::default(); 3];
+                let mut one = [Times::default(); WAYS.len()];
                 // They take turns, and take turns in who begins.
-                for way in (0..3).map(|way| (way + round) % 3) {
-                    one[way] = pair.hand_over(&prefill, way > 0, (way < 2).then_some(rate))?;
+                for at in (0..WAYS.len()).map(|at| (at + round) % WAYS.len()) {
+                    let (way, limited) = WAYS[at];
+                    one[at] = pair.hand_over(&prefill, way, limited.then_some(rate))?;
                 }
                 times.push(one);
             }
@@ -142,19 +151,24 @@ fn say(what: &str) {
     }
 }
 
-fn row(tokens: u64, times: &[[Times; 3]]) -> Row {
+fn row(tokens: u64, times: &[[Times; WAYS.len()]]) -> Row {
     let of = |what: fn(&Times) -> Duration| {
         let way = |way: usize| {
             median(times.iter().map(|one| what(&one[way]).as_secs_f64() * 1e3).collect())
         };
-        Ways { sequential: way(0), following: way(1), unlimited: way(2) }
+        Ways { sequential: way(0), following: way(1), by_layer: way(2), unlimited: way(3) }
     };
-    let ratio = times.iter().map(|one| one[1].total.as_secs_f64() / one[0].total.as_secs_f64());
+    let ratio = |way: usize| {
+        let ratios =
+            times.iter().map(|one| one[way].total.as_secs_f64() / one[0].total.as_secs_f64());
+        median(ratios.collect())
+    };
     Row {
         tokens,
         exposed: of(|times| times.exposed),
         total: of(|times| times.total),
-        ratio: median(ratio.collect()),
+        ratio: ratio(1),
+        ratio_by_layer: ratio(2),
     }
 }
 
@@ -175,27 +189,19 @@ fn print(results: &Results) {
          link: {rate:.0} MB/s; medians of {rounds} rounds"
     );
     println!();
-    println!("            exposed (ms)                          start to end (ms)");
     println!(
-        "{:>8} {:>11} {:>10} {:>10}   {:>11} {:>10} {:>10} {:>7}",
-        "tokens",
-        "sequential",
-        "following",
-        "no limit",
-        "sequential",
-        "following",
-        "no limit",
-        "ratio"
+        "{:>8} {:^43}   {:^43} {:^17}",
+        "", "exposed (ms)", "start to end (ms)", "over sequential"
     );
-    for Row { tokens, exposed, total, ratio } in lengths {
-        println!(
-            "{tokens:>8} {:>11.1} {:>10.1} {:>10.1}   {:>11.1} {:>10.1} {:>10.1} {ratio:>7.2}",
-            exposed.sequential,
-            exposed.following,
-            exposed.unlimited,
-            total.sequential,
-            total.following,
-            total.unlimited
-        );
+    let ways =
+        format!("{:>10} {:>10} {:>10} {:>10}", "sequential", "following", "by layer", "no limit");
+    println!("{:>8} {ways}   {ways} {:>9} {:>9}", "tokens", "following", "by layer");
+    for Row { tokens, exposed, total, ratio, ratio_by_layer } in lengths {
+        let show = |ways: &Ways| {
+            let Ways { sequential, following, by_layer, unlimited } = ways;
+            format!("{sequential:>10.1} {following:>10.1} {by_layer:>10.1} {unlimited:>10.1}")
+        };
+        let (exposed, total) = (show(exposed), show(total));
+        println!("{tokens:>8} {exposed}   {total} {ratio:>9.2} {ratio_by_layer:>9.2}");
     }
 }

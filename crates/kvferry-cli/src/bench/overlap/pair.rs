@@ -1,12 +1,13 @@
 //! A prefill and a decode engine of one rank each, in this process, and a request between them.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{
-    BlockTable, Carrier, Grant, Load, Notice, Outcome, Scheduler, SchedulerOptions, Ticket, Worker,
-    WorkerOptions, carry,
+    BlockTable, Carrier, Grant, InFlight, Load, Notice, Outcome, Scheduler, SchedulerOptions,
+    Ticket, Worker, WorkerOptions, carry,
 };
 use kvferry_layout::{
     Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, StateBox, View, Window,
@@ -19,9 +20,9 @@ use super::Failure;
 use super::link::{Limited, Link};
 use crate::bench::memory::{fill, zeros};
 
-const LAYERS: u64 = 4;
+const LAYERS: u64 = 32;
 /// Of one layer.
-const ENTRY: u64 = 2048;
+const ENTRY: u64 = 256;
 const BLOCK: u64 = 16;
 pub(super) const BYTES_PER_TOKEN: u64 = LAYERS * ENTRY;
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -36,6 +37,17 @@ pub(super) struct Prefill {
     pub(super) chunk: u64,
 }
 
+/// How a request is handed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Decode reads when prefill has ended.
+    Sequential,
+    /// It reads what is complete while prefill computes the rest.
+    Following,
+    /// And, of the chunk that is computed, the layers that are written.
+    ByLayer,
+}
+
 /// How long a request took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
@@ -48,6 +60,8 @@ pub(super) struct Times {
 pub(super) struct Pair {
     prefill: Engine,
     decode: Engine,
+    /// The last step that prefill has begun.
+    step: AtomicU64,
     link: Arc<Link>,
     /// For a request of the longest length.
     source: Vec<u32>,
@@ -71,14 +85,14 @@ impl Pair {
         fill(&prefill.memory, 7);
         // Neighbours on one side are none on the other: every block is a copy of its own.
         let (source, destination) = ((0..blocks).collect(), (0..blocks).rev().collect());
-        Ok(Self { prefill, decode, link, source, destination })
+        Ok(Self { prefill, decode, step: AtomicU64::new(0), link, source, destination })
     }
 
     /// Hands one request over, and compares every byte.
     pub(super) fn hand_over(
         &self,
         work: &Prefill,
-        follows: bool,
+        way: Way,
         rate: Option<f64>,
     ) -> Result<Times, Failure> {
         fill(&self.decode.memory, 0);
@@ -86,22 +100,36 @@ impl Pair {
         let began = Instant::now();
         let scheduler = &self.prefill.scheduler;
         let ticket = scheduler.open("request", None)?;
-        if follows {
+        if way != Way::Sequential {
             self.load(&ticket, None, work.tokens)?;
         }
         let mut tokens = 0;
         while tokens < work.tokens {
+            let before = tokens;
             tokens = (tokens + work.chunk).min(work.tokens);
-            let complete = began + Duration::from_secs_f64(tokens as f64 / work.speed as f64);
-            sleep(complete.saturating_duration_since(Instant::now()));
-            if tokens < work.tokens {
-                scheduler.advance("request", tokens, self.granted(tokens).tables)?;
+            let at = |tokens: f64| began + Duration::from_secs_f64(tokens / work.speed as f64);
+            if way == Way::ByLayer {
+                let step = self.step.fetch_add(1, Ordering::Relaxed) + 1;
+                let (tables, in_flight) = (self.granted(tokens).tables, InFlight { step, tokens });
+                scheduler.advance_with("request", before, tables, &[in_flight])?;
+                self.prefill.worker.begin_step(step);
+                for layer in 1..=LAYERS {
+                    let share = layer as f64 / LAYERS as f64;
+                    let written = at(before as f64 + (tokens - before) as f64 * share);
+                    sleep(written.saturating_duration_since(Instant::now()));
+                    self.prefill.worker.wrote(step, [state(layer - 1)]);
+                }
+            } else {
+                sleep(at(tokens as f64).saturating_duration_since(Instant::now()));
+                if tokens < work.tokens {
+                    scheduler.advance("request", tokens, self.granted(tokens).tables)?;
+                }
             }
         }
         let last_token = Instant::now();
         let granted = self.granted(work.tokens);
         scheduler.grant("request", granted.clone())?;
-        if !follows {
+        if way == Way::Sequential {
             self.load(&ticket, Some(granted), work.tokens)?;
         }
         for notice in self.decode.worker.wait(Instant::now() + PATIENCE) {
@@ -171,10 +199,14 @@ impl Engine {
     }
 }
 
+fn state(layer: u64) -> String {
+    format!("layers.{layer}/kv")
+}
+
 fn draft(engine: &str, blocks: u32, memory: &HostMemory) -> Draft {
     let block = BLOCK * ENTRY;
     let pieces = (0..LAYERS).map(|layer| Piece {
-        state: format!("layers.{layer}/kv"),
+        state: state(layer),
         kind: 0,
         bounds: StateBox::default(),
         phase: Phase::ALL,

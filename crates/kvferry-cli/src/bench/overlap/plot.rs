@@ -14,9 +14,10 @@ const BOTTOM: f64 = 48.0;
 /// One line for each way. Lengths double from one tick to the next.
 pub(super) fn svg(rows: &[Row]) -> String {
     type Pick = fn(&Ways) -> f64;
-    let ways: [(&str, &str, Pick); 3] = [
+    let ways: [(&str, &str, Pick); 4] = [
         ("sequential", "#c0392b", |ways| ways.sequential),
         ("following", "#2471a3", |ways| ways.following),
+        ("by layer", "#1e8449", |ways| ways.by_layer),
         ("no limit", "#7f8c8d", |ways| ways.unlimited),
     ];
     let highest = rows.iter().flat_map(|row| ways.iter().map(|way| way.2(&row.exposed)));
@@ -100,15 +101,17 @@ mod tests {
 
     #[test]
     fn a_picture_has_a_point_for_every_figure() {
-        let ways = |ms: f64| Ways { sequential: ms, following: 20.0, unlimited: 3.0 };
+        let ways =
+            |ms: f64| Ways { sequential: ms, following: 20.0, by_layer: 5.0, unlimited: 3.0 };
         let row = |tokens: u64| Row {
             tokens,
             exposed: ways(tokens as f64),
             total: ways(1.0),
             ratio: 1.0,
+            ratio_by_layer: 1.0,
         };
         let svg = svg(&[row(1000), row(1024), row(4096)]);
-        assert_eq!(svg.matches("<circle").count(), 9);
+        assert_eq!(svg.matches("<circle").count(), 12);
         for label in [">1000<", ">1k<", ">4k<", ">5000<", ">sequential<", ">following<"] {
             assert!(svg.contains(label), "{label} in {svg}");
         }

@@ -1,0 +1,140 @@
+//! What a rank has written in the step that it computes: told to those who read it meanwhile.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::wire::task::TaskReply;
+
+/// The step that a rank is in.
+#[derive(Debug)]
+pub(crate) struct Steps(watch::Sender<Step>);
+
+#[derive(Debug, Default)]
+struct Step {
+    /// Its number; 0 before the first.
+    number: u64,
+    /// All of it is written.
+    over: bool,
+    /// States that are, in the order in which they were.
+    written: Vec<String>,
+}
+
+impl Default for Steps {
+    fn default() -> Self {
+        Self(watch::Sender::new(Step::default()))
+    }
+}
+
+impl Steps {
+    /// A step begins, so all before it are over. One that came before changes nothing.
+    pub(crate) fn begin(&self, number: u64) {
+        self.0.send_if_modified(|step| {
+            let later = number > step.number;
+            if later {
+                *step = Step { number, ..Step::default() };
+            }
+            later
+        });
+    }
+
+    /// It has written all that it writes of these states. Of another step than the present one that is not
+    /// news.
+    pub(crate) fn wrote(&self, number: u64, states: impl IntoIterator<Item = String>) {
+        self.0.send_if_modified(|step| {
+            let now = number == step.number;
+            if now {
+                step.written.extend(states);
+            }
+            now
+        });
+    }
+
+    /// It has written everything.
+    pub(crate) fn end(&self, number: u64) {
+        self.0.send_if_modified(|step| {
+            let now = number == step.number;
+            step.over |= now;
+            now
+        });
+    }
+
+    /// What is written in a step beyond so many states, as soon as there is any. After a while that is
+    /// nothing.
+    pub(crate) async fn written(&self, number: u64, known: u32, patience: Duration) -> TaskReply {
+        let known = known as usize;
+        let news = |step: &Step| {
+            step.number > number
+                || (step.number == number && (step.over || step.written.len() > known))
+        };
+        let mut steps = self.0.subscribe();
+        _ = timeout(patience, steps.wait_for(news)).await;
+        let step = self.0.borrow();
+        let over = step.number > number || (step.number == number && step.over);
+        let states = match step.number == number {
+            true => step.written.get(known..).unwrap_or_default().to_vec(),
+            false => vec![],
+        };
+        TaskReply::Written { states, over }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(20);
+    const LONG: Duration = Duration::from_secs(60);
+
+    async fn ask(steps: &Steps, number: u64, known: u32, patience: Duration) -> (String, bool) {
+        match steps.written(number, known, patience).await {
+            TaskReply::Written { states, over } => (states.join(" "), over),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn states(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[tokio::test]
+    async fn whatever_is_new_of_a_step_is_told() {
+        let steps = Steps::default();
+        assert_eq!(ask(&steps, 4, 0, SOON).await, (String::new(), false), "it has not begun");
+        steps.begin(4);
+        assert_eq!(ask(&steps, 4, 0, SOON).await, (String::new(), false));
+        steps.wrote(4, states(&["a", "b"]));
+        assert_eq!(ask(&steps, 4, 0, LONG).await, ("a b".to_owned(), false));
+        assert_eq!(ask(&steps, 4, 1, LONG).await, ("b".to_owned(), false));
+        assert_eq!(ask(&steps, 4, 2, SOON).await, (String::new(), false));
+        assert_eq!(ask(&steps, 5, 0, SOON).await, (String::new(), false), "that is another one");
+        steps.wrote(3, states(&["c"]));
+        steps.wrote(5, states(&["c"]));
+        assert_eq!(ask(&steps, 4, 2, SOON).await, (String::new(), false), "of other steps");
+        steps.end(4);
+        assert_eq!(ask(&steps, 4, 2, LONG).await, (String::new(), true));
+        assert_eq!(ask(&steps, 4, 9, LONG).await, (String::new(), true), "more than there are");
+        steps.begin(6);
+        steps.begin(5);
+        assert_eq!(ask(&steps, 5, 0, LONG).await, (String::new(), true));
+        assert_eq!(ask(&steps, 6, 0, SOON).await, (String::new(), false));
+        steps.end(5);
+        assert_eq!(ask(&steps, 6, 0, SOON).await, (String::new(), false));
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_is_told_at_once() {
+        let steps = std::sync::Arc::new(Steps::default());
+        let waiting = tokio::spawn({
+            let steps = steps.clone();
+            async move { ask(&steps, 1, 0, LONG).await }
+        });
+        tokio::task::yield_now().await;
+        steps.begin(1);
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        steps.wrote(1, states(&["a"]));
+        assert_eq!(waiting.await.unwrap(), ("a".to_owned(), false));
+    }
+}
