@@ -115,7 +115,7 @@ fn a_version_too_far_away_is_refused_by_name() {
             };
             assert_eq!(*reason, PeerError::Version { theirs, ours }.to_string());
             assert_eq!(d.ranks[0].touched(), 0);
-            assert!(p.counter("connections_turned_away") > 0);
+            eventually("P has counted it", || p.counter("connections_turned_away") > 0);
             assert_eq!(p.scheduler.status().leases.len(), 1, "nobody has taken it away");
             let near = of_version("near", 1, theirs);
             near.start_load("r", &ticket, &[1], &[1], 1, LONG);
