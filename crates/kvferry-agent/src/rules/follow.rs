@@ -283,9 +283,9 @@ mod tests {
     }
 
     /// Some layers of a part.
-    fn of(layers: &[usize], tokens: u64, held: u64) -> Option<Part> {
+    fn of(layers: &[usize], tokens: u64, held: u64) -> Part {
         let layers = Some(layers.iter().copied().collect());
-        Some(Part { tokens, held, last: false, layers })
+        Part { tokens, held, last: false, layers }
     }
 
     fn step(step: u64, tokens: u64) -> InFlight {
@@ -303,24 +303,24 @@ mod tests {
         follower.arrived(&next);
         assert_eq!(follower.next(), None, "it is not known that there are layers");
         follower.by_layer(3);
-        assert_eq!(follower.next(), of(&[0], 32, 16));
+        assert_eq!(follower.next(), Some(of(&[0], 32, 16)));
         follower.arrived(&follower.next().unwrap());
         assert_eq!(follower.next(), None);
         follower.written(6, [0, 1, 2]);
         assert_eq!(follower.next(), None, "that was another step");
         follower.written(7, [0, 2]);
-        assert_eq!(follower.next(), of(&[2], 32, 16));
+        assert_eq!(follower.next(), Some(of(&[2], 32, 16)));
         follower.arrived(&follower.next().unwrap());
         // The step is over: the frontier covers it.
         follower.hear(grant(0, 40, &[1, 2, 3, 4]), vec![step(8, 64)], false).unwrap();
-        assert_eq!(follower.next(), of(&[1], 32, 16));
+        assert_eq!(follower.next(), Some(of(&[1], 32, 16)));
         follower.arrived(&follower.next().unwrap());
         assert_eq!(follower.next(), None);
         follower.written(8, [1]);
-        assert_eq!(follower.next(), of(&[1], 64, 32), "with the block that was not full");
+        assert_eq!(follower.next(), Some(of(&[1], 64, 32)), "with the block that was not full");
         follower.arrived(&follower.next().unwrap());
         follower.hear(grant(0, 64, &[1, 2, 3, 4]), vec![], true).unwrap();
-        assert_eq!(follower.next(), of(&[0, 2], 64, 32));
+        assert_eq!(follower.next(), Some(of(&[0, 2], 64, 32)));
         follower.arrived(&follower.next().unwrap());
         let last = follower.next().unwrap();
         assert_eq!(last, part(64, 64, true));
@@ -336,10 +336,10 @@ mod tests {
         follower.written(7, [0, 1]);
         follower.hear(grant(0, 0, &[1, 2]), vec![step(7, 16), step(8, 32)], false).unwrap();
         let next = follower.next().unwrap();
-        assert_eq!(Some(&next), of(&[0, 1], 16, 0).as_ref());
+        assert_eq!(next, of(&[0, 1], 16, 0));
         follower.arrived(&next);
         follower.written(8, [1]);
-        assert_eq!(follower.next(), of(&[1], 32, 16));
+        assert_eq!(follower.next(), Some(of(&[1], 32, 16)));
         follower.arrived(&follower.next().unwrap());
         // It is complete as far as some layers are not read yet.
         follower.hear(grant(0, 16, &[1, 2]), vec![step(8, 32)], false).unwrap();
@@ -358,7 +358,7 @@ mod tests {
         follower.written(7, [1]);
         assert_eq!(follower.next(), None);
         follower.written(9, [0]);
-        assert_eq!(follower.next(), of(&[0], 32, 0));
+        assert_eq!(follower.next(), Some(of(&[0], 32, 0)));
         follower.hear(grant(1, 32, &[5, 6]), vec![], true).unwrap();
         assert_eq!(follower.next(), Some(part(32, 0, true)), "all at once");
     }
