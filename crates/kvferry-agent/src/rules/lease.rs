@@ -18,8 +18,9 @@
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
 //! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
 //! anything released when it ends; the engine learns that nobody wants it when it speaks of it next. A
-//! lease may say what is being computed beyond that ([`Leases::promise`]); whatever comes of it, readers go by
-//! what is complete in the end. A lease may have a name beside that of its request: readers who were not given a ticket find it by that.
+//! lease may say what is being computed beyond that ([`Leases::promise`]); whatever comes of it, readers
+//! go by what is complete in the end. A lease may have a name beside that of its request: readers who
+//! were not given a ticket find it by that.
 
 mod words;
 

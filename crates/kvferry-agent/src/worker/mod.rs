@@ -5,9 +5,8 @@
 //! it shakes hands with the engines that requests come from, once each ([`peers`]), compiles the plan,
 //! reads ([`mover`]), compares what it has with what the source holds ([`audit`]), and asks for
 //! confirmation. Each request ([`load`]) lives by the rules of [`life`](crate::rules::life) ([`drive`]).
-//! Where the source still computes it, it is read as it grows ([`growth`]), by layers where the source says which
-//! it has written ([`words`]). Engines that run no agent
-//! are [`introduced`].
+//! Where the source still computes it, it is read as it grows ([`growth`]), by layers where the source
+//! says which it has written ([`words`]). Engines that run no agent are [`introduced`].
 
 mod audit;
 mod core;

@@ -52,7 +52,7 @@ impl Words {
     pub(super) fn hear(&mut self, word: Word) -> (u64, Vec<usize>) {
         let Word { source, step, states, over } = word;
         // Ranks may be a few steps apart.
-        self.steps.retain(|other, _| other + 16 > step);
+        self.steps.retain(|other, _| other.saturating_add(16) > step);
         let said = self.steps.entry(step).or_default();
         said.written.extend(states.into_iter().map(|state| (source, state)));
         if over {
