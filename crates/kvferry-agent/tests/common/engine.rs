@@ -128,6 +128,10 @@ impl Recipe {
                     carry(Arc::new(transport))
                 }
                 By::Nixl => {
+                    // On a fresh machine it is not there yet.
+                    if std::env::var_os("KVFERRY_NIXL").is_none() {
+                        kvferry_transport::nixl::install(None).unwrap();
+                    }
                     let transport = Nixl::new(&NixlOptions::default()).unwrap();
                     // SAFETY: as above.
                     unsafe { transport.register(region) }.unwrap();
