@@ -45,7 +45,7 @@ lane() {
 
 rust_tests() {
   # The environment is there by now, and NVRTC in it: the GPU kernel must compile.
-  step env KVFERRY_REQUIRE_NVRTC=1 cargo test --workspace --locked
+  step env KVFERRY_REQUIRE_NVRTC=1 cargo test --workspace --locked --no-fail-fast
   step tools/test-explain.sh
   step tools/test-docs.sh
   step tools/test-deploy.sh
