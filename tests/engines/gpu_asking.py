@@ -1,6 +1,7 @@
 """Every kernel that stores a cache on a GPU, asked where it writes: one small engine after the other.
 
     python gpu_asking.py [NAME…]
+    python gpu_asking.py --cost [NAME…]   how much later an engine's first answer comes because it was asked
 
 An engine does not start where a kernel disagrees with the description. Ends with 0 if all were asked and
 agree. What cannot run on this machine (a library that is missing, an older card) is said and left out.
@@ -9,10 +10,13 @@ agree. What cannot run on this machine (a library that is missing, an older card
 import argparse
 import contextlib
 import pathlib
+import statistics
 import sys
 import tempfile
+import time
 
 from asked import answers, remember
+from patches import environment
 from serving import Server
 from tiny import save_model
 
@@ -59,12 +63,18 @@ CANNOT = ("is not valid for this configuration", "ModuleNotFoundError", "is not 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--models", type=pathlib.Path, help="a folder that keeps the models")
+    parser.add_argument("--cost", action="store_true", help="only measure what asking adds to a start")
     asked = parser.parse_args()
     unknown = [name for name in asked.names if name not in ENGINES]
     if unknown:
         parser.error(f"no engine '{unknown[0]}': there are {', '.join(ENGINES)}")
     right = True
-    with models() as folder:
+    with models(asked.models) as folder:
+        if asked.cost:
+            for name in asked.names or ["triton", "mamba2", "delta net"]:
+                cost(folder, name)
+            return 0
         for name in asked.names or list(ENGINES):
             kind, options, wanted = ENGINES[name]
             right &= check(folder, name, (kind, {**SMALL, **options}, wanted))
@@ -74,9 +84,9 @@ def main():
 
 
 @contextlib.contextmanager
-def models():
+def models(kept):
     with tempfile.TemporaryDirectory() as folder:
-        yield pathlib.Path(folder)
+        yield kept or pathlib.Path(folder)
 
 
 def check(folder, name, engine):
@@ -106,6 +116,41 @@ def check(folder, name, engine):
         return False
     print(f"{name}: {said} in {seconds:.2f} s", flush=True)
     return True
+
+
+def cost(folder, name, rounds=4):
+    """Seconds from an engine's start to its first answer, asked and not asked, in turns. Nothing that Triton
+    compiled before is there: what an engine is asked with, it compiles then, and has later."""
+    kind, options, _ = ENGINES[name]
+    path = folder / kind
+    if not path.exists():
+        save_model(kind, path)
+    times = {True: [], False: []}
+    for turn in range(2 * rounds):
+        ask = turn % 2 == 0
+        with tempfile.TemporaryDirectory() as compiled:
+            prepare = [*options.get("prepare", ()), environment(TRITON_CACHE_DIR=compiled)]
+            prepare += [] if ask else [ask_nothing]
+            begin = time.monotonic()
+            server = Server(path, "kv_producer", **SMALL | options | {"prepare": prepare})
+            try:
+                server.generate(list(range(1, 200)), 4)
+                times[ask].append(time.monotonic() - begin)
+            finally:
+                server.close()
+    asked, not_asked = (statistics.median(times[ask]) for ask in (True, False))
+    listed = ["/".join(f"{seconds:.2f}" for seconds in sorted(times[ask])) for ask in (True, False)]
+    print(
+        f"{name}: the first answer after {asked:.2f} s asked ({listed[0]}), {not_asked:.2f} s not asked "
+        f"({listed[1]}): {asked - not_asked:+.2f} s",
+        flush=True,
+    )
+
+
+def ask_nothing():
+    from kvferry.vllm.asking import Asking
+
+    Asking.answer = lambda *args: None
 
 
 def index():

@@ -2,8 +2,9 @@
 
 Tiny random models, in float32 and without the roundings of TF32 where there are kernels for it, so that
 equal means equal. Before every handover all of D's cache is overwritten with NaN: the right tokens can then
-only come from what was moved, and from zeroes where D's blocks have room for more. Once more with kernels that
-write late: P's whole step waits on the GPU, and D's NaN come long after it was told to load.
+only come from what was moved, and from zeroes where D's blocks have room for more. Every load is audited: the
+cards' digests of what D has and of what P holds must agree. Once more with kernels that write late: P's whole
+step waits on the GPU, and D's NaN come long after it was told to load.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import contextlib
 import os
 import pathlib
 import random
+import re
 import sys
 import tempfile
 import time
@@ -142,7 +144,8 @@ def main():
                 if not path.exists():
                     save_model(kind, path, latent_head=128)
                 for role, own in (("kv_producer", p), ("kv_consumer", d)):
-                    changed = {"prepare": [watch, *own.get("prepare", ())], "extra": extra}
+                    audit = {"audit": "off" if pair == "wide" else "all"}
+                    changed = {"prepare": [watch, *own.get("prepare", ())], "extra": audit | extra}
                     servers.append(Server(path, role, **COMMON | own | changed))
                 (measure if pair == "wide" else check)(pair, *servers)
             # One that does not even start must not hide the others.
@@ -183,9 +186,11 @@ def check(model, prefill, decode):
     failed = [load for load in loads if load["outcome"] != "done"]
     assert not failed, f"loads that were not done: {failed}"
     assert len(loads) > 3 * len(LENGTHS) - 3, f"{len(loads)} loads for {3 * len(LENGTHS) + 1} prompts"
+    audits = decode.call(audited)
+    assert audits == {"matched": len(loads), "mismatch": 0, "unable": 0}, f"audits: {audits}"
     print(
-        f"{model}: every token right, {len(loads)} loads on {loads[-1]['device']}, the last of "
-        f"{len(prompt)} tokens: {words(loads[-1])}",
+        f"{model}: every token right, {len(loads)} loads on {loads[-1]['device']}, all audited, the last "
+        f"of {len(prompt)} tokens: {words(loads[-1])}",
         flush=True,
     )
 
@@ -281,6 +286,12 @@ def slow_down(engine, slow):
 
 def seen(engine):
     return LOADS
+
+
+def audited(engine):
+    """How many audits ended how."""
+    found = re.findall(r'kvferry_audits_total{.*result="(\w+)".*} (\d+)', SIDES[0].agent.metrics())
+    return {outcome: int(count) for outcome, count in found}
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ impl Default for CardPacking {
         // A transfer costs NIXL 100 µs however long it is, in which an H200 moves 150 MB.
         Self {
             staging: 256 << 20,
-            slot: 32 << 20,
+            slot: 64 << 20,
             lanes: 4,
             sms: None,
             kernel: None,

@@ -34,8 +34,7 @@ use crate::tcp::{
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
 const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX };
-/// Of a card's memory, parts of so many bytes at least: what NIXL moves in a fraction of the time that it
-/// takes to begin.
+/// Of a card's memory, parts of so many bytes at least, however fast they begin.
 const LEAST_PART: u64 = 4 << 20;
 /// Nanoseconds that a card takes to start a kernel, for a run and for a byte: as in the price of
 /// [`cuda`](crate::cuda), for a kernel whose end is waited for.
@@ -237,12 +236,20 @@ impl Packer {
         if self.on_cards != (ours != Place::Host, theirs != Place::Host) {
             return None;
         }
-        // One for each lane, where slots are long enough, but none that is not worth a transfer. Nests
-        // start at multiples of 16.
+        // Nests start at multiples of 16.
         let spare = gather::SLOT_BYTES - gather::LIMITS.bytes;
-        let bytes = loops.bytes().div_ceil(self.lanes.max(1)).max(LEAST_PART);
-        Some(CutLimits { bytes: bytes.min(self.slot.saturating_sub(spare)), ..gather::LIMITS })
+        let most = self.slot.saturating_sub(spare).max(1);
+        let bytes = part(loops.bytes(), self.lanes, &self.rates.direct, most);
+        Some(CutLimits { bytes, ..gather::LIMITS })
     }
+}
+
+/// Bytes of a part of so many: one part for each lane, but none that takes longer to begin than to move, and
+/// all of them about as long.
+fn part(bytes: u64, lanes: u64, direct: &Price, most: u64) -> u64 {
+    let worth = (direct.launch / direct.byte) as u64;
+    let asked = bytes.div_ceil(lanes.max(1)).max(worth).clamp(LEAST_PART.min(most), most);
+    bytes.div_ceil(bytes.div_ceil(asked).max(1)).max(1)
 }
 
 /// What packing takes, by what direct reads take and what was measured of the CPUs. `at_once` bytes are on
@@ -406,6 +413,26 @@ mod tests {
         // The CPU's part is what was measured of it, on the side that has host memory.
         let mixed = packed_price(&direct, &measured, (true, false), 128 << 20);
         assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
+    }
+
+    #[test]
+    fn parts_are_worth_a_transfer() {
+        let (mib, most) = (1 << 20, 64 << 20);
+        // Within a card, a transfer begins in the time that it takes to move 166 MB.
+        let card = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
+        // Over a network of 50 GB/s, 2 MB.
+        let network = Price { byte: 0.02, launch: 40_000.0, ..card };
+        for (bytes, on_card, over_network) in [
+            (mib, mib, mib),
+            (44 * mib, 44 * mib, 11 * mib),
+            (320 * mib, 64 * mib, 64 * mib),
+            (330 * mib, 55 * mib, 55 * mib),
+        ] {
+            assert_eq!(part(bytes, 4, &card, most), on_card, "{bytes}");
+            assert_eq!(part(bytes, 4, &network, most), over_network, "{bytes}");
+        }
+        // However small slots are.
+        assert_eq!(part(100, 4, &card, 10), 10);
     }
 
     #[test]

@@ -74,7 +74,7 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Packed>) -> Result<(), Failu
     }
     // Other ways to pack, for the first.
     for (slot, staging, lanes) in
-        [(8, 64, 4), (16, 128, 4), (16, 128, 8), (32, 256, 2), (32, 256, 8), (64, 512, 4)]
+        [(16, 128, 4), (32, 256, 2), (32, 256, 4), (32, 256, 8), (64, 512, 8), (128, 512, 4)]
     {
         show(bench.packed(&cases[0], Packing { slot, staging, lanes }, false)?, rows);
     }

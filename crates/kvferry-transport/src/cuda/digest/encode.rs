@@ -2,20 +2,25 @@
 
 use std::collections::HashMap;
 
-use kvferry_digest::{Digest, Nest, Program};
+use kvferry_digest::{Digest, Nest, Program, Stretch};
 use kvferry_layout::Kernel;
 
 /// What is added up before it is folded; as sum.h says.
 const MOST_ENTRIES: u64 = 2048;
 const LANES: u64 = 32;
-const HEADER: usize = 24;
-const ENTRY: usize = 32;
+/// Of a tile: entries, and columns of 16 bytes.
+const TILE_ENTRIES: usize = 32;
+const TILE_COLUMNS: u64 = 8;
 /// What a unit's beginning and end take, in entries.
-const UNIT: u64 = 16;
-const NEST: usize = 80;
-const LEVEL: usize = 16;
+const UNIT: u64 = 256;
 const PIECES: u32 = 3;
 const PIECE_BITS: u32 = 21;
+/// Bytes of each, as in sum.h.
+const HEADER: usize = 24;
+const NEST: usize = 80;
+const LEVEL: usize = 16;
+const ENTRY: usize = 32;
+const BATCH: usize = (LANES as usize) * 16 + TILE_ENTRIES * 4;
 
 /// The bytes of a program, and which nest its units belong to.
 pub(crate) struct Encoded {
@@ -76,10 +81,10 @@ struct Shape {
     entries: u64,
     columns: u64,
     per_run: u64,
-    /// Four words at a time, or one.
-    four: bool,
+    /// By tiles, or by words.
+    tiled: bool,
     per_element: u64,
-    /// Entries that a warp takes at once.
+    /// Entries that a warp takes at once, by words.
     at_once: u64,
 }
 
@@ -89,25 +94,36 @@ impl Shape {
         let strides = nest.levels.iter().map(|level| level.stride).chain([nest.block, nest.entry]);
         let aligned = strides.chain([nest.start, run.bytes]).all(|bytes| bytes.is_multiple_of(16))
             && nest.kernel.is_none_or(|kernel| kernel.stride.is_multiple_of(16));
-        let four = aligned && run.count == 1 && run.shift == 0;
-        let per_element = (run.bytes + 6) / 4;
-        let per_run = if four { run.bytes / 16 } else { run.count * per_element };
-        let runs: u64 = nest.levels.iter().map(|level| level.count).product();
         let stretches = &program.course(nest).stretches;
+        // Where an entry starts is told in 32 bits.
+        let far = |stretch: &Stretch| {
+            let last = stretch.count.saturating_sub(1) * nest.entry;
+            (nest.address(stretch) - nest.start + last) / 16 > u64::from(u32::MAX)
+        };
+        let tiled = aligned && run.count == 1 && run.shift == 0 && !stretches.iter().any(far);
+        let per_element = (run.bytes + 6) / 4;
+        let per_run = if tiled { run.bytes / 16 } else { run.count * per_element };
+        let runs: u64 = nest.levels.iter().map(|level| level.count).product();
         let entries = stretches.iter().map(|stretch| stretch.count).sum();
         let columns = runs * per_run;
-        let at_once = (LANES / columns.max(1)).max(1);
-        Self { entries, columns, per_run, four, per_element, at_once }
+        let at_once = if tiled { 1 } else { (LANES / columns.max(1)).max(1) };
+        Self { entries, columns, per_run, tiled, per_element, at_once }
     }
 
-    /// Groups of columns that a warp has a lane for each of.
+    /// Groups of columns that a warp takes at once.
     fn groups(&self) -> u64 {
-        self.columns.div_ceil(LANES)
+        self.columns.div_ceil(if self.tiled { TILE_COLUMNS } else { LANES })
     }
 
-    /// Units, where each lane takes so many entries.
+    /// What a unit takes, where `chunk` entries are asked for: batches, or entries.
+    fn of_unit(&self, chunk: u64) -> u64 {
+        if self.tiled { chunk.div_ceil(TILE_ENTRIES as u64) } else { chunk * self.at_once }
+    }
+
+    /// Units, where each takes so many entries.
     fn units(&self, chunk: u64) -> u64 {
-        self.groups() * self.entries.div_ceil(self.at_once * chunk)
+        let each = if self.tiled { TILE_ENTRIES as u64 } else { 1 };
+        self.groups() * self.entries.div_ceil(self.of_unit(chunk) * each)
     }
 }
 
@@ -117,12 +133,16 @@ struct Writer<'p> {
     levels: Vec<u8>,
     pairs: Vec<u8>,
     entries: Vec<u8>,
+    batches: Vec<u8>,
     units: u64,
     first_units: Vec<(usize, u32)>,
     /// What was written already: where the weights and entries are.
     weights: HashMap<usize, u32>,
-    known_entries: HashMap<(usize, u64, Option<Kernel>, u64), u32>,
+    known_entries: HashMap<(Entries, bool), u32>,
 }
+
+/// What entries depend on: a course, and the strides of blocks, of their parts and of entries.
+type Entries = (usize, u64, Option<Kernel>, u64);
 
 impl<'p> Writer<'p> {
     fn new(program: &'p Program) -> Self {
@@ -134,6 +154,7 @@ impl<'p> Writer<'p> {
             levels: vec![],
             pairs,
             entries: vec![],
+            batches: vec![],
             units: 0,
             first_units: vec![],
             weights: HashMap::new(),
@@ -162,17 +183,17 @@ impl<'p> Writer<'p> {
             words.iter().for_each(|weight| put_pair(&mut self.pairs, *weight));
             first
         });
-        let entries = self.entries(nest);
+        let entries = self.entries(nest, shape.tiled);
         self.nests.extend(nest.start.to_le_bytes());
         self.nests.extend(nest.run.stride.to_le_bytes());
         let numbers = [
             u64::from(first_unit),
-            u64::from(!shape.four),
+            u64::from(!shape.tiled),
             shape.columns,
             shape.per_run,
             shape.groups(),
             shape.entries,
-            chunk * shape.at_once,
+            shape.of_unit(chunk),
             shape.at_once,
             entries.into(),
             weights.into(),
@@ -189,36 +210,39 @@ impl<'p> Writer<'p> {
         Some(())
     }
 
-    /// The entries of a nest: their factors, in pieces, and where they start, from its start on.
-    fn entries(&mut self, nest: &Nest) -> u32 {
-        let known = (nest.course, nest.block, nest.kernel, nest.entry);
-        *self.known_entries.entry(known).or_insert_with(|| {
-            let first = (self.entries.len() / ENTRY) as u32;
-            for stretch in &self.program.course(nest).stretches {
-                let start = nest.address(stretch) - nest.start;
-                let keys = &self.program.keys()[stretch.keys..][..stretch.count as usize];
-                for (key, entry) in keys.iter().zip(0..) {
-                    for whole in key {
-                        for piece in 0..PIECES {
-                            let bits = (whole >> (PIECE_BITS * piece)) as u32;
-                            put(&mut self.entries, &[bits & ((1 << PIECE_BITS) - 1)]);
-                        }
-                    }
-                    self.entries.extend((start + entry * nest.entry).to_le_bytes());
-                }
-            }
+    /// The entries of a nest, or their batches: the index of the first.
+    fn entries(&mut self, nest: &Nest, tiled: bool) -> u32 {
+        let known = ((nest.course, nest.block, nest.kernel, nest.entry), tiled);
+        if let Some(first) = self.known_entries.get(&known) {
+            return *first;
+        }
+        let mut entries = vec![];
+        for stretch in &self.program.course(nest).stretches {
+            let start = nest.address(stretch) - nest.start;
+            let keys = &self.program.keys()[stretch.keys..][..stretch.count as usize];
+            entries.extend(keys.iter().zip(0..).map(|(key, at)| (*key, start + at * nest.entry)));
+        }
+        let first = if tiled {
+            let first = self.batches.len() / BATCH;
+            entries.chunks(TILE_ENTRIES).for_each(|entries| put_batch(&mut self.batches, entries));
             first
-        })
+        } else {
+            let first = self.entries.len() / ENTRY;
+            entries.iter().for_each(|entry| put_entry(&mut self.entries, *entry));
+            first
+        };
+        self.known_entries.insert(known, first as u32);
+        first as u32
     }
 
     fn finish(self) -> Option<Encoded> {
-        let Self { nests, levels, pairs, entries, units, first_units, .. } = self;
+        let Self { nests, levels, pairs, entries, batches, units, first_units, .. } = self;
         let units = u32::try_from(units).ok()?;
         let mut bytes = vec![0; HEADER];
         // The widest first, so that all are aligned.
         bytes.extend(&nests);
         let mut starts = [0; 4];
-        for (start, part) in starts.iter_mut().zip([&levels, &pairs, &entries]) {
+        for (start, part) in starts.iter_mut().zip([&levels, &pairs, &entries, &batches]) {
             bytes.resize(bytes.len().next_multiple_of(16), 0);
             *start = u32::try_from(bytes.len()).ok()?;
             bytes.extend(part);
@@ -237,4 +261,40 @@ fn put(out: &mut Vec<u8>, numbers: &[u32]) {
 
 fn put_pair(out: &mut Vec<u8>, pair: [u64; 2]) {
     out.extend(pair.iter().flat_map(|number| number.to_le_bytes()));
+}
+
+/// The factor of an entry, and where it starts.
+type Entry = ([u64; 2], u64);
+
+/// An entry for words: its factor in pieces.
+fn put_entry(out: &mut Vec<u8>, (factor, offset): Entry) {
+    for whole in factor {
+        for piece in 0..PIECES {
+            let bits = (whole >> (PIECE_BITS * piece)) as u32;
+            put(out, &[bits & ((1 << PIECE_BITS) - 1)]);
+        }
+    }
+    out.extend(offset.to_le_bytes());
+}
+
+/// The entries of a tile: each lane's part of their factors, byte by byte, as the card's matrix units want
+/// them, and where they start. Those that are missing count nothing, but something is read.
+fn put_batch(out: &mut Vec<u8>, entries: &[Entry]) {
+    let at = |number: usize| entries.get(number).copied();
+    for lane in 0..LANES as usize {
+        let (byte, quarter) = (lane / 4, lane % 4 * 4);
+        for half in [0, TILE_ENTRIES / 2] {
+            for which in 0..2 {
+                out.extend((0..4).map(|number| {
+                    let entry = at(half + quarter + number);
+                    entry.map_or(0, |(factor, _)| factor[which].to_le_bytes()[byte])
+                }));
+            }
+        }
+    }
+    let last = entries.last().map_or(0, |entry| entry.1);
+    for number in 0..TILE_ENTRIES {
+        let offset = at(number).map_or(last, |entry| entry.1);
+        put(out, &[(offset / 16) as u32]);
+    }
 }

@@ -1,26 +1,31 @@
 /*
- * Adds up the words of a program of a digest, as encode.rs writes it. See kvferry-digest for what the
+ * Adds up the bytes of a program of a digest, as encode.rs writes it. See kvferry-digest for what the
  * numbers mean.
  *
- * This one text is the body of the kernel (sum.cu) and, compiled by a C compiler (host.c), a function on
- * the CPU. There is no talk between lanes in it: each answers with a sum of its own.
+ * This one text is the body of the kernel (sum.cu) and, compiled by a C compiler (host.c), a model of it on
+ * the CPU. Lanes of a warp talk to each other only where the including file multiplies tiles.
  *
- * A lane has a place in an entry, a column, and goes down the entries: what it reads is multiplied by the
- * entry's factor, which all lanes of a warp share, and only at the end by the weights of the column. A
+ * A digest is a sum of words, each times a factor of its entry and a weight of its column. Where runs are
+ * whole and aligned, a warp takes a tile at a time: 32 entries of 8 columns, 16 bytes each. The factors of an
+ * entry are 16 numbers of 8 bits, so what the words are multiplied by is a matrix of bytes, and the card's
+ * matrix units do it: 16 products (one for each byte of a column) of 16 x 32 factors and 32 x 8 bytes. What
+ * is left is to load, and to turn bytes so that those of four entries lie side by side. The weights of the
+ * columns come in at the end of a unit.
+ *
+ * Other runs are taken word by word, byte by byte: a lane has a column and goes down the entries. There a
  * factor is three pieces of 21 bits at most, twice, so that products with words have 53 bits, and two
- * thousand of them can be added up in 64. Where an entry has few columns, a warp takes several entries at
- * once.
+ * thousand of them can be added up in 64.
  *
- * A card's memory answers after a microsecond: a lane keeps KD_DEPTH loads on their way, and asks for the
- * next as soon as it has taken one.
- *
- * The including file gives: KD_FN, KD_HIGH(a, b) (the upper half of a product), KD_WORDS(address, words)
- * (16 bytes as four words), KD_BYTE(address), KD_UNROLL, KD_ALIGNED (to 16 bytes).
+ * The including file gives: KD_FN, KD_HIGH(a, b) (the upper half of a product), KD_LOAD(address, words)
+ * (16 bytes as four words, of what is added up), KD_FETCH(pointer, words) (the same, of the program),
+ * KD_PERMUTE(a, b, selector) (four bytes out of eight), KD_BYTE(address), KD_UNROLL, KD_ALIGNED (to 16 bytes).
  */
 
-enum { KD_WARP = 32, KD_PIECES = 6, KD_DEPTH = 4 };
-/* What a column is: four words of a run, or one word of an element, byte by byte. */
-enum { KD_FOUR = 0, KD_ONE = 1 };
+enum { KD_WARP = 32, KD_PIECES = 6 };
+/* What a column is: 16 bytes of a tile, or one word of an element, byte by byte. */
+enum { KD_TILE = 0, KD_WORD = 1 };
+/* Of a tile. A lane loads eight of its entries. */
+enum { KD_ENTRIES = 32, KD_COLUMNS = 8, KD_BYTES = 16, KD_LOADS = 8 };
 
 #define KD_PRIME ((1ull << 61) - 1)
 
@@ -28,11 +33,18 @@ typedef struct {
     uint64_t first, second;
 } kd_pair;
 
-/* An entry: its factor, in pieces, and where it starts, from the start of the nest on. */
+/* An entry that is taken by words: its factor, in pieces, and where it starts, from the start of the nest on. */
 typedef struct KD_ALIGNED {
     uint32_t pieces[KD_PIECES];
     uint64_t offset;
 } kd_entry;
+
+/* The entries of a tile: for every lane its part of the factors, as the matrix units want them; and where each
+ * entry starts, in units of 16 bytes. */
+typedef struct KD_ALIGNED {
+    uint32_t factors[KD_WARP][4];
+    uint32_t offsets[KD_ENTRIES];
+} kd_batch;
 
 typedef struct {
     uint64_t stride;
@@ -45,25 +57,37 @@ typedef struct {
     uint32_t first_unit;
     uint32_t kind;
     uint32_t columns, per_run; /* columns of an entry, and of a run */
-    uint32_t groups;           /* of 32 columns */
-    uint32_t entries, chunk;   /* a unit takes `chunk` entries of a group */
-    uint32_t at_once;          /* entries that a warp takes at once: more than one of few columns */
-    uint32_t first_entry;      /* index of the first */
+    uint32_t groups;           /* of columns that a warp takes at once */
+    uint32_t entries, chunk;   /* a unit takes `chunk` entries of a group; of a KD_TILE, batches */
+    uint32_t at_once;          /* KD_WORD: entries that a warp takes at once: more than one of few columns */
+    uint32_t first_entry;      /* index of the first; of a KD_TILE, of the first batch */
     uint32_t weights;          /* index of the first word's weight */
     uint32_t first_level, levels;
-    uint32_t bytes, shift, per_element; /* KD_ONE: of an element; words that it may touch */
+    uint32_t bytes, shift, per_element; /* KD_WORD: of an element; words that it may touch */
     uint32_t unused;
 } kd_nest;
 
 /* At the start of a program: how many of each, and at which byte they start. */
 typedef struct {
     uint32_t nests, units;
-    uint32_t levels, pairs, entries, unused;
+    uint32_t levels, pairs, entries, batches;
 } kd_header;
+
+/* A column: where it is, and what all of it is multiplied by. */
+typedef struct {
+    uint32_t in_run;
+    uint64_t address;
+    kd_pair key;
+} kd_column;
 
 KD_FN const void *kd_at(const kd_header *program, uint32_t byte)
 {
     return (const unsigned char *)program + byte;
+}
+
+KD_FN const kd_pair *kd_pairs(const kd_header *program)
+{
+    return (const kd_pair *)kd_at(program, program->pairs);
 }
 
 KD_FN uint64_t kd_below(uint64_t sum)
@@ -82,6 +106,12 @@ KD_FN uint64_t kd_multiply(uint64_t a, uint64_t b)
 {
     uint64_t low = a * b, high = KD_HIGH(a, b);
     return kd_below((low & KD_PRIME) + (low >> 61 | high << 3));
+}
+
+/* A number below the prime times 2^bits, for less than 61 bits. */
+KD_FN uint64_t kd_shift(uint64_t number, uint32_t bits)
+{
+    return kd_below((number << bits & KD_PRIME) + (number >> (61 - bits)));
 }
 
 /* The number that three sums of pieces stand for. */
@@ -107,24 +137,125 @@ KD_FN const kd_nest *kd_find(const kd_header *program, uint32_t unit)
     return nests + low;
 }
 
-/* A word times its weight, added to a sum. */
-KD_FN void kd_weigh(kd_pair *sum, const uint64_t pieces[KD_PIECES], const kd_pair *weight)
+KD_FN kd_column kd_column_of(const kd_header *program, const kd_nest *nest, uint32_t number)
 {
-    uint64_t first = kd_whole(pieces[0], pieces[1], pieces[2]);
-    uint64_t second = kd_whole(pieces[3], pieces[4], pieces[5]);
-    sum->first = kd_add(sum->first, kd_multiply(first, weight->first));
-    sum->second = kd_add(sum->second, kd_multiply(second, weight->second));
+    const kd_level *levels = (const kd_level *)kd_at(program, program->levels) + nest->first_level;
+    kd_column column = {number % nest->per_run, nest->start, {1, 1}};
+    uint32_t outer = number / nest->per_run;
+    for (uint32_t level = nest->levels; level-- > 0;) {
+        uint32_t rest = outer / levels[level].count, index = outer - rest * levels[level].count;
+        const kd_pair *drawn = kd_pairs(program) + levels[level].keys + index;
+        outer = rest;
+        column.address += index * levels[level].stride;
+        column.key.first = kd_multiply(column.key.first, drawn->first);
+        column.key.second = kd_multiply(column.key.second, drawn->second);
+    }
+    return column;
 }
 
-/* What one lane adds up of a unit. */
-KD_FN kd_pair kd_lane(const kd_header *program, uint32_t unit, uint32_t lane)
+/* A lane's part in the tiles of a unit: the column whose bytes it loads, of the entries that start at `quarter`
+ * and 16 behind it; and the batches. */
+typedef struct {
+    uint64_t address; /* 0: there is no such column */
+    uint32_t group, quarter;
+    uint32_t from, to;
+} kd_tiles;
+
+KD_FN kd_tiles kd_tiles_of(const kd_header *program, const kd_nest *nest, uint32_t unit, uint32_t lane)
 {
-    const kd_nest *nest = kd_find(program, unit);
-    const kd_pair *pairs = (const kd_pair *)kd_at(program, program->pairs);
-    const kd_entry *entries = (const kd_entry *)kd_at(program, program->entries) + nest->first_entry;
-    const kd_level *levels = (const kd_level *)kd_at(program, program->levels) + nest->first_level;
     uint32_t within = unit - nest->first_unit;
-    uint32_t column = within % nest->groups * KD_WARP + lane;
+    uint32_t group = within % nest->groups, from = within / nest->groups * nest->chunk;
+    uint32_t all = (nest->entries + KD_ENTRIES - 1) / KD_ENTRIES, to = from + nest->chunk;
+    uint32_t column = group * KD_COLUMNS + lane / 4;
+    kd_tiles tiles = {0, group, lane % 4 * 4, nest->first_entry + from,
+                      nest->first_entry + (to < all ? to : all)};
+    if (column < nest->columns) {
+        kd_column of = kd_column_of(program, nest, column);
+        tiles.address = of.address + 16ull * of.in_run;
+    }
+    return tiles;
+}
+
+/* Where the eight entries of a lane start. */
+KD_FN void kd_offsets(const kd_batch *batch, uint32_t quarter, uint32_t offsets[KD_LOADS])
+{
+    KD_FETCH(batch->offsets + quarter, offsets);
+    KD_FETCH(batch->offsets + KD_ENTRIES / 2 + quarter, offsets + 4);
+}
+
+/* Loads a column of eight entries. */
+KD_FN void kd_load(uint64_t address, const uint32_t offsets[KD_LOADS], uint32_t words[KD_LOADS][4])
+{
+    KD_UNROLL
+    for (uint32_t load = 0; load < KD_LOADS; ++load) {
+        if (address != 0) {
+            KD_LOAD(address + 16ull * offsets[load], words[load]);
+        } else {
+            KD_UNROLL
+            for (uint32_t word = 0; word < 4; ++word)
+                words[load][word] = 0;
+        }
+    }
+}
+
+/* Turns what was loaded: the word of byte n of four entries, twice. */
+KD_FN void kd_turn(const uint32_t words[KD_LOADS][4], uint32_t turned[KD_BYTES][2])
+{
+    KD_UNROLL
+    for (uint32_t word = 0; word < 4; ++word) {
+        KD_UNROLL
+        for (uint32_t half = 0; half < 2; ++half) {
+            const uint32_t a = words[4 * half][word], b = words[4 * half + 1][word];
+            const uint32_t c = words[4 * half + 2][word], d = words[4 * half + 3][word];
+            const uint32_t low = KD_PERMUTE(a, b, 0x5140), below = KD_PERMUTE(c, d, 0x5140);
+            const uint32_t high = KD_PERMUTE(a, b, 0x7362), above = KD_PERMUTE(c, d, 0x7362);
+            turned[4 * word][half] = KD_PERMUTE(low, below, 0x5410);
+            turned[4 * word + 1][half] = KD_PERMUTE(low, below, 0x7632);
+            turned[4 * word + 2][half] = KD_PERMUTE(high, above, 0x5410);
+            turned[4 * word + 3][half] = KD_PERMUTE(high, above, 0x7632);
+        }
+    }
+}
+
+/* What a lane's part of the products stands for: of two columns, the sums of each byte with the eighth that
+ * this lane has of the first factor, and of the second. */
+KD_FN kd_pair kd_weigh(const kd_header *program, const kd_nest *nest, const kd_tiles *tiles, uint32_t lane,
+                       const int32_t products[KD_BYTES][4])
+{
+    kd_pair sum = {0, 0};
+    KD_UNROLL
+    for (uint32_t side = 0; side < 2; ++side) {
+        uint32_t number = tiles->group * KD_COLUMNS + lane % 4 * 2 + side;
+        kd_pair of = {0, 0};
+        if (number >= nest->columns)
+            continue;
+        kd_column column = kd_column_of(program, nest, number);
+        const kd_pair *weights = kd_pairs(program) + nest->weights + 4 * column.in_run;
+        KD_UNROLL
+        for (uint32_t word = 0; word < 4; ++word) {
+            uint64_t first = 0, second = 0;
+            KD_UNROLL
+            for (uint32_t byte = 0; byte < 4; ++byte) {
+                first += (uint64_t)products[4 * word + byte][side] << 8 * byte;
+                second += (uint64_t)products[4 * word + byte][2 + side] << 8 * byte;
+            }
+            of.first = kd_add(of.first, kd_multiply(first, weights[word].first));
+            of.second = kd_add(of.second, kd_multiply(second, weights[word].second));
+        }
+        sum.first = kd_add(sum.first, kd_multiply(of.first, column.key.first));
+        sum.second = kd_add(sum.second, kd_multiply(of.second, column.key.second));
+    }
+    sum.first = kd_shift(sum.first, lane / 4 * 8);
+    sum.second = kd_shift(sum.second, lane / 4 * 8);
+    return sum;
+}
+
+/* What one lane adds up of a unit, word by word. */
+KD_FN kd_pair kd_words(const kd_header *program, const kd_nest *nest, uint32_t unit, uint32_t lane)
+{
+    const kd_entry *entries = (const kd_entry *)kd_at(program, program->entries) + nest->first_entry;
+    uint32_t within = unit - nest->first_unit;
+    uint32_t number = within % nest->groups * KD_WARP + lane;
     uint32_t from = within / nest->groups * nest->chunk;
     uint32_t to = from + nest->chunk < nest->entries ? from + nest->chunk : nest->entries;
     const uint32_t step = nest->at_once;
@@ -133,69 +264,32 @@ KD_FN kd_pair kd_lane(const kd_header *program, uint32_t unit, uint32_t lane)
         from += lane / nest->columns;
         if (lane / nest->columns >= step)
             return sum;
-        column = lane % nest->columns;
+        number = lane % nest->columns;
     }
-    if (column >= nest->columns)
+    if (number >= nest->columns)
         return sum;
-    uint32_t in_run = column % nest->per_run, outer = column / nest->per_run;
-    uint64_t address = nest->start;
-    kd_pair key = {1, 1};
-    for (uint32_t level = nest->levels; level-- > 0;) {
-        uint32_t rest = outer / levels[level].count, index = outer - rest * levels[level].count;
-        const kd_pair *drawn = pairs + levels[level].keys + index;
-        outer = rest;
-        address += index * levels[level].stride;
-        key.first = kd_multiply(key.first, drawn->first);
-        key.second = kd_multiply(key.second, drawn->second);
+    kd_column column = kd_column_of(program, nest, number);
+    uint64_t sums[KD_PIECES] = {0};
+    uint32_t element = column.in_run / nest->per_element, nth = column.in_run % nest->per_element;
+    uint32_t place = nest->shift + element * nest->bytes;
+    uint32_t word = place / 4 + nth;
+    uint32_t first = place > 4 * word ? place : 4 * word;
+    uint32_t last = place + nest->bytes < 4 * word + 4 ? place + nest->bytes : 4 * word + 4;
+    if (first >= last)
+        return sum;
+    uint64_t address = column.address + element * nest->stride + (first - place);
+    for (uint32_t at = from; at < to; at += step) {
+        const kd_entry entry = entries[at];
+        uint32_t value = 0;
+        for (uint32_t byte = first; byte < last; ++byte)
+            value |= (uint32_t)KD_BYTE(address + entry.offset + (byte - first)) << 8 * (byte % 4);
+        for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
+            sums[piece] += (uint64_t)value * entry.pieces[piece];
     }
-    if (nest->kind == KD_FOUR) {
-        uint64_t sums[4][KD_PIECES] = {{0}};
-        uint32_t words[KD_DEPTH][4];
-        address += 16ull * in_run;
-        KD_UNROLL
-        for (uint32_t ahead = 0; ahead < KD_DEPTH; ++ahead)
-            if (from + ahead * step < to)
-                KD_WORDS(address + entries[from + ahead * step].offset, words[ahead]);
-        for (uint32_t round = from; round < to; round += KD_DEPTH * step) {
-            KD_UNROLL
-            for (uint32_t ahead = 0; ahead < KD_DEPTH; ++ahead) {
-                uint32_t at = round + ahead * step, next = at + KD_DEPTH * step;
-                if (at >= to)
-                    break;
-                const kd_entry entry = entries[at];
-                KD_UNROLL
-                for (uint32_t word = 0; word < 4; ++word) {
-                    KD_UNROLL
-                    for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
-                        sums[word][piece] += (uint64_t)words[ahead][word] * entry.pieces[piece];
-                }
-                if (next < to)
-                    KD_WORDS(address + entries[next].offset, words[ahead]);
-            }
-        }
-        for (uint32_t word = 0; word < 4; ++word)
-            kd_weigh(&sum, sums[word], pairs + nest->weights + 4 * in_run + word);
-    } else {
-        uint64_t sums[KD_PIECES] = {0};
-        uint32_t element = in_run / nest->per_element, nth = in_run % nest->per_element;
-        uint32_t place = nest->shift + element * nest->bytes;
-        uint32_t word = place / 4 + nth;
-        uint32_t first = place > 4 * word ? place : 4 * word;
-        uint32_t last = place + nest->bytes < 4 * word + 4 ? place + nest->bytes : 4 * word + 4;
-        if (first >= last)
-            return sum;
-        address += element * nest->stride + (first - place);
-        for (uint32_t at = from; at < to; at += step) {
-            const kd_entry entry = entries[at];
-            uint32_t value = 0;
-            for (uint32_t byte = first; byte < last; ++byte)
-                value |= (uint32_t)KD_BYTE(address + entry.offset + (byte - first)) << 8 * (byte % 4);
-            for (uint32_t piece = 0; piece < KD_PIECES; ++piece)
-                sums[piece] += (uint64_t)value * entry.pieces[piece];
-        }
-        kd_weigh(&sum, sums, pairs + nest->weights + word);
-    }
-    sum.first = kd_multiply(sum.first, key.first);
-    sum.second = kd_multiply(sum.second, key.second);
+    const kd_pair *weight = kd_pairs(program) + nest->weights + word;
+    sum.first = kd_multiply(kd_whole(sums[0], sums[1], sums[2]), weight->first);
+    sum.second = kd_multiply(kd_whole(sums[3], sums[4], sums[5]), weight->second);
+    sum.first = kd_multiply(sum.first, column.key.first);
+    sum.second = kd_multiply(sum.second, column.key.second);
     return sum;
 }

@@ -112,7 +112,7 @@ fn the_kernel_adds_up_what_the_host_does() {
 }
 
 #[test]
-fn real_sizes_are_added_up_four_words_at_a_time() {
+fn real_sizes_are_added_up_by_tiles() {
     let dice = &mut Dice::new(3);
     for group in [0, 3] {
         let mut draft = hundred_layers(3);
