@@ -30,7 +30,7 @@ pytestmark = pytest.mark.more
 
 BLOCKS, LEASE = 160, 6
 #: Seconds from a client's answer to its next request: a server that starts needs the machine, too.
-PAUSE = 0.5
+PAUSE = 1.0
 #: Seconds that vLLM gives a server to finish what it has begun.
 FINISH = 60
 #: The Python of an environment with an earlier release.
