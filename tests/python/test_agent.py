@@ -502,6 +502,26 @@ def test_what_is_counted_is_described_once(engines):
     assert all(help.endswith(".") for names in told.values() for help in names.values())
 
 
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_who_ends_waits_for_nobody(engines, transport):
+    """Neither P for what it has promised and for who follows it, nor D for what it reads and waits for."""
+    prefill = engines("prefill", 1, 4, transport, lease=LONG)
+    decode = engines("decode", 1, 4, transport)
+    facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
+    load(decode, "done", grant(prefill, "done", **facts), **facts)
+    held = grant(prefill, "held", **facts)
+    decode.scheduler.hold(held, patience=LONG)
+    where = dict(engine="prefill", address=prefill.scheduler.address, name="never")
+    decode.scheduler.follow("never", **where, patience=LONG)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        decode.workers[0].load("late", held | {"address": address}, deadline=LONG, **facts)
+        for engine in (prefill, decode):
+            began = time.monotonic()
+            engine.close()
+            assert time.monotonic() - began < LONG / 4, engine.name
+
+
 def test_what_is_closed_stays_closed(engines):
     engine = engines("engine", 1, 4)
     engine.close()

@@ -48,6 +48,26 @@ fn what_was_promised_is_served_and_nothing_new_is() {
     assert!(!p.scheduler.drain(), "that was no news");
 }
 
+/// It has come in, but not yet said who it is.
+#[test]
+fn a_peer_in_the_middle_of_its_handshake_is_served() {
+    let (p, d) = (Recipe::new("p", 2).start(), Recipe::new("d", 1).start());
+    let wire = Wire::to(p.scheduler.address());
+    let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+    p.prefill(1, &source, 8);
+    let mut ticket = p.grant("promised", &source, 8);
+    ticket.address.clone_from(&wire.address);
+    wire.stop();
+    d.start_load("promised", &ticket, &source, &destination, 8, LONG);
+    eventually("D knocks", || !wire.heard().is_empty());
+    assert_eq!(drain(&p, true), left(1, 0));
+    wire.go();
+    assert_eq!(d.wait_ends("promised"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &destination, 8), 0);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+    assert_eq!(drain(&p, true), left(0, 0));
+}
+
 #[test]
 fn what_was_opened_is_computed_to_its_end() {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());

@@ -4,11 +4,14 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::certificates::certificates;
 use common::*;
-use kvferry_agent::{Failure, Key, Outcome, PeerError, Trust, ask_status};
+use kvferry_agent::{Failure, Key, Outcome, PeerError, Tls, Trust, ask_status};
 
 /// For whoever waits until the end of it.
 const SHORT: Duration = Duration::from_millis(600);
@@ -54,6 +57,29 @@ fn key() -> Trust {
     Trust::Key(Key::new(b"a secret that both sides share").unwrap())
 }
 
+/// Certificates that are gone when the test ends.
+struct Certified(PathBuf);
+
+impl Certified {
+    fn new() -> Self {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let name = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        let folder = std::env::temp_dir().join(format!("kvferry-not-an-agent-{name}"));
+        std::fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+
+    fn trust(&self, name: &str) -> Trust {
+        Trust::Tls(Tls::from_files(&certificates(&self.0, name)).unwrap())
+    }
+}
+
+impl Drop for Certified {
+    fn drop(&mut self) {
+        _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 /// How a load from this address ends, and how long that takes.
 fn load_from(address: String, trust: Trust, handshake: Duration) -> (Outcome, Duration) {
     let p = Recipe::new("p", 1).start();
@@ -79,8 +105,10 @@ fn what_something_else_says_is_shown_at_once() {
         // Too short for any greeting.
         (&[0; 4], r#""\x00\x00\x00\x00""#),
     ];
+    let certified = Certified::new();
+    let tls = certified.trust("d");
     for (says, shown) in cases {
-        for trust in [Trust::Loopback, key()] {
+        for trust in [Trust::Loopback, key(), tls.clone()] {
             let (outcome, took) = load_from(Listener::Says(says).start(), trust, LONG);
             let Outcome::Failed(Failure::Refused(reason)) = outcome else { panic!("{outcome:?}") };
             assert_eq!(reason, format!("{IT_SAYS}{shown}"));
@@ -95,10 +123,14 @@ fn what_something_else_says_is_shown_at_once() {
 /// It may be an agent that will be well again: tried until the end.
 #[test]
 fn silence_is_not_the_networks() {
+    let certified = Certified::new();
+    let tls = certified.trust("d");
     for (listener, trust, how) in [
         (Listener::Hangs, Trust::Loopback, "nothing came in time"),
         (Listener::Hangs, key(), "nothing came in time"),
+        (Listener::Hangs, tls.clone(), "nothing came in time"),
         (Listener::Closes, Trust::Loopback, "it closed the connection"),
+        (Listener::Closes, tls.clone(), "it closed the connection"),
         // Ten bytes of a longer message, as the side channel of vLLM's own connector sends them first.
         (Listener::Says(b"\xff\0\0\0\0\0\0\0\x01\x7f"), Trust::Loopback, "nothing came in time"),
     ] {
@@ -108,6 +140,22 @@ fn silence_is_not_the_networks() {
     }
     let answer = ask_status(&Listener::Hangs.start(), &Trust::Loopback, SHORT).unwrap_err();
     assert_eq!(answer, PeerError::NoGreeting("nothing came in time"));
+}
+
+/// An agent, but not with TLS; and one with TLS, but of another authority.
+#[test]
+fn an_agent_without_tls_is_not_one_with_other_certificates() {
+    let certified = Certified::new();
+    let tls = certified.trust("d");
+    for trust in [Trust::Loopback, key()] {
+        let p = Recipe::new("p", 1).trust(trust).start();
+        let answer = ask_status(p.scheduler.address(), &tls, LONG).unwrap_err();
+        assert_eq!(answer, PeerError::NoGreeting("it closed the connection"));
+    }
+    let p = Recipe::new("p", 1).trust(certified.trust("p")).start();
+    let answer = ask_status(p.scheduler.address(), &tls, LONG).unwrap_err();
+    let PeerError::Tls(why) = answer else { panic!("{answer:?}") };
+    assert!(why.contains("invalid peer certificate"), "{why}");
 }
 
 #[test]

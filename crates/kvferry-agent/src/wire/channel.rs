@@ -8,6 +8,7 @@ use snow::{Builder, StatelessTransportState};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
+use super::overheard::{KEPT, Overheard};
 use super::trust::{Tls, Trust};
 use crate::error::{Misbehaviour, PeerError};
 
@@ -18,6 +19,9 @@ const NOISE_BYTES: usize = 65_535;
 const NOISE_TAG: usize = 16;
 /// How long the answer to a Noise handshake of this pattern is: a public key, and its authentication.
 const NOISE_ANSWER: u16 = 48;
+
+/// How someone does not greet.
+const CLOSED: &str = "it closed the connection";
 
 /// Longest message before the two sides have greeted each other.
 pub(crate) const MAX_OPENING: usize = 4 << 10;
@@ -59,8 +63,10 @@ pub(crate) async fn open(
             let name = Tls::name(address)
                 .ok_or_else(|| PeerError::Tls(format!("'{address}' has no host name")))?;
             let connector = tokio_rustls::TlsConnector::from(tls.client.clone());
-            let stream = connector.connect(name, stream).await.map_err(|e| tls_error(&e))?;
-            Ok(halves(stream, None))
+            match connector.connect(name, Overheard::new(stream)).into_fallible().await {
+                Ok(stream) => Ok(halves(stream, None)),
+                Err((error, heard)) => Err(without_tls(&error, heard).await),
+            }
         }
         Trust::Key(key) => {
             let builder = noise_builder(&prologue, key.bytes())?;
@@ -174,7 +180,7 @@ impl Receiver {
     /// Receives the first message of whoever was connected to. Who that is, is not known yet.
     pub(crate) async fn greeting(&mut self) -> Result<Vec<u8>, PeerError> {
         let silent = |error| match error {
-            PeerError::Io { .. } => PeerError::NoGreeting("it closed the connection"),
+            PeerError::Io { .. } => PeerError::NoGreeting(CLOSED),
             other => other,
         };
         let head = self.take(4).await.map_err(silent)?;
@@ -223,9 +229,23 @@ impl Receiver {
     }
 }
 
+/// Why TLS was not to be had from whoever was connected to.
+async fn without_tls(error: &io::Error, mut heard: Overheard<impl Stream>) -> PeerError {
+    if !heard.is_tls() {
+        return not_an_agent(&heard.first, &mut heard.stream).await;
+    }
+    // rustls's own errors are of no kind that the system has for a connection that ends.
+    let ended =
+        [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
+    if heard.first.is_empty() && ended.contains(&error.kind()) {
+        return PeerError::NoGreeting(CLOSED);
+    }
+    tls_error(error)
+}
+
 /// What to say of someone who began like this.
 async fn not_an_agent<S: AsyncRead + Unpin + ?Sized>(began: &[u8], stream: &mut S) -> PeerError {
-    let mut said = [0; 24];
+    let mut said = [0; KEPT];
     said[..began.len()].copy_from_slice(began);
     // What there is already, to show more than the first letters.
     let more = timeout(Duration::from_millis(100), stream.read(&mut said[began.len()..])).await;

@@ -3,7 +3,8 @@
 //! * [`version`]: which protocol is spoken. [`message`]: what is said in it. [`task`]: what the ranks of
 //!   an engine are asked to do.
 //! * [`trust`]: how a peer proves who it is.
-//! * [`channel`]: messages over one connection, authenticated and encrypted.
+//! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
+//!   who does not speak TLS.
 //! * [`link`]: connections to other engines, as the side that asks.
 //! * [`door`]: connections from other engines, as the side that answers.
 
@@ -11,6 +12,7 @@ pub(crate) mod channel;
 pub(crate) mod door;
 pub(crate) mod link;
 pub(crate) mod message;
+mod overheard;
 pub(crate) mod task;
 pub(crate) mod trust;
 pub(crate) mod version;

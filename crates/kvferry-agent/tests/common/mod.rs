@@ -7,6 +7,7 @@
     reason = "each test binary uses its own part of it"
 )]
 
+pub mod certificates;
 pub mod engine;
 pub mod faulty;
 pub mod held;
