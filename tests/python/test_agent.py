@@ -254,6 +254,9 @@ def test_bad_input_for_what_is_still_computed(engines):
         (dict(tokens=7, blocks=[[1, 2]]), "changed"),
         (dict(tokens=9, blocks=[[1, 3]]), "changed"),
         (dict(tokens=9, blocks=[list(range(1, BLOCKS)) + [1, 2]]), "table_too_long"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(1, 9)]), "steps_do_not_rise"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(2, 10), (2, 11)]), "steps_do_not_rise"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(2, 10), (3, 10)]), "steps_do_not_rise"),
     ]:
         with pytest.raises(kvferry.AgentError) as caught:
             prefill.scheduler.advance("r", **change)
