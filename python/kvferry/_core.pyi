@@ -319,8 +319,8 @@ class Scheduler:
         nothing new for `patience` seconds. `settle`, `abandon` and `unfollow` end it."""
 
     def frontier(self, request: str) -> dict[str, Any] | None:
-        """How far a request is that is followed: `ticket`, `epoch`, `tokens`, `sealed` (all of it is
-        complete) and `speed` (in tokens per second, None until it is known). None while the engine that
+        """How far a request is that is followed: `ticket`, `epoch`, `tokens`, `begun` (it is computed; some
+        engines say so only with the first tokens), `sealed` (all of it is complete) and `speed` (in tokens per second, None until it is known). None while the engine that
         computes it has not been heard from, and when it is lost."""
 
     def unfollow(self, request: str) -> None:

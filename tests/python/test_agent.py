@@ -147,7 +147,9 @@ def test_a_request_is_read_while_it_is_computed(engines):
     decode.scheduler.follow("d-1", **where, patience=LONG)
     assert decode.scheduler.frontier("d-1") is None
     ticket = prefill.scheduler.open("p-1", name="shared name")
-    assert heard(decode, "d-1") == dict(ticket=ticket, epoch=0, tokens=0, sealed=False, speed=None)
+    assert heard(decode, "d-1") == dict(
+        ticket=ticket, epoch=0, tokens=0, begun=False, sealed=False, speed=None
+    )
     for worker in decode.workers:
         worker.load("d-1", ticket, tokens=10, destination_blocks=[[3, 5]], patience=LONG)
     fill(prefill, [7, 2, 4], 8)

@@ -1,12 +1,16 @@
 """What P says of a step that it computes: what is not written is never said to be."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
 import pytest
 from kvferry.vllm import written
+from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.prefill import Growing, Prefill
 from kvferry.vllm.written import Written, is_known, keepers_of_states
+from vllm.config import ParallelConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
 
 #: The last two layers keep one state: each a copy of its own.
@@ -135,6 +139,14 @@ def test_where_a_layer_may_be_written_later_nothing_is_said(known, change):
     )
     groups = [SimpleNamespace(host_resident=False), SimpleNamespace(host_resident=facts["host"])]
     assert is_known(config, SimpleNamespace(kv_cache_groups=groups)) == known
+
+
+def test_vllm_has_what_is_asked_for():
+    """A name that it does not have would be a fact that is never true."""
+    assert isinstance(ParallelConfig.use_ubatching, property)
+    assert "host_resident" in {field.name for field in dataclasses.fields(KVCacheGroupSpec)}
+    # Its graphs stay as they are.
+    assert not FerryConnector.requires_piecewise_for_cudagraph({})
 
 
 def test_layers_that_keep_a_state(monkeypatch):

@@ -242,10 +242,13 @@ fn the_link_is_cut_while_layers_are_read() {
     let mut ticket = p.scheduler.open("r", None).unwrap();
     ticket.address = wire.address.clone();
     d.load(&follow("r", &ticket, &[9, 10, 11], 12));
+    d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    assert!(!heard(&d, "r", |_| true).begun);
     for step in 1..4 {
         let (complete, tokens) = (4 * (step - 1), 4 * step);
         let in_flight = [InFlight { step, tokens }];
         p.scheduler.advance_with("r", complete, table(&[3, 4, 5]), &in_flight).unwrap();
+        heard(&d, "r", |progress| progress.begun && progress.tokens == complete);
         p.ranks[0].worker.begin_step(step);
         p.prefill(1, &[3, 4, 5], tokens);
         p.ranks[0].worker.wrote(step, ["layers.0/kv".to_owned()]);
@@ -445,7 +448,14 @@ fn decode_comes_first_and_knows_only_a_name() {
     assert!(opened.elapsed() < Duration::from_secs(2), "whoever waits is told at once");
     assert_eq!(
         progress,
-        Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
+        Progress {
+            ticket: ticket.clone(),
+            epoch: 0,
+            tokens: 0,
+            begun: false,
+            sealed: false,
+            speed: None
+        }
     );
     let status = p.scheduler.status();
     assert_eq!(status.leases, []);

@@ -277,11 +277,12 @@ impl Scheduler {
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
         // A look into two tables: not worth letting go of the interpreter.
         let Some(progress) = self.0.get(py)?.frontier(request) else { return Ok(None) };
-        let Progress { ticket: known, epoch, tokens, sealed, speed } = progress;
+        let Progress { ticket: known, epoch, tokens, begun, sealed, speed } = progress;
         let fields = PyDict::new(py);
         fields.set_item("ticket", ticket(py, &known)?)?;
         fields.set_item("epoch", epoch)?;
         fields.set_item("tokens", tokens)?;
+        fields.set_item("begun", begun)?;
         fields.set_item("sealed", sealed)?;
         fields.set_item("speed", speed)?;
         Ok(Some(fields))

@@ -27,6 +27,7 @@ def is_known(vllm_config: Any, kv_cache_config: Any) -> bool:
         # Draft models write behind the model, and more than once.
         or vllm_config.speculative_config is not None
         # The step is divided, and comes by every layer several times.
+        or getattr(parallel, "enable_dbo", False)
         or getattr(parallel, "use_ubatching", False)
     )
 
