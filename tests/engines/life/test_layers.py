@@ -22,7 +22,7 @@ ONE_STEP = CHUNKS | {"max_num_batched_tokens": 512}
         ("qwen3", 60, CHUNKS, 0),
         ("qwen3", 200, CHUNKS, 2),
         # Windows and states come at the end, whatever is said of their layers.
-        more("nemotron_h", 480, ONE_STEP, 0),
+        ("nemotron_h", 480, ONE_STEP, 0),
         more("falcon_h1", 480, ONE_STEP, 1),
         more("gemma3", 200, ONE_STEP, 1),
         more("qwen3", 60, CHUNKS | {"async_scheduling": True}, 1),
