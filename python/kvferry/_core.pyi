@@ -274,13 +274,19 @@ class Scheduler:
         tokens: int,
         blocks: Sequence[_Numbers],
         first: _Numbers | None = None,
+        in_flight: Sequence[tuple[int, int]] = ...,
     ) -> None:
         """More of an open request is complete: all its tokens and tables so far, which only grow until
         the request is granted or starts over. Tables of windows and states may change meanwhile: they
         count only at the end, and may be left empty until then.
 
+        `in_flight` are the request's steps that are being computed, in their order: the number of each, and
+        the tokens that the request has after it. The tables name their blocks, too. What workers say of
+        them (`Worker.wrote`) can be read at once; if one comes to nothing, the request must start over.
+
         Raises `AgentError`, of the kind `given_up` if nobody wants the request any more, `changed` if the
-        tables do not go on from those before, `no_lease` if the request is not open, or `table_too_long`."""
+        tables do not go on from those before, `steps_do_not_rise` if the steps do not, `no_lease` if the
+        request is not open, or `table_too_long`."""
 
     def restart(self, request: str) -> None:
         """An open request starts over: nothing that it has advanced to holds any more. To be called
@@ -313,8 +319,8 @@ class Scheduler:
         nothing new for `patience` seconds. `settle`, `abandon` and `unfollow` end it."""
 
     def frontier(self, request: str) -> dict[str, Any] | None:
-        """How far a request is that is followed: `ticket`, `epoch`, `tokens`, `sealed` (all of it is
-        complete) and `speed` (in tokens per second, None until it is known). None while the engine that
+        """How far a request is that is followed: `ticket`, `epoch`, `tokens`, `begun` (it is computed; some
+        engines say so only with the first tokens), `sealed` (all of it is complete) and `speed` (in tokens per second, None until it is known). None while the engine that
         computes it has not been heard from, and when it is lost."""
 
     def unfollow(self, request: str) -> None:
@@ -483,6 +489,16 @@ class Worker:
         With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
         whole.
         """
+
+    def begin_step(self, step: int) -> None:
+        """The engine begins a step that its scheduler has spoken of (`Scheduler.advance`): all steps before it
+        are over, and what they write is written."""
+
+    def wrote(self, step: int, states: Sequence[str]) -> None:
+        """The present step has written all that it writes of these states: others may read that now."""
+
+    def end_step(self, step: int) -> None:
+        """The present step has written everything."""
 
     def abort(self, request: str) -> None:
         """The request is not wanted any more. Its end is reported as any other."""

@@ -147,7 +147,9 @@ def test_a_request_is_read_while_it_is_computed(engines):
     decode.scheduler.follow("d-1", **where, patience=LONG)
     assert decode.scheduler.frontier("d-1") is None
     ticket = prefill.scheduler.open("p-1", name="shared name")
-    assert heard(decode, "d-1") == dict(ticket=ticket, epoch=0, tokens=0, sealed=False, speed=None)
+    assert heard(decode, "d-1") == dict(
+        ticket=ticket, epoch=0, tokens=0, begun=False, sealed=False, speed=None
+    )
     for worker in decode.workers:
         worker.load("d-1", ticket, tokens=10, destination_blocks=[[3, 5]], patience=LONG)
     fill(prefill, [7, 2, 4], 8)
@@ -254,6 +256,9 @@ def test_bad_input_for_what_is_still_computed(engines):
         (dict(tokens=7, blocks=[[1, 2]]), "changed"),
         (dict(tokens=9, blocks=[[1, 3]]), "changed"),
         (dict(tokens=9, blocks=[list(range(1, BLOCKS)) + [1, 2]]), "table_too_long"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(1, 9)]), "steps_do_not_rise"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(2, 10), (2, 11)]), "steps_do_not_rise"),
+        (dict(tokens=9, blocks=[[1, 2, 3]], in_flight=[(2, 10), (3, 10)]), "steps_do_not_rise"),
     ]:
         with pytest.raises(kvferry.AgentError) as caught:
             prefill.scheduler.advance("r", **change)

@@ -4,8 +4,10 @@ import pytest
 from kvferry.vllm.pace import AHEAD, Pace
 
 
-def frontier(tokens, speed=None, sealed=False):
-    return {"ticket": {"engine": "p"}, "epoch": 0, "tokens": tokens, "speed": speed, "sealed": sealed}
+def frontier(tokens, speed=None, sealed=False, begun=None):
+    begun = tokens > 0 if begun is None else begun
+    how_far = {"epoch": 0, "tokens": tokens, "begun": begun, "speed": speed, "sealed": sealed}
+    return {"ticket": {"engine": "p"}} | how_far
 
 
 @pytest.mark.parametrize("free", [0.0, 0.2, 1.0])
@@ -41,6 +43,15 @@ def test_under_pressure_they_are_taken_later():
     for _ in range(2):
         pace.learn(frontier(1000, speed=100.0, sealed=True), 1000, 0.01)
     assert not pace.is_time(frontier(0), 0.0, 50, 0.9)
+
+
+def test_a_step_that_p_computes_counts_before_it_is_over():
+    """Its layers can be read already, and there may be no other step."""
+    pace = Pace()
+    pace.learn(frontier(1000, speed=1000.0, sealed=True), 1000, 0.1)
+    for begun in (False, True):
+        assert not pace.is_time(frontier(0, begun=begun), 0.0, 2000, 0.9)
+        assert pace.is_time(frontier(0, begun=begun), 1.9, 2000, 0.9) == begun
 
 
 def test_the_first_request_teaches():

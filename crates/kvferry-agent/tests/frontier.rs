@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use common::*;
 use kvferry_agent::lease::NotGrown;
 use kvferry_agent::{
-    Ended, Error, Failure, Following, Load, Loss, Lost, LostWhy, Notice, Outcome, PeerError,
-    Progress, Ticket, Version,
+    Ended, Error, Failure, Following, InFlight, Load, Loss, Lost, LostWhy, Notice, Outcome,
+    PeerError, Progress, Ticket, Version,
 };
 
 const SHORT: Duration = Duration::from_millis(300);
@@ -234,6 +234,35 @@ fn the_link_is_cut_while_a_lease_is_followed() {
     assert_eq!(d.scheduler.lost(), []);
 }
 
+/// What ranks say of their layers is heard again, too, when the connection is.
+#[test]
+fn the_link_is_cut_while_layers_are_read() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let wire = Wire::to(p.scheduler.address());
+    let mut ticket = p.scheduler.open("r", None).unwrap();
+    ticket.address = wire.address.clone();
+    d.load(&follow("r", &ticket, &[9, 10, 11], 12));
+    d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    assert!(!heard(&d, "r", |_| true).begun);
+    for step in 1..4 {
+        let (complete, tokens) = (4 * (step - 1), 4 * step);
+        let in_flight = [InFlight { step, tokens }];
+        p.scheduler.advance_with("r", complete, table(&[3, 4, 5]), &in_flight).unwrap();
+        heard(&d, "r", |progress| progress.begun && progress.tokens == complete);
+        p.ranks[0].worker.begin_step(step);
+        p.prefill(1, &[3, 4, 5], tokens);
+        p.ranks[0].worker.wrote(step, ["layers.0/kv".to_owned()]);
+        eventually("it is read before it is complete", || {
+            d.ranks[0].wrong(1, &[9, 10, 11], tokens) == 0
+        });
+        wire.cut();
+    }
+    p.grant("r", &[3, 4, 5], 12);
+    let ending = d.ranks[0].wait_end("r");
+    assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, 12 * HEADS * DIM));
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10, 11], 12), 0);
+}
+
 /// D does not want it any more: P hears of that when it next speaks of the request.
 #[test]
 fn decode_gives_up_what_is_still_computed() {
@@ -419,7 +448,14 @@ fn decode_comes_first_and_knows_only_a_name() {
     assert!(opened.elapsed() < Duration::from_secs(2), "whoever waits is told at once");
     assert_eq!(
         progress,
-        Progress { ticket: ticket.clone(), epoch: 0, tokens: 0, sealed: false, speed: None }
+        Progress {
+            ticket: ticket.clone(),
+            epoch: 0,
+            tokens: 0,
+            begun: false,
+            sealed: false,
+            speed: None
+        }
     );
     let status = p.scheduler.status();
     assert_eq!(status.leases, []);
@@ -623,6 +659,13 @@ fn what_does_not_go_on_is_an_error() {
     assert_eq!(p.scheduler.advance("r", 12, table(&[1, 3, 4])), changed(12));
     assert_eq!(p.scheduler.advance("r", 12, table(&[1])), changed(12));
     assert_eq!(p.scheduler.grant("r", granted(&[2, 1], 8)).map(|_| ()), changed(8));
+    let step = InFlight { step: 1, tokens: 9 };
+    let before = InFlight { step: 0, tokens: 9 };
+    let request = "r".to_owned();
+    assert_eq!(
+        p.scheduler.advance_with("r", 9, table(&[1, 2, 3]), &[step]),
+        Err(Error::NotGrown(NotGrown::StepsDoNotRise { request, step, before }))
+    );
     let long: Vec<u32> = (0..=BLOCKS).collect();
     let too_long = Error::TableTooLong {
         request: "r".to_owned(),

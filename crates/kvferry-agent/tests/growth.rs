@@ -306,11 +306,14 @@ fn serve(
         start();
     }
     let (mut frontier, mut reached, mut restarts, mut steps) = (0, 0, 0, 0);
+    // What was said of a step before it began, which then holds.
+    let mut promised = None;
     while frontier < tokens {
         steps += 1;
         let before = frontier;
-        frontier = (frontier + dice.within(1, 20)).min(tokens);
-        let (by_layer, mut breaks_off) = (dice.chance(60), false);
+        let by_layer = promised.is_some() || dice.chance(60);
+        let mut breaks_off = false;
+        frontier = promised.take().unwrap_or((frontier + dice.within(1, 20)).min(tokens));
         if by_layer {
             breaks_off = restarts < 2 && dice.chance(20);
             *step += 1;
@@ -319,6 +322,7 @@ fn serve(
             let mut in_flight = vec![InFlight { step: *step, tokens: frontier }];
             if then > frontier {
                 in_flight.push(InFlight { step: *step + 1, tokens: then });
+                promised = Some(then);
             }
             reached = then.max(reached);
             let tables = known_tables(p.truth, &request.source, (reached, spare), dice);
@@ -352,7 +356,9 @@ fn serve(
             if let Some(again) = again {
                 request.source = again.source;
             }
-            (frontier, reached) = (0, 0);
+            (frontier, reached, promised) = (0, 0, None);
+            // A number that was said once is not used for anything else.
+            *step += 1;
         }
     }
     if late {

@@ -529,8 +529,7 @@ impl World {
     fn promise(&mut self) {
         self.step += 1;
         let in_flight = InFlight { step: self.step.into(), tokens: 1 };
-        _ = self.leases.advance(REQUEST, 0, table_of_one(0, 0).tables);
-        _ = self.leases.promise(REQUEST, &[in_flight]);
+        _ = self.leases.advance_with(REQUEST, 0, table_of_one(0, 0).tables, &[in_flight]);
     }
 
     /// A rank asks P how far it is.

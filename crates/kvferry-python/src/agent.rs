@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use kvferry_agent::{
-    self as agent, Audit, Card, Error, Following, Grant, Key, Load, Loss, LostWhy, Lowerings,
-    Moments, Notice, Origin, Outcome, Progress, SchedulerOptions, Timings, Tls, TlsFiles, Trust,
-    WorkerOptions,
+    self as agent, Audit, Card, Error, Following, Grant, InFlight, Key, Load, Loss, LostWhy,
+    Lowerings, Moments, Notice, Origin, Outcome, Progress, SchedulerOptions, Timings, Tls,
+    TlsFiles, Trust, WorkerOptions,
 };
 use kvferry_layout::{self as layout, Place};
 use kvferry_transport::tcp::TcpOptions;
@@ -197,18 +197,21 @@ impl Scheduler {
         ticket(py, &opened.map_err(|error| errors::agent(py, &error))?)
     }
 
-    #[pyo3(signature = (request, *, tokens, blocks, first=None))]
+    #[pyo3(signature = (request, *, tokens, blocks, first=None, in_flight=vec![]))]
     fn advance(
         &self,
         request: &str,
         tokens: u64,
         blocks: &Bound<'_, PyAny>,
         first: Option<&Bound<'_, PyAny>>,
+        in_flight: Vec<(u64, u64)>,
     ) -> PyResult<()> {
         let py = blocks.py();
         let half = self.0.get(py)?;
         let tables = granted_tables(blocks, first)?;
-        let advanced = py.detach(|| half.advance(request, tokens, tables));
+        let in_flight = in_flight.into_iter().map(|(step, tokens)| InFlight { step, tokens });
+        let in_flight: Vec<InFlight> = in_flight.collect();
+        let advanced = py.detach(|| half.advance_with(request, tokens, tables, &in_flight));
         advanced.map_err(|error| errors::agent(py, &error))
     }
 
@@ -274,11 +277,12 @@ impl Scheduler {
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
         // A look into two tables: not worth letting go of the interpreter.
         let Some(progress) = self.0.get(py)?.frontier(request) else { return Ok(None) };
-        let Progress { ticket: known, epoch, tokens, sealed, speed } = progress;
+        let Progress { ticket: known, epoch, tokens, begun, sealed, speed } = progress;
         let fields = PyDict::new(py);
         fields.set_item("ticket", ticket(py, &known)?)?;
         fields.set_item("epoch", epoch)?;
         fields.set_item("tokens", tokens)?;
+        fields.set_item("begun", begun)?;
         fields.set_item("sealed", sealed)?;
         fields.set_item("speed", speed)?;
         Ok(Some(fields))
@@ -488,6 +492,22 @@ impl Worker {
             rest,
         };
         py.detach(|| half.load(load)).map_err(|error| errors::agent(py, &error))
+    }
+
+    fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        // These three only leave a word behind: not worth letting go of the interpreter.
+        self.half.get(py)?.begin_step(step);
+        Ok(())
+    }
+
+    fn wrote(&self, py: Python<'_>, step: u64, states: Vec<String>) -> PyResult<()> {
+        self.half.get(py)?.wrote(step, states);
+        Ok(())
+    }
+
+    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.half.get(py)?.end_step(step);
+        Ok(())
     }
 
     fn abort(&self, py: Python<'_>, request: &str) -> PyResult<()> {

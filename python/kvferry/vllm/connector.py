@@ -154,13 +154,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Moved | None:
         return self.worker.told()
 
-    # Whole requests move, between steps: there is nothing to do for a layer.
+    # Whole requests are loaded, between steps: no layer waits for its own.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        return
+        # D may read it while the next one is computed.
+        self.worker.wrote(layer_name)
 
     # What is counted, from both kinds of process.
 
@@ -188,9 +189,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
-            self._worker.starter.close()
-            if self._worker.agent is not None:
-                self._worker.agent.close()
+            self._worker.close()
 
 
 def _look_at_version() -> None:

@@ -44,8 +44,9 @@ class Wanted:
     blocks: list[list[int]] = field(default_factory=list)
     loaded: int = 0
     since: float = field(default_factory=time.monotonic)
-    #: How far it was when there was last something new, and when that was.
-    news: tuple[int, float] = (0, 0.0)
+    #: How far it was when there was last something new (whether it had begun, and with how many tokens), and
+    #: when that was.
+    news: tuple[tuple[bool, int], float] = ((False, 0), 0.0)
     #: Tokens that this engine holds already.
     computed: int = 0
     #: The workers know of it: only they can say that it has ended.
@@ -259,8 +260,9 @@ class Decode:
             # It may have computed fewer, or a state for another position than this engine's.
             wanted.tokens = frontier["tokens"]
         now = time.monotonic()
-        if wanted.news[0] != frontier["tokens"]:
-            wanted.news = (frontier["tokens"], now)
+        far = (frontier["begun"], frontier["tokens"])
+        if wanted.news[0] != far:
+            wanted.news = (far, now)
         free = self._free_share()
         if not frontier["sealed"] and not self._leaves_room(wanted, free):
             return False

@@ -11,7 +11,7 @@ from .._core import Manifest
 from . import specs
 from .geometry import Regions, View
 from .layers import Layers
-from .model import backend_names, own_spec
+from .model import Model, backend_names, own_spec
 from .refusal import refuse
 from .specs import Fact
 
@@ -86,7 +86,7 @@ def manifest(
         vllm_config, tp_rank, turn, conv_order, backends, sights, kv_heads or {}, mamba_groups
     )
     layers.regions = Regions(elsewhere)
-    names = _names(layers, transferred)
+    names = _names(layers.model, backends, transferred)
     # Where a later request may use blocks again, it may share a shorter prefix and look at tokens that
     # were never copied: then a layer needs all that its group keeps.
     needs = {} if prefix_caching else sights
@@ -129,7 +129,14 @@ def dump(manifest: Manifest, directory: str | os.PathLike[str] | None = None) ->
     return path
 
 
-def _names(layers: Layers, groups: list[Any]) -> dict[str, str]:
+def names_of_layers(vllm_config: Any, groups: list[Any]) -> dict[str, str]:
+    """What the states of each layer of some groups are called after, in the running process."""
+    model = Model(vllm_config, vllm_config.parallel_config.tensor_parallel_size)
+    layers = [layer for group in groups for layer in group.layer_names]
+    return _names(model, backend_names(vllm_config, layers), groups)
+
+
+def _names(model: Model, backends: Mapping[str, str], groups: list[Any]) -> dict[str, str]:
     """Names that are the same in every engine: `layers.3`, and the layer's own name in full where
     several of one kind share a number, so that no order decides which is which. A layer that keeps what
     another one makes has the other's name: its states are the same."""
@@ -137,11 +144,11 @@ def _names(layers: Layers, groups: list[Any]) -> dict[str, str]:
     for group in groups:
         for layer in group.layer_names:
             spec = specs.layer_spec(group, layer)
-            pages = specs.pages_of(layer, spec, layers.backends.get(layer))
-            sharing.setdefault((*layers.model.place(layer), pages), []).append(layer)
+            pages = specs.pages_of(layer, spec, backends.get(layer))
+            sharing.setdefault((*model.place(layer), pages), []).append(layer)
     names = {}
     for (draft, index, _), same in sharing.items():
-        maker = index if draft else layers.model.maker(index)
+        maker = index if draft else model.maker(index)
         for layer in same:
             if len(same) == 1:
                 names[layer] = f"{'draft/' if draft else ''}layers.{maker}"

@@ -45,6 +45,8 @@ class Orders(KVConnectorMetadata):
     released: list[str] = field(default_factory=list)
     #: Whether this step may finish a prompt that another engine then reads.
     hands_over: bool = False
+    #: By which number D knows this step; 0: it does not.
+    step: int = 0
     #: The step computes nothing, so there is time to wait for what is being loaded.
     idle: bool = False
     #: Where requests are traced: the traces of those that are to be loaded.

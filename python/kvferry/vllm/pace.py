@@ -30,7 +30,7 @@ class Pace:
             return True
         if free < SHORT:
             return False
-        begun = frontier["tokens"] > 0
+        begun = frontier["begun"]
         if not begun and free < PLENTY:
             # It may wait on P for long.
             return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -26,6 +26,10 @@ class Growing:
     #: How often vLLM had started it over, and how far it was, when D was last told.
     preemptions: int
     tokens: int = 0
+    #: The steps that D was told of and that are not complete: their numbers, and the tokens that are then.
+    in_flight: list[tuple[int, int]] = field(default_factory=list)
+    #: Where the last step that computes it ends, which the next one goes on from.
+    end: int | None = None
 
 
 @dataclass
@@ -41,10 +45,20 @@ class Prefill:
     """The part of the scheduler's side that hands requests over."""
 
     def __init__(
-        self, agent: Scheduler, keep: Keep, groups: Groups, origins: Origins, push: bool
+        self,
+        agent: Scheduler,
+        keep: Keep,
+        groups: Groups,
+        origins: Origins,
+        push: bool,
+        by_layer: bool = False,
     ) -> None:
         self.agent, self.keep, self.groups, self.push = agent, keep, groups, push
         self.origins = origins
+        #: Whether workers say which layers they have written, so that D is told of steps in flight.
+        self.by_layer = by_layer
+        #: The number of the last one.
+        self.step = 0
         self.prefilling: dict[str, Prefilling] = {}
         #: Those of them that are followed, or may be.
         self.growing: dict[str, Growing] = {}
@@ -94,32 +108,58 @@ class Prefill:
         request.num_prompt_tokens -= count
         request.max_tokens = 1
 
-    def advance(self) -> None:
+    def advance(self, scheduled: Mapping[str, int]) -> int:
         """How far the prompts are: at the end of each of the scheduler's turns, before the workers have
         heard of it. What vLLM has counted since the last one is computed, and blocks that it has given
-        to somebody else are not overwritten yet."""
+        to somebody else are not overwritten yet. So many tokens of each request are `scheduled` in the step
+        that follows. Answers by which number D knows of that; 0 if it does not."""
+        named = False
         for name, growing in list(self.growing.items()):
             try:
-                self._advance(name, growing)
+                named |= self._advance(name, growing, scheduled.get(name, 0))
             except AgentError as error:
                 # D has given it up, or there is a mistake in here. Either way D reads no more of it;
                 # what the grant says in the end is another matter.
                 logger.debug("kvferry: %s is not followed any more: %s", name, error)
                 del self.growing[name]
+        self.step += named
+        return self.step if named else 0
 
-    def _advance(self, name: str, growing: Growing) -> None:
+    def _advance(self, name: str, growing: Growing, scheduled: int) -> bool:
+        """Whether D is told of the step that follows."""
         request = growing.request
-        if request.num_preemptions != growing.preemptions:
+        if request.num_preemptions != growing.preemptions or self._goes_back(growing, scheduled):
             growing.preemptions, growing.tokens = request.num_preemptions, 0
+            growing.in_flight, growing.end = [], None
             self.agent.restart(name)
         if request.status != RequestStatus.RUNNING:
             # It waits: for its turn, or for what D has answered in the last turn to be loaded.
-            return
-        tokens = settled(request)
-        if tokens > growing.tokens:
+            return False
+        tokens = max(settled(request), growing.tokens)
+        growing.in_flight = [step for step in growing.in_flight if step[1] > tokens]
+        reached = growing.in_flight[-1][1] if growing.in_flight else tokens
+        named = False
+        if scheduled:
+            growing.end = request.num_computed_tokens + scheduled
+            # What comes behind the prompt is not for D.
+            end = min(growing.end, request.num_prompt_tokens)
+            named = self.by_layer and end > reached
+            if named:
+                growing.in_flight.append((self.step + 1, end))
+                reached = end
+        if tokens > growing.tokens or named:
             growing.tokens = tokens
-            blocks = self.groups.grown(self.manager, name, tokens)
-            self.agent.advance(name, tokens=tokens, blocks=blocks)
+            blocks = self.groups.grown(self.manager, name, reached)
+            self.agent.advance(name, tokens=tokens, blocks=blocks, in_flight=growing.in_flight)
+        return named
+
+    def _goes_back(self, growing: Growing, scheduled: int) -> bool:
+        """Whether the step that follows computes again what an earlier one has written, because what that read has
+        failed to load: D must not take the one for the other."""
+        computed = growing.request.num_computed_tokens
+        if not scheduled or growing.end is None or computed >= growing.request.num_prompt_tokens:
+            return False
+        return bool(computed != growing.end)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> Offer | None:
         """What D can read, if the blocks are kept."""

@@ -21,6 +21,7 @@ from .params import KEY
 from .prefill import Prefill
 from .stock import Stock
 from .turns import Turns
+from .written import is_known
 
 
 class SchedulerSide:
@@ -50,7 +51,8 @@ class SchedulerSide:
         self.origins = origins = Origins(vllm_config)
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
-        self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push)
+        by_layer = is_known(vllm_config, kv_cache_config)
+        self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push, by_layer)
         self.stock: Stock | None = None
         if options.stock_lease:
             self.stock = Stock(groups, options.stock_lease)
@@ -92,8 +94,9 @@ class SchedulerSide:
         self.decode.allocated(request, blocks, external)
 
     def orders(self, scheduled: Mapping[str, int]) -> Orders:
-        self.prefill.advance()
+        step = self.prefill.advance(scheduled)
         orders = self.decode.orders()
+        orders.step = step
         if self.saves is not None:
             requests = {name: it.request for name, it in self.prefill.prefilling.items()}
             orders.saves = self.saves.of_step(requests, scheduled, self.prefill.manager)

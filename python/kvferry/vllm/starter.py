@@ -1,4 +1,5 @@
-"""Loads that wait for the GPU: they start when it has written what it was told to write before.
+"""Loads that wait for the GPU: they start when it has written what it was told to write before. So do words about what
+is written (`written.py`).
 
 What a transport moves is not ordered with the stream of the steps. The engine's own thread must not wait for that
 stream, or the GPU would have nothing to do between two steps.

@@ -19,6 +19,7 @@ from .options import Options
 from .siblings import Shares
 from .starter import Starter
 from .stock_reader import StockReader
+from .written import Written, is_known, keepers_of_states
 
 #: Seconds that a step with nothing to compute waits for a load: longer than most take when all is in place,
 #: and less than such a step costs. What arrives in that time is used a step earlier.
@@ -55,6 +56,8 @@ class WorkerSide:
         self.last_writes: torch.Event | None = None
         self.shares = Shares(kv_cache_config)
         self.starter = Starter(self._load)
+        #: Where it is known layer by layer what a step has written.
+        self.step: Written | None = None
         #: Loads that were not started, and why: to be reported.
         self.failed: deque[tuple[str, str]] = deque()
         #: Loads from engines without kvferry.
@@ -106,6 +109,10 @@ class WorkerSide:
             **self.options.trust(),
         )
 
+        if is_known(self.config, self.cache):
+            keepers = keepers_of_states(self.config, self.cache, made)
+            self.step = Written(keepers, self.agent, self._mark)
+
     def copy_with(self, copy: buffer.Copy) -> None:
         """How the engine copies blocks between its device and host memory."""
         if self.buffer is not None:
@@ -116,6 +123,13 @@ class WorkerSide:
         need not wait for the step; on a GPU it would have to wait for the one before."""
         if not self._on_gpu():
             self.obey(orders)
+        if self.step is not None:
+            self.step.begin(orders.step)
+
+    def wrote(self, layer: str) -> None:
+        """The step is through with a layer."""
+        if self.step is not None:
+            self.step.layer(layer)
 
     def obey(self, orders: Orders) -> None:
         """As early as possible in each step, and once."""
@@ -173,6 +187,8 @@ class WorkerSide:
             # What a draft model writes may come after the token from which the scheduler learns
             # that the blocks can be handed over.
             torch.accelerator.current_stream().synchronize()
+        if self.step is not None:
+            self.step.end()
         self._mark_writes()
 
     def _on_gpu(self) -> bool:
@@ -181,8 +197,11 @@ class WorkerSide:
         return here != "cpu" or (bool(self.storages) and buffer.device_of(self.config) != "cpu")
 
     def _mark_writes(self) -> None:
-        if self._on_gpu():
-            self.last_writes = torch.accelerator.current_stream().record_event()
+        self.last_writes = self._mark()
+
+    def _mark(self) -> torch.Event | None:
+        """Where the stream is that steps write on; None: nothing is under way."""
+        return torch.accelerator.current_stream().record_event() if self._on_gpu() else None
 
     def results(self) -> KVConnectorTransferResults:
         # A load that is done is in the memory for every kernel that is launched from now on, and
@@ -251,6 +270,13 @@ class WorkerSide:
     def stats(self) -> metrics.Stats:
         ended, self.ended = self.ended, []
         return metrics.Stats.of_loads(ended)
+
+    def close(self) -> None:
+        self.starter.close()
+        if self.step is not None:
+            self.step.close()
+        if self.agent is not None:
+            self.agent.close()
 
     def _zero(self, ending: Ending) -> None:
         """vLLM does not zero blocks that are loaded, and stale tails decode to NaN. On a GPU this

@@ -18,7 +18,7 @@
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
 //! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
 //! anything released when it ends; the engine learns that nobody wants it when it speaks of it next. A
-//! lease may say what is being computed beyond that ([`Leases::promise`]); whatever comes of it, readers
+//! lease may say what is being computed beyond that ([`Leases::advance_with`]); whatever comes of it, readers
 //! go by what is complete in the end. A lease may have a name beside that of its request: readers who
 //! were not given a ticket find it by that.
 
@@ -218,23 +218,26 @@ impl Leases {
         Ok(())
     }
 
-    /// What the engine computes now, beyond what is complete: all steps of the request that are in flight,
-    /// in their order. What they write goes to blocks that the tables name already.
-    pub fn promise(&mut self, request: &str, in_flight: &[InFlight]) -> Result<(), NotGrown> {
-        let lease = self.growing(request)?;
-        let complete = InFlight { step: 0, tokens: lease.grant.tokens };
-        let mut before = complete;
+    /// The same, and what the engine computes now beyond that: all steps of the request that are in flight, in
+    /// their order. What they write goes to blocks that the tables name already. All of it counts, or nothing.
+    pub fn advance_with(
+        &mut self,
+        request: &str,
+        tokens: u64,
+        tables: Vec<BlockTable>,
+        in_flight: &[InFlight],
+    ) -> Result<(), NotGrown> {
+        self.growing(request)?;
+        let mut before = InFlight { step: 0, tokens };
         for step in in_flight {
             if step.step <= before.step || step.tokens <= before.tokens {
-                return Err(NotGrown::StepsDoNotRise {
-                    request: request.to_owned(),
-                    step: *step,
-                    before,
-                });
+                let (request, step) = (request.to_owned(), *step);
+                return Err(NotGrown::StepsDoNotRise { request, step, before });
             }
             before = *step;
         }
-        lease.in_flight = in_flight.to_vec();
+        self.advance(request, tokens, tables)?;
+        self.growing(request)?.in_flight = in_flight.to_vec();
         Ok(())
     }
 

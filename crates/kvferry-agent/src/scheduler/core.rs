@@ -205,11 +205,7 @@ impl Core {
                 }
             }
         }
-        {
-            let mut leases = self.leases();
-            leases.advance(request, tokens, tables)?;
-            leases.promise(request, in_flight)?;
-        }
+        self.leases().advance_with(request, tokens, tables, in_flight)?;
         self.bells.ring(&Of::Request(request.to_owned()));
         Ok(())
     }

@@ -47,6 +47,8 @@ pub struct Progress {
     pub epoch: u32,
     /// How many tokens are complete.
     pub tokens: u64,
+    /// Whether the engine has begun to compute it, as far as it says so.
+    pub begun: bool,
     /// Whether that is all.
     pub sealed: bool,
     /// How many tokens are completed in a second, as far as that is known.
@@ -177,12 +179,10 @@ impl Run<'_> {
             }
             match answer {
                 Ok((Told::News(news), welcome)) => {
-                    let new = known.nonce != Some(news.key.nonce)
-                        || (news.epoch, news.tokens) != (known.epoch, known.tokens)
-                        || news.sealed;
-                    if new {
+                    if known.lacks(&news) {
                         known.nonce = Some(news.key.nonce);
                         (known.epoch, known.tokens) = (news.epoch, news.tokens);
+                        known.step = known.step.max(news.last_step());
                         news_until = after(self.patience);
                         if !self.hear(&news, &welcome) || news.sealed {
                             return None;
@@ -271,6 +271,7 @@ impl Run<'_> {
             ticket: ticket.clone(),
             epoch: news.epoch,
             tokens: news.tokens,
+            begun: news.tokens > 0 || !news.in_flight.is_empty(),
             sealed: news.sealed,
             speed: speed(&one.seen),
         });

@@ -218,7 +218,7 @@ pub(crate) struct Known {
     pub(crate) nonce: Option<u64>,
     pub(crate) epoch: u32,
     pub(crate) tokens: u64,
-    /// How many ids of each table; `None` where tables are not wanted, nor what is in flight.
+    /// How many ids of each table; `None` where tables are not wanted.
     pub(crate) blocks: Option<Vec<u32>>,
     /// The last step in flight that was told of.
     pub(crate) step: u64,
@@ -264,7 +264,7 @@ impl Known {
 
     /// Whether there is anything that it does not know.
     pub(crate) fn lacks(&self, news: &News) -> bool {
-        let step = news.in_flight.last().map_or(0, |last| last.step);
+        let step = news.last_step();
         news.sealed
             || self.nonce != Some(news.key.nonce)
             || (news.epoch, news.tokens) != (self.epoch, self.tokens)
@@ -292,9 +292,14 @@ impl News {
             })
         });
         let tables = tables.collect();
-        let in_flight = known.blocks.as_ref().map_or(&[][..], |_| in_flight).to_vec();
+        let in_flight = in_flight.to_vec();
         let Grant { epoch, tokens, .. } = *grant;
         Self { incarnation, key, epoch, tokens, sealed, tables, in_flight }
+    }
+
+    /// The last step in flight; 0: there is none.
+    pub(crate) fn last_step(&self) -> u64 {
+        self.in_flight.last().map_or(0, |last| last.step)
     }
 
     /// What it makes of a grant that is known; `None` where it does not go on from there.
@@ -468,22 +473,25 @@ mod tests {
         let known = Known { blocks: None, ..Known::of(7, &known, 0) };
         let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
         let news = News::of(Incarnation(1), key, &frontier(&grown, true), &known);
-        assert_eq!((news.tables, news.in_flight), (vec![], vec![]));
+        assert_eq!(news.tables, []);
     }
 
     #[test]
-    fn a_step_in_flight_is_news_once_and_for_readers_alone() {
+    fn a_step_in_flight_is_news_once() {
         let so_far = grant(0, 40, &[(0, &[1, 2, 3])]);
         let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
         let lacks = |known: Known| {
             let news = News::of(Incarnation(1), key.clone(), &frontier(&so_far, false), &known);
             known.lacks(&news)
         };
-        assert!(lacks(Known::of(7, &so_far, 0)));
-        assert!(lacks(Known::of(7, &so_far, 2)));
-        assert!(!lacks(Known::of(7, &so_far, 3)));
-        assert!(!lacks(Known { blocks: None, ..Known::of(7, &so_far, 0) }));
-        assert!(lacks(Known { tokens: 39, ..Known::of(7, &so_far, 3) }));
+        // Also for those who want no tables.
+        for blocks in [Known::of(7, &so_far, 0).blocks, None] {
+            let known = |step| Known { blocks: blocks.clone(), ..Known::of(7, &so_far, step) };
+            assert!(lacks(known(0)));
+            assert!(lacks(known(2)));
+            assert!(!lacks(known(3)));
+            assert!(lacks(Known { tokens: 39, ..known(3) }));
+        }
     }
 
     #[test]

@@ -13,11 +13,15 @@ use tracing::{Instrument, debug};
 
 use super::peers::{Peers, SourceEngine};
 use crate::rules::grant::InFlight;
+use crate::wire::link::is_final;
 use crate::wire::message::Ticket;
 use crate::wire::task::TaskReply;
 
 /// However quickly layers are written, a rank is not asked for them more often than this.
 const PAUSE: Duration = Duration::from_millis(1);
+
+/// How long to wait before a rank is asked again that could not be reached.
+const LONG_PAUSE: Duration = Duration::from_millis(50);
 
 /// What one rank has said of a step.
 #[derive(Debug)]
@@ -67,7 +71,7 @@ impl Words {
 }
 
 /// Asks all ranks that a plan reads what they have written, of each step in flight in turn, for as long as it
-/// is polled.
+/// is polled: whoever follows the lease knows when that is of no use any more.
 pub(super) async fn listen(
     peers: Arc<Peers>,
     engine: Arc<SourceEngine>,
@@ -119,7 +123,15 @@ async fn listen_to(
                     tell(Word { source, step, states, over: all });
                 }
             }
-            // Whatever it is: what is complete is read all the same.
+            // It may come back, and what is complete is read meanwhile.
+            Ok(reply @ TaskReply::Gone(_)) => {
+                debug!(rank, ?reply, "does not say what it has written");
+                sleep(LONG_PAUSE).await;
+            }
+            Err(error) if !is_final(&error) => {
+                debug!(rank, %error, "does not say what it has written");
+                sleep(LONG_PAUSE).await;
+            }
             Ok(reply) => return debug!(rank, ?reply, "does not say what it has written"),
             Err(error) => return debug!(rank, %error, "does not say what it has written"),
         }

@@ -269,6 +269,41 @@ fn what_was_granted_cannot_change_within_an_epoch() {
 }
 
 #[test]
+fn steps_in_flight_that_do_not_go_on_change_nothing() {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    let step = |step, tokens| InFlight { step, tokens };
+    let none = NotGrown::NoLease("r".to_owned());
+    assert_eq!(leases.advance_with("r", 16, table(&[3]), &[step(1, 16)]), Err(none));
+    leases.begin(key(1), None, at(0)).unwrap();
+    let before = [step(4, 20), step(5, 32)];
+    leases.advance_with("r", 16, table(&[3, 4]), &before).unwrap();
+    let wrong = [
+        (vec![step(0, 32)], (0, 20)),
+        (vec![step(6, 20)], (0, 20)),
+        (vec![step(6, 32), step(6, 40)], (6, 32)),
+        (vec![step(6, 32), step(7, 32)], (6, 32)),
+        (vec![step(6, 32), step(5, 40)], (6, 32)),
+    ];
+    for (in_flight, (number, tokens)) in wrong {
+        let refused = NotGrown::StepsDoNotRise {
+            request: "r".to_owned(),
+            step: *in_flight.last().unwrap(),
+            before: step(number, tokens),
+        };
+        // What is complete would go on from before.
+        assert_eq!(leases.advance_with("r", 20, table(&[3, 4]), &in_flight), Err(refused));
+        let frontier = leases.frontier("r").unwrap();
+        assert_eq!((frontier.grant.tokens, frontier.in_flight), (16, &before[..]));
+    }
+    // Nor the other way round.
+    let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: 20 };
+    assert_eq!(leases.advance_with("r", 20, table(&[9, 4]), &[step(6, 32)]), Err(changed));
+    assert_eq!(leases.frontier("r").unwrap().in_flight, before);
+    leases.advance_with("r", 20, table(&[3, 4]), &[step(5, 32)]).unwrap();
+    assert_eq!(leases.frontier("r").unwrap().in_flight, [step(5, 32)]);
+}
+
+#[test]
 fn what_is_given_up_while_it_grows_is_not_kept() {
     let mut leases = Leases::new(TERM, TERM * 3);
     leases.begin(key(1), None, at(0)).unwrap();
