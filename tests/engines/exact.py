@@ -5,6 +5,7 @@ import math
 import random
 
 from environment import REMOTE_DECODE
+from heard import forget_lines, listen, said
 from serving import sampled
 
 #: Prompts within one block, at its edges and over several.
@@ -69,6 +70,18 @@ def check(prefill, decode, lengths=LENGTHS, seed=0):
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert decode.generate(other)[0] != alone
     assert hand_over(prefill, decode, prompt, sent=other) == alone
+    nothing_left(prefill, decode)
+
+
+def check_refused(prefill, decode, words):
+    """A pair that cannot work: the request fails, D's log says why in these words, and nothing is left."""
+    decode.call(listen)
+    decode.call(forget_lines)
+    (prompt,) = prompts(random.Random(str(words)), [70])
+    assert hand_over(prefill, decode, prompt) == []
+    why = decode.call(said, "the load failed")
+    for word in words:
+        assert word in why, why
     nothing_left(prefill, decode)
 
 

@@ -21,7 +21,8 @@ PATIENCE = 240
 
 
 class Server:
-    """An engine in a process of its own that answers one question after the other."""
+    """An engine in a process of its own that answers one question after the other; without a role, it has
+    no connector."""
 
     def __init__(self, model, role, **options):
         context = multiprocessing.get_context("fork")
@@ -156,8 +157,11 @@ def _serve(pipe, model, role, options):
             disable_log_stats=True,
             enable_prefix_caching=options.pop("prefix", False),
             num_gpu_blocks_override=options.pop("blocks", 64),
-            kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=policy),
         )
+        if role is not None:
+            usual["kv_transfer_config"] = KVTransferConfig(
+                **connector, kv_load_failure_policy=policy
+            )
         engine = LLM(model=str(model), **usual | options)
     except BaseException:
         pipe.recv()

@@ -1,10 +1,7 @@
 """Caches that vLLM quantises on a CPU: to 8 bits, with scales of the layer, and to nothing else."""
 
-import random
-
 import pytest
-from exact import check, hand_over, nothing_left, prompts
-from heard import listen, said
+from exact import check, check_refused
 from serving import Server
 from tiny import save_model
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -20,23 +17,8 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def engines(folder):
-    model = save_model("qwen3", folder / "quantised")
-    running = {}
-
-    def start(way):
-        if way not in running:
-            running[way] = Server(model, "kv_both", **WAYS[way])
-        return running[way]
-
-    yield start
-    for server in running.values():
-        server.close()
-
-
-def test_the_answer_is_that_of_one_engine(engines):
-    check(engines("fp8"), engines("fp8, larger blocks"))
+def test_the_answer_is_that_of_one_engine(fleet):
+    check(fleet("qwen3", WAYS, "fp8"), fleet("qwen3", WAYS, "fp8, larger blocks"))
 
 
 @pytest.mark.parametrize(
@@ -46,15 +28,8 @@ def test_the_answer_is_that_of_one_engine(engines):
         ("fp8", "fp8_e5m2", ["fp8_e4m3", "fp8_e5m2"]),
     ],
 )
-def test_another_format_is_refused_with_both(engines, p, d, words):
-    prefill, decode = engines(p), engines(d)
-    decode.call(listen)
-    (prompt,) = prompts(random.Random(f"{p} to {d}"), [70])
-    assert hand_over(prefill, decode, prompt) == []
-    why = decode.call(said, "the load failed")
-    for word in words:
-        assert word in why
-    nothing_left(prefill, decode)
+def test_another_format_is_refused_with_both(fleet, p, d, words):
+    check_refused(fleet("qwen3", WAYS, p), fleet("qwen3", WAYS, d), words)
 
 
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "nvfp4"])

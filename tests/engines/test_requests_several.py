@@ -123,8 +123,17 @@ def test_of_several_answers_on_p_the_blocks_of_one_are_kept(pair):
     assert decode.call(ask, [question | {"params": made["params"]}])[0]["answers"] == alone
 
 
-@pytest.mark.parametrize("when", ["before it has blocks", "while it reads"])
-def test_who_reads_for_all_is_aborted(pair, when):
+@pytest.mark.parametrize("when", ["before they have blocks", "while one reads"])
+@pytest.mark.parametrize(
+    "gone",
+    [
+        pytest.param([0], id="who reads for all"),
+        pytest.param([1], id="one that waits"),
+        pytest.param([0, 2], id="two of them", marks=pytest.mark.more),
+        pytest.param([0, 1, 2], id="all"),
+    ],
+)
+def test_some_are_aborted(pair, when, gone):
     prefill, decode = pair("nemotron_h")
     (prompt,) = prompts(random.Random(2), [LENGTH])
     alone, _ = decode.generate(prompt)
@@ -133,17 +142,19 @@ def test_who_reads_for_all_is_aborted(pair, when):
     for name in names:
         decode.call(begin, name, prompt, 12, params)
     before = counted(decode)
-    if when == "while it reads":
+    if when == "while one reads":
         decode.call(read_slowly, True)
         decode.call(until_loading, 3)
-    decode.call(abort, names[0])
+    for number in gone:
+        decode.call(abort, names[number])
     decode.call(steps, 3)
     decode.call(read_slowly, False)
+    stay = [name for number, name in enumerate(names) if number not in gone]
     done = {}
-    while len(done) < 2:
+    while not set(stay) <= set(done):
         done |= decode.call(turn)
-    assert [done[name][0] for name in names[1:]] == [alone, alone]
-    assert counted(decode) > before
+    assert [done[name][0] for name in stay] == [alone] * len(stay)
+    assert not stay or counted(decode) > before
 
 
 def read_slowly(_engine, slowly):

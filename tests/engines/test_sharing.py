@@ -2,30 +2,14 @@
 (`kv_sharing_fast_prefill`), and one may run them through vLLM's back end for transformers, where no layer shares."""
 
 import pytest
-from exact import check
-from serving import Server
-from tiny import save_model
+from exact import check, check_refused
 
 WAYS = {
-    "shared": {},
-    "shared and skipped": {"kv_sharing_fast_prefill": True},
-    "not shared": {"model_impl": "transformers"},
+    "shared": {"block_size": 32},
+    "shared and skipped": {"block_size": 32, "kv_sharing_fast_prefill": True},
+    "not shared": {"block_size": 32, "model_impl": "transformers"},
+    "told to share more": {"block_size": 32, "hf_overrides": {"num_kv_shared_layers": 4}},
 }
-
-
-@pytest.fixture(scope="module")
-def engines(folder):
-    model = save_model("gemma3n", folder / "sharing")
-    running = {}
-
-    def start(way):
-        if way not in running:
-            running[way] = Server(model, "kv_both", block_size=32, **WAYS[way])
-        return running[way]
-
-    yield start
-    for server in running.values():
-        server.close()
 
 
 @pytest.mark.parametrize(
@@ -37,5 +21,18 @@ def engines(folder):
         ("shared", "not shared"),
     ],
 )
-def test_the_answer_is_that_of_one_engine(engines, p, d):
-    check(engines(p), engines(d), seed=f"{p} to {d}")
+def test_the_answer_is_that_of_one_engine(fleet, p, d):
+    check(fleet("gemma3n", WAYS, p), fleet("gemma3n", WAYS, d), seed=f"{p} to {d}")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("p", "d", "words"),
+    [
+        ("shared", "told to share more", ["'2' on the source", "'4' on the destination"]),
+        ("told to share more", "shared", ["'4' on the source", "'2' on the destination"]),
+    ],
+)
+def test_another_number_of_layers_that_share_is_refused_with_both(fleet, p, d, words):
+    words = ["'num_kv_shared_layers' differs", *words]
+    check_refused(fleet("gemma3n", WAYS, p), fleet("gemma3n", WAYS, d), words)

@@ -1,60 +1,65 @@
 """Speculation on one side only, or of another kind there: a guess may be worse, an answer is never another."""
 
-import random
-
 import pytest
-from drafts import save_draft, save_eagle
-from exact import check, hand_over, nothing_left, prompts
-from heard import listen, said
-from serving import Server
-from tiny import save_model
+from drafts import save_draft, save_eagle, save_latent_eagle, save_modules
+from exact import check, check_refused
+from families import LATENT, MORE
 
-pytestmark = pytest.mark.more
-
-LENGTHS = (1, 2, 31, 33, 100, 200)
 OWN = {"extra": {"draft": "own"}}
 
 
-def speculative(method, model=None, count=3):
-    said = {"method": method, "num_speculative_tokens": count}
-    if model is None:
+def guess(method, model=None, count=3, **more):
+    said = {"method": method, "num_speculative_tokens": count, **more}
+    if method == "ngram":
         said |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    else:
+    if model is not None:
         said |= {"model": str(model)}
-    return {"speculative_config": said}
+    return {"block_size": 32, "speculative_config": said}
 
 
 @pytest.fixture(scope="module")
-def engines(folder):
+def engines(folder, fleet):
     """Engines of one model, by how they guess."""
-    model = save_model("qwen3", folder / "guessed")
     draft, other = (save_draft(folder / f"draft-{seed}", seed) for seed in (1, 2))
     head, another = (save_eagle(folder / f"head-{seed}", seed) for seed in (1, 2))
     ways = {
-        "not at all": {},
-        "looked up": speculative("ngram"),
-        "a draft": speculative("draft_model", draft),
-        "the same draft": speculative("draft_model", draft),
-        "a draft of its own": speculative("draft_model", draft) | OWN,
-        "another draft": speculative("draft_model", other),
-        "another draft of its own": speculative("draft_model", other) | OWN,
-        "a head": speculative("eagle3", head),
-        "the same head": speculative("eagle3", head),
-        "a head of its own": speculative("eagle3", head) | OWN,
-        "another head": speculative("eagle3", another),
+        "not at all": {"block_size": 32},
+        "looked up": guess("ngram"),
+        "a draft": guess("draft_model", draft),
+        "the same draft": guess("draft_model", draft),
+        "a draft of its own": guess("draft_model", draft) | OWN,
+        "another draft": guess("draft_model", other),
+        "another draft of its own": guess("draft_model", other) | OWN,
+        "a head": guess("eagle3", head),
+        "the same head": guess("eagle3", head),
+        "a head of its own": guess("eagle3", head) | OWN,
+        "another head": guess("eagle3", another),
     }
-    running = {}
-
-    def start(way):
-        if way not in running:
-            running[way] = Server(model, "kv_both", block_size=32, **ways[way])
-        return running[way]
-
-    yield start
-    for server in running.values():
-        server.close()
+    return lambda way: fleet("qwen3", ways, way)
 
 
+@pytest.fixture(scope="module")
+def latent(folder, fleet):
+    """Engines of one model that has two modules of its own to guess with (MTP), by how they guess."""
+    model = save_modules(folder / "modules", seed=1)
+    head = save_latent_eagle(folder / "head-3", 3, model)
+    # vLLM does not pass the model's back end on to what guesses.
+    backend = {"attention_backend": "CPU_MLA"}
+    modules = guess("mtp", count=2, **backend)
+    ways = {
+        "not at all": {"block_size": 32},
+        "its modules": modules,
+        "the same modules": modules,
+        "modules of its own": modules | OWN,
+        "the first module": guess("mtp", count=1, **backend),
+        "a head": guess("eagle3", head, **backend),
+        "a head of its own": guess("eagle3", head, **backend) | OWN,
+    }
+    ways = {way: LATENT | options for way, options in ways.items()}
+    return lambda way: fleet("modules", ways, way)
+
+
+@MORE
 @pytest.mark.parametrize(
     ("p", "d"),
     [
@@ -71,9 +76,31 @@ def engines(folder):
     ],
 )
 def test_the_answer_is_that_of_one_engine(engines, p, d):
-    check(engines(p), engines(d), LENGTHS, seed=f"{p} to {d}")
+    check(engines(p), engines(d), seed=f"{p} to {d}")
 
 
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ("its modules", "the same modules"),
+        *(
+            pytest.param(p, d, marks=MORE)
+            for p, d in [
+                ("not at all", "modules of its own"),
+                ("modules of its own", "not at all"),
+                ("its modules", "the first module"),
+                ("the first module", "its modules"),
+                ("modules of its own", "a head of its own"),
+                ("a head of its own", "modules of its own"),
+            ]
+        ),
+    ],
+)
+def test_the_answer_is_that_of_one_engine_with_several_modules(latent, p, d):
+    check(latent(p), latent(d), seed=f"{p} to {d}")
+
+
+@MORE
 @pytest.mark.parametrize(
     ("p", "d", "words"),
     [
@@ -84,11 +111,19 @@ def test_the_answer_is_that_of_one_engine(engines, p, d):
     ],
 )
 def test_another_draft_is_refused_by_name(engines, p, d, words):
-    prefill, decode = engines(p), engines(d)
-    decode.call(listen)
-    (prompt,) = prompts(random.Random(f"{p} to {d}"), [70])
-    assert hand_over(prefill, decode, prompt) == []
-    why = decode.call(said, "the load failed")
-    for word in words:
-        assert word in why
-    nothing_left(prefill, decode)
+    check_refused(engines(p), engines(d), words)
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("p", "d", "words"),
+    [
+        ("not at all", "its modules", ["'draft' differs", "modules"]),
+        ("its modules", "not at all", ["'draft' differs", "modules"]),
+        ("a head", "its modules", ["'draft' differs", "head-3", "modules"]),
+        ("its modules", "a head", ["'draft' differs", "head-3", "modules"]),
+    ],
+)
+def test_modules_beside_another_draft_are_refused_by_name(latent, p, d, words):
+    """A head keeps states of the same names and shapes as the first module, and they mean something else."""
+    check_refused(latent(p), latent(d), words)

@@ -99,7 +99,7 @@ def v4_latent(ratio, cache="fp8_ds_mla"):
 
 def v4_window(cache="fp8_ds_mla", content=584, scales=8, window=128, block=64):
     """The latents of the last tokens."""
-    packed = cache == "fp8_ds_mla"
+    packed = cache.endswith("ds_mla")
 
     def make(side):
         layer = SimpleNamespace(
@@ -162,7 +162,7 @@ def v41_latent(ratio, cache="fp8_ds_mla"):
         )
         return v41.DeepseekV4Attention.get_kv_cache_spec(layer, config(side, cache))
 
-    return Rows(make, "FLASHMLA_SPARSE_DSV41", ratio, scales)
+    return Rows(make, "FLASHMLA_MEGA_ATTN_DSV41", ratio, scales)
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,7 @@ def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
     model = gqa.config.model_config
     model.revision, model.quantization = "abc", "fp8"
     model.hf_text_config.rope_parameters = {"rope_theta": 1e6}
+    model.hf_text_config.num_kv_shared_layers = 0
     draft = SimpleNamespace(model="draft")
     gqa.config.speculative_config = SimpleNamespace(
         uses_draft_kv_cache=lambda: True, draft_model_config=draft
@@ -332,6 +333,7 @@ def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
     assert set(describe(gqa).identity) == set(told)
     gqa.config.speculative_config = None
     model.revision = model.quantization = model.hf_text_config.rope_parameters = None
+    del model.hf_text_config.num_kv_shared_layers
     assert set(describe(gqa).identity) == {key for key, it in told.items() if it["required"]}
 
 

@@ -113,15 +113,9 @@ class TestDeepSeekV4:
         assert laws["layers.1/indexer"] == {"entries": 1, "tokens": 4, "open": 0}
         assert laws["model.layers.2.attn/latent"] == {"entries": 1, "tokens": 128, "open": 0}
 
-    def test_the_next_version(self):
-        kinds = {
-            1: {"attn.swa_cache": v4_window(content=528, scales=16, window=64)},
-            2: {
-                "attn.swa_cache": v4_window(content=528, scales=16, window=64),
-                "attn.compressor.state_cache": Ring(size=1024),
-                "attn": v41_latent(2),
-            },
-        }
+    @pytest.mark.parametrize("cache", ["fp8_ds_mla", "nvfp4_ds_mla"])
+    def test_the_next_version(self, cache):
+        kinds = v41_kinds(cache)
         for tokens in (1, 7, 129, 300):
             p = v4("prefill", T(block=128, layout="BLHNC", blocks=60), (2, 1, 2), kinds)
             d = v4("decode", T(block=128, layout="BLHNC", blocks=60, spec=3), (2, 1, 2), kinds)
@@ -131,6 +125,23 @@ class TestDeepSeekV4:
         with pytest.raises(kvferry.Incompatible, match="slot=8.*slot=16") as caught:
             move(p, d, 30)
         assert caught.value.state == "layers.0/ring"
+
+    def test_records_of_4_bits_are_not_those_of_8(self):
+        """vLLM's kernels for Blackwell prefer the former, and take either."""
+        p = v4("prefill", T(block=128, layout="BLHNC"), (2, 1, 2), v41_kinds("nvfp4_ds_mla"))
+        d = v4("decode", T(block=128, layout="BLHNC"), (2, 1, 2), v41_kinds("fp8_ds_mla"))
+        with pytest.raises(kvferry.Incompatible, match="nvfp4_ds_mla .*fp8_ds_mla "):
+            move(p, d, 30)
+
+
+def v41_kinds(cache):
+    """The caches of V4.1's layers, by their compression."""
+    window = v4_window(cache, content=528, scales=16, window=64)
+    ring, latent = Ring(size=1024), v41_latent(2, cache)
+    return {
+        1: {"attn.swa_cache": window},
+        2: {"attn.swa_cache": window, "attn.compressor.state_cache": ring, "attn": latent},
+    }
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,12 @@ def test_a_model_without_shared_layers_keeps_its_own(shared):
     assert states == {f"layers.{layer}/{side}" for layer in range(6) for side in "kv"}
 
 
-def test_what_one_side_does_not_compute_is_refused_by_name():
-    """The other engine was told that fewer layers share: what these keep, nobody has."""
-    source, target = engine("prefill", True, T()), engine("decode", False, T(), shared=0)
-    with pytest.raises(kvferry.Incompatible, match="'layers.[45]/k': none of the 1 source ranks") as caught:
+@pytest.mark.parametrize("p, d", [(2, 0), (0, 2), (2, 4)])
+@pytest.mark.parametrize("d_shares", [True, False])
+def test_other_numbers_of_shared_layers_are_refused_with_both(p, d, d_shares):
+    """Even where P keeps all that D wants: a layer that shares on one side alone makes another model of it."""
+    source, target = engine("prefill", True, T(), p), engine("decode", d_shares, T(), d)
+    told = f"'num_kv_shared_layers' differs: '{p}' on the source .*'{d}' on the destination.*same model and settings"
+    with pytest.raises(kvferry.Incompatible, match=told) as caught:
         transfer(source, target, 40, random.Random(0), makers=MAKERS)
-    assert caught.value.kind == "missing"
+    assert (caught.value.kind, caught.value.fact) == ("identity", "num_kv_shared_layers")

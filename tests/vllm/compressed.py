@@ -2,7 +2,7 @@
 
 The specs come from the layers' own `get_kv_cache_spec`, block sizes and layouts from their back ends. Told
 by hand is what their `__init__` would compute from weights and a GPU: which caches a layer has, and that
-V4.1 runs on a GPU whose records have 528 bytes.
+V4.1 runs on a GPU of the Blackwell generation, with the kernels that vLLM prefers there.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,8 @@ from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 from vllm.models.deepseek_v41 import attention as v41
 from vllm.models.deepseek_v41.compressor import CompressorBackend as RingBackend
 from vllm.models.deepseek_v41.compressor import CompressorStateCache as RingStateCache
-from vllm.models.deepseek_v41.sparse_mla import DeepseekV4FlashMLABackend as V41Backend
+from vllm.models.deepseek_v41.nvidia.flash_mla_mega_attn import DeepseekV4MegaAttnAttention
+from vllm.models.deepseek_v41.sparse_mla import FlashMLAMegaAttnBackend as V41Backend
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, DeepseekV41IndexerBackend
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend, DeepseekV4SWACache
 
@@ -25,14 +26,22 @@ FAMILIES = ("deepseek_v4", "deepseek_v41")
 v41._use_v41_mxfp8_kv_record = lambda: True
 
 
-def layers_of(kind, config, index):
+def resolved(kind, cache_type, cache=None):
+    """What vLLM's layers make of a cache data type; they tell the others by `cache`."""
+    if kind == "deepseek_v4":
+        return v4._resolve_dsv4_kv_cache_dtype(True, cache_type, cache)[0]
+    preferred = DeepseekV4MegaAttnAttention.packed_kv_cache_dtype.fget(None)
+    return v41._resolve_dsv4_kv_cache_dtype(True, cache_type, cache, preferred)[0]
+
+
+def layers_of(kind, config, index, cache_type):
     """The caches of a layer, in the order in which vLLM makes them: sort, module, and facts."""
     ratio = config.compress_ratios[index]
     if kind == "deepseek_v4":
         size = config.head_dim
         # The numbers and scores of tokens; compressed a little, of two groups.
         both = 2 if ratio == 4 else 1
-        latent = {"planes": (576, 8), "dtype": "fp8_ds_mla"}
+        latent = {"planes": (576, 8)}
         window = {"window": config.sliding_window, "role": "window", **latent}
         if ratio == 4:
             keys = config.index_head_dim
@@ -43,10 +52,11 @@ def layers_of(kind, config, index):
             yield "mla", "attn", {"rate": ratio, "role": "latent", **latent}
             yield "sliding mla", "attn.compressor.state_cache", open_group(ratio, both, size)
         return
-    latent = {"planes": (512, 16), "dtype": "fp8_ds_mla"}
+    latent = {"planes": (512, 16)}
+    kept = {"planes": (256, 32)} if resolved(kind, cache_type) == "nvfp4_ds_mla" else latent
     source = index in config.kv_source_layer_ids
     if source:
-        yield "mla", "attn", {"rate": ratio, "role": "latent", **latent}
+        yield "mla", "attn", {"rate": ratio, "role": "latent", **kept}
         keys = config.index_head_dim
         yield "indexer", "attn.indexer.k_cache", {"planes": (keys, 4), "rate": ratio, "role": "indexer"}
     yield "sliding mla", "attn.swa_cache", {"window": config.sliding_window, "role": "window", **latent}
@@ -68,17 +78,17 @@ def spec_of(kind, layer, vllm_config):
     """A layer's spec, by the layer class's own code."""
     first = kind == "deepseek_v4"
     cache = vllm_config.cache_config
-    cache.cache_dtype = "fp8_ds_mla"
+    cache_type = resolved(kind, cache.cache_dtype, cache)
     role = layer["role"]
     if role == "latent":
         stand_in = SimpleNamespace(
             compress_ratio=layer["rate"],
-            kv_cache_dtype="fp8_ds_mla",
+            kv_cache_dtype=cache_type,
             head_dim=512,
             kv_cache_torch_dtype=torch.uint8,
             is_kv_source=True,
             kv_page_alignment=512,
-            compressed_bytes_per_token=528,
+            compressed_bytes_per_token=sum(layer["planes"]),
         )
         return (v4 if first else v41).DeepseekV4Attention.get_kv_cache_spec(stand_in, vllm_config)
     if role == "indexer":

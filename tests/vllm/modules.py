@@ -212,7 +212,7 @@ def list_layers(name, model, draft, tp, cache_type="auto"):
 
     for index in range(count):
         if kind in compressed.FAMILIES:
-            for sort, module, facts in compressed.layers_of(kind, config, index):
+            for sort, module, facts in compressed.layers_of(kind, config, index, cache_type):
                 add(index, sort, module, **facts)
         elif text in ("kimi_linear",):
             if config.is_kda_layer(index) if hasattr(config, "is_kda_layer") else (
@@ -277,7 +277,7 @@ def list_layers(name, model, draft, tp, cache_type="auto"):
     if draft == "mtp":
         index = count - 1
         if kind in compressed.FAMILIES:
-            (facts,) = (it for _, _, it in compressed.layers_of(kind, config, 0))
+            (facts,) = (it for _, _, it in compressed.layers_of(kind, config, 0, cache_type))
             for number in range(config.num_nextn_predict_layers):
                 add(index, "sliding mla", f"mtp.{number}", **facts)
         elif model.use_mla:

@@ -260,7 +260,7 @@ KV = ["fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_
 SIDES = ["tp=1", "tp=2", "tp=8", "tp=2,pp=2", "tp=2,block=64,kernel=64", "tp=2,layout=BLHNC",
          "tp=2,layout=LBNHC"]
 #: One model of each kind goes through all of them.
-KEPT = ["llama-3.1-8b", "deepseek-v3.2", "kimi-linear-48b-a3b", "deepseek-v3", "deepseek-v4-flash",
+KEPT = ["llama-3.1-8b", "deepseek-v3.2", "kimi-linear-48b-a3b", "deepseek-v3", "deepseek-v4-flash", "deepseek-v4.1-flash",
         "gpt-oss-20b", "mamba2-2.7b", "mimo-v2-flash", "nemotron-h-8b-base-8k", "qwen3-next-80b-a3b"]
 
 

@@ -52,6 +52,11 @@ const MORE: &[(&str, &str)] = &[
     ("g-slots", "--model gpt-oss-20b --prefill tp=1,kv=nvfp4 --decode tp=2,kv=nvfp4,block=32"),
     ("g-latents", "--model deepseek-v3.2 --prefill tp=2,kv=fp8_ds_mla --decode tp=4,kv=fp8_ds_mla"),
     ("g-compressed", "--model deepseek-v4-flash --prefill tp=2,kv=fp8 --decode tp=4"),
+    ("g-four-bits", "--model deepseek-v4.1 --prefill tp=2,kv=nvfp4_ds_mla --decode tp=4"),
+    (
+        "g-eight-bits",
+        "--model deepseek-v4.1 --prefill tp=2,kv=fp8_ds_mla --decode tp=4,kv=fp8_ds_mla",
+    ),
     ("h-dcp", "--model deepseek-v3 --prefill tp=4 --decode tp=8,dcp=4,interleave=16"),
     ("h-dcp-heads", "--model llama-3.1-8b --prefill tp=2 --decode tp=16,dcp=2"),
     ("h-pcp", "--model deepseek-v3.2 --prefill tp=2,pcp=2 --decode tp=4"),

@@ -9,7 +9,7 @@ use kvferry_plan::{ByteCopy, Plan, Request, Table};
 
 /// The model, the two sides, and tokens. Ranks that take turns (`dcp`), those that share a prefill
 /// (`pcp`), on one side or both, with any length of a turn; latents, heads, and states beside them.
-const PAIRS: [(&str, &str, &str, u64); 20] = [
+const PAIRS: [(&str, &str, &str, u64); 22] = [
     ("deepseek-v3", "pcp=2", "tp=2", 130),
     ("deepseek-v3", "tp=2,pcp=2", "tp=4", 130),
     ("deepseek-v3", "pcp=4,dcp=4", "tp=2", 300),
@@ -30,6 +30,8 @@ const PAIRS: [(&str, &str, &str, u64); 20] = [
     ("nemotron-h-8b", "tp=2", "tp=8,kernel=16", 100),
     ("deepseek-v4-flash", "tp=2", "tp=4,layout=BLNHC", 600),
     ("deepseek-v4.1", "tp=2", "tp=4,spec=6", 300),
+    ("deepseek-v4.1", "tp=2,kv=fp8_ds_mla", "tp=4,kv=fp8_ds_mla", 300),
+    ("deepseek-v3", "tp=2,pcp=2,dcp=4,kv=fp8", "tp=4,kv=fp8", 300),
 ];
 
 #[test]

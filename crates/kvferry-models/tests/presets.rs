@@ -204,8 +204,9 @@ fn what_the_engine_cannot_run_is_named() {
         ("deepseek-v4-flash", "hma=off", "cannot keep the latents of a window in full"),
         ("deepseek-v4-pro", "tp=8,dcp=8", "sliding window"),
         ("deepseek-v4.1", "pp=3", "reads what layer 8 keeps, on another stage"),
-        ("deepseek-v4-flash", "kv=fp8_e5m2", "which is what fp8 and fp8_ds_mla mean there"),
-        ("deepseek-v4.1", "kv=nvfp4", "which is what fp8 and fp8_ds_mla mean there"),
+        ("deepseek-v4-flash", "kv=fp8_e5m2", "fp8 (what its kernels prefer) or fp8_ds_mla"),
+        ("deepseek-v4-flash", "kv=nvfp4_ds_mla", "fp8 (what its kernels prefer) or fp8_ds_mla"),
+        ("deepseek-v4.1", "kv=nvfp4", "or fp8_ds_mla or nvfp4_ds_mla"),
         ("deepseek-v3", "kv=int8_per_token_head", "no kernels that keep latents so"),
         ("deepseek-v3", "kv=fp8_ds_mla", "with a sparse-attention indexer"),
         ("llama-3.1-8b", "kv=nvfp4_ds_mla", "no kernels that keep keys and values so"),
@@ -218,16 +219,54 @@ fn what_the_engine_cannot_run_is_named() {
     }
 }
 
-/// Latents that are records of their own have no other form: two names mean what there is without any.
+/// Latents that are records of their own: `fp8` means what there is without a word, as does the name of
+/// what the kernels prefer.
 #[test]
 fn records_of_their_own_are_what_fp8_means() {
-    for name in ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v4.1"] {
+    for (name, preferred) in [
+        ("deepseek-v4-flash", "fp8_ds_mla"),
+        ("deepseek-v4-pro", "fp8_ds_mla"),
+        ("deepseek-v4.1", "nvfp4_ds_mla"),
+    ] {
         let model = presets::find(name).unwrap().model().unwrap();
         let made =
             |topology: &str| vllm::manifests(&model, &topology.parse().unwrap(), "engine").unwrap();
         assert_eq!(made("tp=2,kv=fp8"), made("tp=2"), "{name}");
-        assert_eq!(made("tp=2,kv=fp8_ds_mla"), made("tp=2"), "{name}");
+        assert_eq!(made(&format!("tp=2,kv={preferred}")), made("tp=2"), "{name}");
     }
+}
+
+/// V4.1 keeps latents of 4 bits unless it is told otherwise, or has no kernels for them.
+#[test]
+fn the_kernels_of_four_bits_want_eight_heads_for_a_group() {
+    let config = include_str!("../presets/deepseek-v4.1-flash.json");
+    let read = |heads: &str| {
+        let text = config.replace("\"num_attention_heads\": 64", heads);
+        kvferry_models::families::read("v41", &text).unwrap()
+    };
+    let (eight, sixteen) =
+        (read("\"num_attention_heads\": 64"), read("\"num_attention_heads\": 128"));
+    let records = |model: &Model, topology: &str| -> Vec<(String, u32)> {
+        let rank = &vllm::manifests(model, &topology.parse().unwrap(), "engine").unwrap()[0];
+        // What stays of layer 2, and what its window holds.
+        let format = |name: &str| {
+            let name = format!("model.layers.2.{name}/latent");
+            let mut pieces = rank.groups().iter().flat_map(|group| &group.pieces);
+            let piece = pieces.find(|piece| piece.state == name).unwrap();
+            let format = &rank.kinds()[piece.kind as usize].format;
+            (format.name.clone(), format.bytes)
+        };
+        ["attn", "attn.swa_cache"].map(format).into()
+    };
+    let named =
+        |names: [(&str, u32); 2]| names.map(|(name, bytes)| (name.to_owned(), bytes)).to_vec();
+    let (fp4, fp8) = (("nvfp4_ds_mla 288", 256), ("fp8_ds_mla 528", 512));
+    assert_eq!(records(&eight, "tp=2"), named([fp4, ("nvfp4_ds_mla 528", 512)]));
+    assert_eq!(records(&eight, "tp=2,kv=fp8_ds_mla"), named([fp8; 2]));
+    assert_eq!(records(&sixteen, "tp=2,kv=fp8"), named([fp8; 2]));
+    let topology = "tp=2,kv=nvfp4_ds_mla".parse().unwrap();
+    let refused = vllm::manifests(&sixteen, &topology, "engine").unwrap_err().to_string();
+    assert!(refused.contains("8 attention heads for each group"), "{refused}");
 }
 
 /// Bytes of a block of 16 tokens on one of 2 ranks, and of every state of a token and head there.

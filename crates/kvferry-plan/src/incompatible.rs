@@ -28,10 +28,11 @@ pub enum Incompatible {
     },
     /// The elements differ.
     ///
-    /// What to do: give both sides the same cache data type (`--kv-cache-dtype`, `--mamba-cache-dtype`).
+    /// What to do: give both sides the same cache data type (`--kv-cache-dtype`, `--mamba-cache-dtype`), and
+    /// a checkpoint with the same scales where these are named.
     #[error(
         "state '{state}': the source ({source_rank}) stores {source_format}, the destination \
-         {destination_format}. Set the same cache data type on both sides."
+         {destination_format}. Give both sides the same cache data type and scales."
     )]
     Format {
         /// The state.
@@ -115,16 +116,21 @@ pub enum Incompatible {
     },
     /// No source has the state.
     ///
-    /// What to do: load the same layers on the source, and hand in the manifests of all of its ranks.
+    /// What to do: load the same layers on the source, and hand in the manifests of all of its ranks. Where
+    /// the source keeps other states in its place, give both sides the same cache data type.
     #[error(
-        "state '{state}': none of the {sources} source ranks holds it. Load the same layers on the \
-         source, and hand in the manifests of all its ranks."
+        "state '{state}': none of the {sources} source ranks holds it{}",
+        missing(.format, .instead)
     )]
     Missing {
         /// The state.
         state: String,
+        /// How the destination keeps it.
+        format: Format,
         /// How many source ranks there are.
         sources: usize,
+        /// What they keep of the same layer and the destination does not: names and formats.
+        instead: Vec<(String, Format)>,
     },
     /// The sources together do not hold all of what the destination needs.
     ///
@@ -206,6 +212,20 @@ impl Incompatible {
 
 fn stated(value: &Option<String>) -> String {
     value.as_ref().map_or_else(|| "not stated".to_owned(), |value| format!("'{value}'"))
+}
+
+fn missing(format: &Format, instead: &[(String, Format)]) -> String {
+    if instead.is_empty() {
+        return ". Load the same layers on the source, and hand in the manifests of all its ranks."
+            .to_owned();
+    }
+    let instead: Vec<_> =
+        instead.iter().map(|(state, format)| format!("'{state}' as {format}")).collect();
+    format!(
+        ": the destination keeps it as {format}, the source keeps {} instead. Give both sides the same \
+         cache data type.",
+        instead.join(" and ")
+    )
 }
 
 fn axes(axes: &[Axis]) -> String {

@@ -125,6 +125,24 @@ fn identity() {
     }
 }
 
+/// An engine of an earlier release does not state it; two that do must say the same.
+#[test]
+fn a_fact_that_was_added_later_is_compared_where_both_state_it() {
+    let stated = |shared: &str| {
+        let mut model = plain(2);
+        model.identity.insert("num_kv_shared_layers".to_owned(), shared.to_owned());
+        simple(&model, 1)
+    };
+    for (source, destination) in
+        [(stated("2"), simple(&plain(2), 1)), (simple(&plain(2), 1), stated("2"))]
+    {
+        compile(&source, &[0], &destination, 0).unwrap();
+    }
+    let found = refusal(&stated("2"), &stated("4")).to_string();
+    assert!(found.contains("'num_kv_shared_layers' differs: '2' on the source"), "{found}");
+    assert!(found.contains("'4' on the destination"), "{found}");
+}
+
 /// How refusals name the only source rank.
 fn source_rank(engine: &Engine) -> String {
     let found = refusal(engine, &simple(&plain(3), 1));
@@ -182,8 +200,35 @@ fn missing_states() {
     let mut other = plain(2);
     other.layers.pop();
     let found = refusal(&simple(&other, 3), &simple(&plain(2), 1));
-    let expected = Incompatible::Missing { state: "layers.1/latent".to_owned(), sources: 3 };
-    assert_eq!(found, expected);
+    let Incompatible::Missing { state, sources, instead, .. } = &found else { panic!("{found}") };
+    assert_eq!((state.as_str(), *sources, &instead[..]), ("layers.1/latent", 3, &[][..]));
+    assert!(found.to_string().contains("Load the same layers"), "{found}");
+}
+
+/// Keys and values are two states, or one of records: then it is not the layer that is missing.
+#[test]
+fn states_that_are_kept_otherwise() {
+    let mut other = plain(2);
+    for state in other.layers[0].tensors.iter_mut().flat_map(|tensor| &mut tensor.states) {
+        state.name = format!("{}.scaled", state.name);
+        state.format.name = "int4".to_owned();
+    }
+    let found = refusal(&simple(&other, 2), &simple(&plain(2), 1));
+    let Incompatible::Missing { state, format, instead, .. } = &found else { panic!("{found}") };
+    let names: Vec<&str> = instead.iter().map(|(state, _)| state.as_str()).collect();
+    assert_eq!(
+        (state.as_str(), &names[..]),
+        ("layers.0/k", &["layers.0/k.scaled", "layers.0/v.scaled"][..])
+    );
+    let message = found.to_string();
+    for part in [
+        &format!("keeps it as {format}"),
+        "'layers.0/k.scaled' as int4",
+        "the same cache data type",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(!message.contains("latent"), "what both have is not the difference: {message}");
 }
 
 #[test]
@@ -222,7 +267,8 @@ fn nothing_to_fill_fits_nothing_to_read() {
     let manifests: [&Manifest; 0] = [];
     Plan::compile(&empty.ranks[1].manifest, &manifests).unwrap();
     let found = Plan::compile(&empty.ranks[0].manifest, &manifests).unwrap_err();
-    assert_eq!(found, Incompatible::Missing { state: "layers.0/latent".to_owned(), sources: 0 });
+    let Incompatible::Missing { state, sources, .. } = &found else { panic!("{found}") };
+    assert_eq!((state.as_str(), *sources), ("layers.0/latent", 0));
 }
 
 /// Every refusal has a message of its own that names the state it is about.

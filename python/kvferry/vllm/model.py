@@ -128,6 +128,9 @@ class Model:
         positions = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
         if positions:
             identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
+        shared = getattr(text, "num_kv_shared_layers", None)
+        if shared is not None:
+            identity["num_kv_shared_layers"] = str(shared)
         speculative = getattr(self._config, "speculative_config", None)
         # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
         if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:

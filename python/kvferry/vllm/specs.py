@@ -62,8 +62,8 @@ NOT_A_CACHE = {
 }
 #: Classes that are refused, and why.
 REFUSED = {
-    "CrossAttentionSpec": "what an encoder left has a length of its own; vLLM itself runs no "
-    "encoder-decoder model with a connector",
+    "CrossAttentionSpec": "what an encoder left has a length of its own, and vLLM itself runs no "
+    "encoder-decoder model with a connector: start it without a connector",
 }
 #: Types of recurrent layers (`mamba_type`) and the kinds of states that they keep. Kimi's delta nets
 #: share a type with the others and are a case of them.

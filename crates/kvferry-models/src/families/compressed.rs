@@ -14,8 +14,12 @@ use crate::model::{Cache, Limit, Place, Rule};
 
 /// What a family's kernels keep, as vLLM has it.
 struct Records {
-    /// Bytes of a latent, and of its scales.
-    latent: (u32, u32),
+    /// The engine's name for them.
+    name: &'static str,
+    /// Bytes of the latent of a window's token, and of its scales.
+    window: (u32, u32),
+    /// Bytes of a latent that stays, and of its scales.
+    kept: (u32, u32),
     /// Bytes to a multiple of which every block is rounded up.
     align: u64,
     /// Tokens in a block of the sliding window.
@@ -28,8 +32,8 @@ const LATENT: u64 = 512;
 impl Records {
     /// A latent for every `tokens` tokens.
     fn latent(&self, at: Place, tokens: u32, window: Option<u64>) -> Result<Cache, ConfigError> {
-        let (data, scales) = self.latent;
-        let name = format!("fp8_ds_mla {}", data + scales);
+        let (data, scales) = if window.is_some() { self.window } else { self.kept };
+        let name = format!("{} {}", self.name, data + scales);
         let formats = [
             ("record", &Format::new(&name, data)),
             ("scales", &Format::new(format!("{name} scales"), scales)),
@@ -77,7 +81,14 @@ const COMPRESSIONS: [Compression; 2] = [
 ];
 
 pub(super) fn deepseek_v4(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    let records = Records { latent: (576, 8), align: 576, window_block: 64 };
+    let latent_bytes = (576, 8);
+    let records = Records {
+        name: "fp8_ds_mla",
+        window: latent_bytes,
+        kept: latent_bytes,
+        align: 576,
+        window_block: 64,
+    };
     let (layers, size, window) =
         (fields.layers()?, latent(fields)?, fields.count("sliding_window")?);
     let ratios = ratios(fields, layers, &[0, 1, 4, 128])?;
@@ -112,8 +123,13 @@ pub(super) fn deepseek_v4(fields: &Fields<'_>) -> Result<Description, ConfigErro
 }
 
 pub(super) fn deepseek_v41(fields: &Fields<'_>) -> Result<Description, ConfigError> {
-    // As on GPUs of the Blackwell generation; on others the records are those of V4.
-    let records = Records { latent: (512, 16), align: 512, window_block: 32 };
+    // As on GPUs of the Blackwell generation; on others the records are those of V4. The kernels that
+    // the engine prefers there read latents of 4 bits.
+    let heads = fields.count("num_attention_heads")?;
+    let preferred = heads == fields.count("o_groups")? * HEADS_OF_A_GROUP;
+    let (name, kept) =
+        if preferred { ("nvfp4_ds_mla", (256, 32)) } else { ("fp8_ds_mla", (512, 16)) };
+    let records = Records { name, window: (512, 16), kept, align: 512, window_block: 32 };
     let (layers, size, window) =
         (fields.layers()?, latent(fields)?, fields.count("sliding_window")?);
     let ratios = ratios(fields, layers, &[0, 1, 2])?;
@@ -151,6 +167,9 @@ pub(super) fn deepseek_v41(fields: &Fields<'_>) -> Result<Description, ConfigErr
     // What its draft keeps is not described here.
     Ok(Description { format, layers, caches, limits, own_draft: vec![] })
 }
+
+/// Attention heads for each group of output heads, as the kernels have it that V4.1 prefers.
+const HEADS_OF_A_GROUP: u64 = 8;
 
 /// Slots of a ring, without speculation. Engines keep more where a step has more tokens.
 const RING_SLOTS: u64 = 8;

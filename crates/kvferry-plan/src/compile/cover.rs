@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use kvferry_layout::arithmetic::lcm;
-use kvferry_layout::{Manifest, Phase, Span, StateBox, Window};
+use kvferry_layout::{Format, Manifest, Phase, Piece, Span, StateBox, Window};
 
 use crate::incompatible::Incompatible;
 
@@ -187,6 +187,29 @@ fn take(
     Ok(())
 }
 
+/// No source has the state of a piece: what they have of the same layer that the destination has not.
+fn missing(destination: &Manifest, piece: &Piece, sources: &[&Manifest]) -> Incompatible {
+    fn pieces(manifest: &Manifest) -> impl Iterator<Item = &Piece> {
+        manifest.groups().iter().flat_map(|group| &group.pieces)
+    }
+    let layer = |state: &str| state.rsplit_once('/').map(|(layer, _)| layer.to_owned());
+    let mut instead: Vec<(String, Format)> = vec![];
+    for source in sources {
+        for other in pieces(source).filter(|it| layer(&it.state) == layer(&piece.state)) {
+            let known = instead.iter().any(|(state, _)| *state == other.state);
+            if !known && pieces(destination).all(|own| own.state != other.state) {
+                instead.push((other.state.clone(), source.kind(other).format.clone()));
+            }
+        }
+    }
+    Incompatible::Missing {
+        state: piece.state.clone(),
+        format: destination.kind(piece).format.clone(),
+        sources: sources.len(),
+        instead,
+    }
+}
+
 /// The pieces of the destination, each with the source pieces that have a part of it and fit.
 fn wanted<'a>(
     destination: &'a Manifest,
@@ -207,7 +230,7 @@ fn wanted<'a>(
             let state = || piece.state.clone();
             let kind = destination.kind(piece);
             let Some(holders) = holders.get(piece.state.as_str()) else {
-                return Err(Incompatible::Missing { state: state(), sources: sources.len() });
+                return Err(missing(destination, piece, sources));
             };
             budget.spend(holders.len(), &piece.state)?;
             // Where all that have the state keep as much of it as the group does, all of that is copied:

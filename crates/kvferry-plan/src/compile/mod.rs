@@ -245,11 +245,17 @@ fn windowed(destination: &Manifest, windows: &[Vec<Window>]) -> Vec<(usize, usiz
     pieces.collect()
 }
 
+/// Facts of a manifest's identity that engines of earlier releases do not state: they are compared
+/// where both sides do. What only one side says of another fact is a difference.
+const STATED_LATELY: [&str; 1] = ["num_kv_shared_layers"];
+
 fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incompatible> {
     let (ours, theirs) = (destination.identity(), source.identity());
-    let differing =
-        ours.keys().chain(theirs.keys()).find(|&fact| ours.get(fact) != theirs.get(fact));
-    match differing {
+    let differs = |fact: &&String| match (ours.get(*fact), theirs.get(*fact)) {
+        (Some(ours), Some(theirs)) => ours != theirs,
+        _ => !STATED_LATELY.contains(&fact.as_str()),
+    };
+    match ours.keys().chain(theirs.keys()).find(differs) {
         None => Ok(()),
         Some(fact) => Err(Incompatible::Identity {
             fact: fact.clone(),

@@ -12,7 +12,7 @@ use super::error::cannot_run;
 use super::spec::OwnKernels;
 use crate::error::{FactsError, RulesError};
 use crate::facts::Facts;
-use crate::model::{Cache, Model, Sort, Tensor};
+use crate::model::{Cache, Model, Packing, Sort, State, Tensor};
 use crate::rules::topology::{CacheType, Topology};
 
 /// What becomes of a cache.
@@ -43,6 +43,14 @@ const TYPES: [(CacheType, Option<How>, Option<How>); 8] = [
 /// Numbers of 4 bits that share a scale of one byte.
 const NUMBERS_PER_SCALE: u64 = 16;
 
+/// What the engine makes of the type that it is told: kernels of a family's own choose where it is open.
+pub(super) fn resolved(model: &Model, told: Option<CacheType>) -> Option<CacheType> {
+    match (OwnKernels::of(model), told) {
+        (Some(own), None | Some(CacheType::Fp8)) => Some(own.preferred(model)),
+        _ => told,
+    }
+}
+
 /// Quantises all keys, values and latents of a model.
 pub(super) fn quantise(
     model: &mut Cow<'_, Model>,
@@ -50,14 +58,8 @@ pub(super) fn quantise(
     kv: CacheType,
 ) -> Result<(), RulesError> {
     let setting = || format!("kv={}", kv.name());
-    if OwnKernels::of(model).is_some() {
-        // The engine takes one name for the other.
-        if matches!(kv, CacheType::Fp8 | CacheType::Fp8DsMla) {
-            return Ok(());
-        }
-        let reason =
-            "its latents are records of their own, which is what fp8 and fp8_ds_mla mean there";
-        return Err(cannot_run(model, setting(), reason.to_owned()));
+    if let Some(own) = OwnKernels::of(model) {
+        return own_records(model, own, kv);
     }
     let (_, heads, latents) = TYPES.iter().find(|(known, ..)| *known == kv).expect("all are there");
     let mut caches = model.caches.clone();
@@ -89,7 +91,48 @@ pub(super) fn quantise(
     Ok(())
 }
 
-fn states(tensors: &mut [Tensor]) -> impl Iterator<Item = &mut crate::model::State> {
+/// The records of a family with kernels of its own: those of a window stay as they are, but are named
+/// after the type, too.
+fn own_records(
+    model: &mut Cow<'_, Model>,
+    own: &OwnKernels,
+    kv: CacheType,
+) -> Result<(), RulesError> {
+    // Without another word the engine takes what its kernels prefer, which is what the model has.
+    if kv == CacheType::Fp8 {
+        return Ok(());
+    }
+    let setting = || format!("kv={}", kv.name());
+    let Some(&(_, kept)) = own.records.iter().find(|(known, _)| *known == kv) else {
+        let known: Vec<_> = own.records.iter().map(|(known, _)| known.name()).collect();
+        let reason = format!(
+            "its latents are records of their own: kv can be fp8 (what its kernels prefer) or {}",
+            known.join(" or ")
+        );
+        return Err(cannot_run(model, setting(), reason));
+    };
+    // The first is what all of its kernels take.
+    if kv != own.preferred(model) && kv != own.records[0].0 {
+        let reason = "of its kernels only those read such records that take 8 attention heads for \
+                      each group of output heads, and it has another number";
+        return Err(cannot_run(model, setting(), reason.to_owned()));
+    }
+    let caches = model.to_mut().caches.iter_mut();
+    for cache in caches.filter(|cache| matches!(cache.sort, Sort::Latent { .. })) {
+        let stays = cache.sort.window().is_none();
+        for tensor in cache.tensors.iter_mut().filter(|it| it.packing == Packing::Planes) {
+            let [data, scales] = &mut tensor.states[..] else { continue };
+            let sizes = (data.kind.format.bytes, scales.kind.format.bytes);
+            let sizes = if stays { kept } else { sizes };
+            let name = format!("{} {}", kv.name(), sizes.0 + sizes.1);
+            scales.kind.format = Format::new(format!("{name} scales"), sizes.1);
+            data.kind.format = Format::new(name, sizes.0);
+        }
+    }
+    Ok(())
+}
+
+fn states(tensors: &mut [Tensor]) -> impl Iterator<Item = &mut State> {
     tensors.iter_mut().flat_map(|tensor| &mut tensor.states)
 }
 
@@ -106,9 +149,8 @@ fn tensors(
     kv: CacheType,
 ) -> Result<Vec<Tensor>, FactsError> {
     let facts = Facts::shipped().states();
-    let lengths = |state: &crate::model::State| -> Vec<u64> {
-        state.kind.axes.iter().map(|axis| axis.length).collect()
-    };
+    let lengths =
+        |state: &State| -> Vec<u64> { state.kind.axes.iter().map(|axis| axis.length).collect() };
     let all: Vec<Vec<u64>> = cache.states().map(lengths).collect();
     let (mode, name) = (kv.name(), kv.name());
     match (how, &all[..]) {

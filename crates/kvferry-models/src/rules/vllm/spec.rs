@@ -5,7 +5,7 @@ use kvferry_layout::Format;
 use super::error::cannot_run;
 use crate::error::RulesError;
 use crate::model::{Cache, Model, Packing, Sort};
-use crate::rules::topology::{Layout, Topology};
+use crate::rules::topology::{CacheType, Layout, Topology};
 
 /// No page may be larger than this: far above every real one, and low enough that a pool's bytes fit
 /// in 64 bits.
@@ -61,16 +61,39 @@ pub(super) struct OwnKernels {
     /// The layouts that they take, the preferred one first: pages of several sizes lie side by side in
     /// a block.
     pub(super) layouts: [Layout; 2],
+    /// By the type of cache that they take: bytes of a latent that stays, and of its scales. `fp8` is
+    /// their name for what they prefer.
+    pub(super) records: &'static [(CacheType, (u32, u32))],
 }
 
 const OWN_KERNELS: [OwnKernels; 2] = [
-    OwnKernels { family: "deepseek_v4", block: 256, layouts: [Layout::Blhnc, Layout::Blnhc] },
-    OwnKernels { family: "deepseek_v41", block: 128, layouts: [Layout::Blhnc, Layout::Blnhc] },
+    OwnKernels {
+        family: "deepseek_v4",
+        block: 256,
+        layouts: [Layout::Blhnc, Layout::Blnhc],
+        records: &[(CacheType::Fp8DsMla, (576, 8))],
+    },
+    OwnKernels {
+        family: "deepseek_v41",
+        block: 128,
+        layouts: [Layout::Blhnc, Layout::Blnhc],
+        records: &[(CacheType::Fp8DsMla, (512, 16)), (CacheType::Nvfp4DsMla, (256, 32))],
+    },
 ];
 
 impl OwnKernels {
     pub(super) fn of(model: &Model) -> Option<&'static Self> {
         OWN_KERNELS.iter().find(|own| own.family == model.family)
+    }
+
+    /// The type of cache that they take where none is asked for: the one that the model's records are named
+    /// after.
+    pub(super) fn preferred(&self, model: &Model) -> CacheType {
+        let mut formats =
+            model.caches.iter().flat_map(Cache::states).map(|state| &state.kind.format.name);
+        let types = || self.records.iter().map(|(kv, _)| *kv);
+        let named = formats.find_map(|name| types().find(|kv| name.starts_with(kv.name())));
+        named.unwrap_or(self.records[0].0)
     }
 }
 

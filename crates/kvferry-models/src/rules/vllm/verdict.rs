@@ -8,6 +8,7 @@
 use std::fmt;
 
 use super::pools::Pools;
+use super::quantised::resolved;
 use crate::model::{Model, Packing, Sort};
 use crate::rules::topology::{Conv, Topology};
 
@@ -175,10 +176,9 @@ const RULES: &[Rule] = &[
     },
     Rule {
         outcome: Outcome::Refuses,
-        applies: |pair| pair.prefill.topology.kv != pair.decode.topology.kv,
+        applies: |pair| pair.cache_type(pair.prefill) != pair.cache_type(pair.decode),
         reason: |pair| {
-            let name = |side: EngineSide<'_>| side.topology.kv.map_or("auto", |kv| kv.name());
-            let (prefill, decode) = (name(pair.prefill), name(pair.decode));
+            let [prefill, decode] = [pair.prefill, pair.decode].map(|side| pair.cache_type(side));
             format!("the cache data types of the two sides differ ({prefill} and {decode})")
         },
     },
@@ -391,6 +391,11 @@ fn least_common_multiple(one: u64, other: u64) -> u64 {
 }
 
 impl Pair<'_> {
+    /// The name of a side's cache data type, which the two must share.
+    fn cache_type(&self, side: EngineSide<'_>) -> &'static str {
+        resolved(self.model, side.topology.kv).map_or("auto", |kv| kv.name())
+    }
+
     fn sides(&self) -> impl Iterator<Item = EngineSide<'_>> {
         [self.prefill, self.decode].into_iter()
     }
