@@ -5,13 +5,13 @@ mod common;
 use std::fmt::Write;
 use std::path::Path;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::faulty::{Fault, Switch};
 use common::*;
 use kvferry_agent::{Audit, Failure, Loss, Outcome, Version};
 use kvferry_layout::Manifest;
-use kvferry_transport::nixl::{Nixl, NixlOptions};
 
 const SOURCE: [u32; 3] = [3, 6, 12];
 const DESTINATION: [u32; 3] = [9, 5, 20];
@@ -79,8 +79,8 @@ impl Pair {
         Self { p, d: d.start(), switch, next: Mutex::new(0) }
     }
 
-    /// Hands one request over, each with other bytes than the one before.
-    fn request(&self, tally: &mut Tally) {
+    /// Hands one request over, each with other bytes than the one before: its number, and its outcome.
+    fn hand_over(&self) -> (u64, Outcome) {
         let number = {
             let mut next = self.next.lock().unwrap();
             *next += 1;
@@ -90,13 +90,21 @@ impl Pair {
         self.p.prefill(number, &SOURCE, TOKENS);
         let ticket = self.p.grant(&name, &SOURCE, TOKENS);
         self.d.start_load(&name, &ticket, &SOURCE, &DESTINATION, TOKENS, LONG);
-        let outcome = self.d.wait_ends(&name).remove(0);
+        (number, self.d.wait_ends(&name).remove(0))
+    }
+
+    fn request(&self, tally: &mut Tally) {
+        let (number, outcome) = self.hand_over();
         let wrong = self.d.ranks[0].wrong(number, &DESTINATION, TOKENS);
         match outcome {
             Outcome::Done => tally.used += u32::from(wrong > 0),
             Outcome::Failed(Failure::Mismatch(what)) => {
                 assert_ne!(wrong, 0, "a false alarm: {what}");
-                assert!(what.contains("layers.0/kv"), "{what}");
+                assert!(what.starts_with("layers.0/kv, read from rank "), "{what}");
+                assert!(
+                    what.ends_with("(both sides keep still: it went wrong on the way)"),
+                    "{what}"
+                );
                 tally.caught += 1;
             }
             Outcome::Failed(Failure::Refused(why)) => {
@@ -122,9 +130,8 @@ impl Pair {
     }
 }
 
-/// The transports of this machine.
-fn transports() -> Vec<By> {
-    let mut all = vec![By::Local, By::Tcp];
+/// All that move bytes here.
+fn transports() -> [By; 3] {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         // SAFETY: set before the library is loaded, by the first test that asks; nobody reads the
@@ -134,11 +141,7 @@ fn transports() -> Vec<By> {
             std::env::set_var("UCX_MEM_EVENTS", "n");
         }
     });
-    match Nixl::new(&NixlOptions::default()) {
-        Ok(_) => all.push(By::Nixl),
-        Err(error) => println!("nixl is left out: {error}"),
-    }
-    all
+    [By::Local, By::Tcp, By::Nixl]
 }
 
 const ON_THE_WAY: [(&str, Wrong); 6] = [
@@ -240,6 +243,41 @@ fn no_false_alarm() {
                 assert!(metrics.lines().any(|found| found == line), "{line}\nis not in\n{metrics}");
             }
         }
+    }
+}
+
+/// Memory that somebody writes to although it was promised, on either side: the error says whose.
+#[test]
+fn a_mismatch_says_whose_memory_changes() {
+    for (who, words) in [("p", "the source's memory"), ("d", "this side's memory")] {
+        let until = Instant::now() + LONG;
+        let said = loop {
+            assert!(Instant::now() < until, "{who}: it was never said");
+            let pair = Pair::new(By::Local, Audit::ALL, None);
+            let stop = AtomicBool::new(false);
+            let (_, outcome) = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let (engine, blocks) =
+                        if who == "p" { (&pair.p, &SOURCE) } else { (&pair.d, &DESTINATION) };
+                    for other in 1000.. {
+                        engine.prefill(other, blocks, TOKENS);
+                        if stop.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
+                });
+                let outcome = pair.hand_over();
+                stop.store(true, Ordering::Relaxed);
+                outcome
+            });
+            // Not when it happened to keep still while it was looked at.
+            if let Outcome::Failed(Failure::Mismatch(what)) = outcome
+                && !what.contains("keep still")
+            {
+                break what;
+            }
+        };
+        assert!(said.ends_with(&format!("({words} is changing)")), "{who}: {said}");
     }
 }
 
