@@ -325,7 +325,7 @@ fn a_source_that_falls_silent_ends_the_load() {
     p.prefill(1, &SOURCE, TOKENS);
     let mut ticket = p.grant("r", &SOURCE, TOKENS);
     ticket.address = wire.address.clone();
-    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_millis(700));
+    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(4));
     let read = d.ranks[0].held.as_ref().unwrap().next();
     wire.stop();
     read.land(0, read.copies.len());

@@ -62,7 +62,7 @@ fn pain_14_decode_blocks_come_back_when_prefill_falls_silent() {
         if silent_from == "handshake" {
             wire.stop();
         }
-        d.start_load("r", &ticket, &source, &destination, 4, Duration::from_millis(700));
+        d.start_load("r", &ticket, &source, &destination, 4, Duration::from_secs(4));
         if silent_from == "confirmation" {
             let read = d.ranks[0].held.as_ref().unwrap().next();
             wire.stop();
@@ -259,7 +259,7 @@ fn an_abort_at_every_stage() {
 /// The engine that holds the blocks takes them back: the reader hears of it.
 #[test]
 fn an_abort_from_the_other_side() {
-    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_millis(200)).start();
+    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_secs(3)).start();
     let d = Recipe::new("d", 1).by(By::Held).start();
     let blocks = blocks_for(4, 3);
     let reading = p.grant("reading", &blocks, 4);

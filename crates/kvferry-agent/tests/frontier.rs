@@ -14,7 +14,7 @@ use kvferry_agent::{
     PeerError, Progress, Ticket, Version,
 };
 
-const SHORT: Duration = Duration::from_millis(300);
+const SHORT: Duration = Duration::from_secs(2);
 
 /// A P whose peers wait for news for much longer than it takes to tell them, however busy the machine.
 fn patient() -> Recipe {
@@ -176,7 +176,7 @@ fn prefill_dies_while_it_computes() {
     for comes_back in [false, true] {
         let p = Recipe::new("p", 1).start();
         let mut d = Recipe::new("d", 1);
-        d.worker.handshake = SHORT;
+        d.worker.handshake = Duration::from_secs(5);
         let d = d.start();
         let ticket = p.scheduler.open("r", None).unwrap();
         d.load(&follow("r", &ticket, &[9, 10], 8));
@@ -314,7 +314,7 @@ fn prefill_takes_back_what_it_still_computes() {
     assert_eq!(d.wait_ends("r"), [Outcome::Expired(revoked)]);
     let why = LostWhy::NotHeld(revoked);
     assert_eq!(lost(&d), [Lost { ticket: Some(ticket), follows: Some("r".to_owned()), why }]);
-    assert!(began.elapsed() < Duration::from_secs(3), "it is told at once");
+    assert!(began.elapsed() < LONG / 2, "it is told at once");
     assert_eq!(p.scheduler.released(), [], "P never promised to keep the blocks");
     let gone = Error::NotGrown(NotGrown::NoLease("r".to_owned()));
     assert_eq!(p.scheduler.advance("r", 8, table(&[3, 4])), Err(gone));
@@ -600,13 +600,13 @@ fn a_name_is_used_again() {
 /// A followed lease is kept alive when it is sealed, and lost when nothing happens for too long.
 #[test]
 fn what_is_followed_is_held() {
-    let term = Duration::from_millis(400);
+    let (term, patience) = (Duration::from_secs(2), Duration::from_millis(7500));
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
-    d.scheduler.follow("r", named(&p, "n"), Duration::from_millis(1500)).unwrap();
+    d.scheduler.follow("r", named(&p, "n"), patience).unwrap();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     heard(&d, "r", |_| true);
-    d.scheduler.hold(&ticket, Duration::from_millis(1500));
+    d.scheduler.hold(&ticket, patience);
     thread::sleep(term * 2);
     advance(&p, 1, "p-1", &[3], 4);
     thread::sleep(term * 2);
@@ -624,8 +624,10 @@ fn what_is_followed_is_held() {
 /// Heartbeats and confirmations do not wait behind a question that waits for news.
 #[test]
 fn a_long_question_does_not_hold_up_the_others() {
-    let term = Duration::from_millis(250);
-    let p = patient().term(term).start();
+    let term = Duration::from_secs(2);
+    let mut p = patient().term(term);
+    p.scheduler.limits.poll = Duration::from_secs(20);
+    let p = p.start();
     let d = Recipe::new("d", 1).start();
     let quiet = p.scheduler.open("quiet", None).unwrap();
     d.scheduler.follow("quiet", Following::Ticket(quiet.clone()), LONG).unwrap();
@@ -633,12 +635,12 @@ fn a_long_question_does_not_hold_up_the_others() {
     heard(&d, "quiet", |_| true);
     let kept = p.grant("kept", &[1], 4);
     d.scheduler.hold(&kept, LONG);
-    thread::sleep(term * 8);
+    thread::sleep(term * 3);
     assert_eq!(p.scheduler.released(), [], "it was kept alive on the same connection");
     let began = Instant::now();
     d.start_load("kept", &kept, &[1], &[11], 4, LONG);
     assert_eq!(d.wait_ends("kept"), [Outcome::Done]);
-    assert!(began.elapsed() < Duration::from_millis(1500), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
 
 /// What an engine may not say of a request that it computes.

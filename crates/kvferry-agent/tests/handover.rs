@@ -177,7 +177,7 @@ fn block_tables_that_do_not_fit_fail_only_their_request() {
 
 #[test]
 fn a_request_that_waits_is_kept_alive() {
-    let term = Duration::from_millis(150);
+    let term = Duration::from_millis(1500);
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
@@ -187,7 +187,7 @@ fn a_request_that_waits_is_kept_alive() {
     d.scheduler.hold(&kept, LONG);
     let released = p.wait_released();
     assert_eq!((released.request.as_str(), released.why), ("left", Ended::Expired));
-    std::thread::sleep(term * 4);
+    std::thread::sleep(term * 3);
     assert_eq!(p.scheduler.released(), [], "the heartbeat keeps the other");
     assert_eq!(d.scheduler.lost(), []);
     d.start_load("kept", &kept, &source, &destination, 4, LONG);
@@ -198,13 +198,13 @@ fn a_request_that_waits_is_kept_alive() {
 
 #[test]
 fn a_request_waits_only_as_long_as_it_may() {
-    let p = Recipe::new("p", 1).term(Duration::from_millis(400)).start();
+    let p = Recipe::new("p", 1).term(Duration::from_millis(1500)).start();
     let d = Recipe::new("d", 1).start();
     let ticket = p.grant("r", &[1], 4);
-    d.scheduler.hold(&ticket, Duration::from_millis(900));
+    d.scheduler.hold(&ticket, Duration::from_millis(3500));
     let released = p.wait_released();
     assert_eq!(released.why, Ended::Expired);
-    assert!(released.after > Duration::from_millis(900), "kept alive until then: {released:?}");
+    assert!(released.after > Duration::from_millis(3500), "kept alive until then: {released:?}");
     assert_eq!(
         d.scheduler.lost(),
         [Lost { ticket: Some(ticket), follows: None, why: LostWhy::Patience }]
@@ -214,7 +214,7 @@ fn a_request_waits_only_as_long_as_it_may() {
 /// Engines name their requests by themselves: what becomes of one says nothing of another's.
 #[test]
 fn two_engines_may_give_the_same_name() {
-    let term = Duration::from_millis(400);
+    let term = Duration::from_millis(1500);
     let first = Recipe::new("first", 1).term(term).start();
     let second = Recipe::new("second", 1).term(term).start();
     let d = Recipe::new("d", 1).start();

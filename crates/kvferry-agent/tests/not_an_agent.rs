@@ -14,7 +14,7 @@ use common::*;
 use kvferry_agent::{Failure, Key, Outcome, PeerError, Tls, Trust, ask_status};
 
 /// For whoever waits until the end of it.
-const SHORT: Duration = Duration::from_millis(600);
+const SHORT: Duration = Duration::from_secs(3);
 const HTTP: &[u8] = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request";
 const IT_SAYS: &str = "whoever listens there is not a kvferry agent: it says ";
 const NOT_GREETED: &str = "whoever listens there has not greeted as a kvferry agent does: ";
