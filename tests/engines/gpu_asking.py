@@ -84,7 +84,7 @@ def main():
 
 
 @contextlib.contextmanager
-def models(kept):
+def models(kept=None):
     with tempfile.TemporaryDirectory() as folder:
         yield kept or pathlib.Path(folder)
 

@@ -4,11 +4,13 @@ import gpu_handover
 
 
 def test_it_passes_on_a_pair_that_is_right(serve, capsys):
-    prefill = serve("qwen3", "kv_producer", block_size=32, prepare=[gpu_handover.watch])
-    decode = serve("qwen3", "kv_consumer", block_size=96, prepare=[gpu_handover.watch])
+    watched = {"prepare": [gpu_handover.watch], "extra": {"audit": "all"}}
+    prefill = serve("qwen3", "kv_producer", block_size=32, **watched)
+    decode = serve("qwen3", "kv_consumer", block_size=96, **watched)
     gpu_handover.check("qwen3", prefill, decode)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("qwen3: every token right, 22 loads") and "MiB in" in line and "GB/s" in line
+    assert line.startswith("qwen3: every token right, 22 loads")
+    assert "all audited" in line and "MiB in" in line and "GB/s" in line
     # Poison is poison: what is not moved is NaN.
     decode.call(gpu_handover.poison)
     assert decode.call(is_poisoned)
