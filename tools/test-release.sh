@@ -6,11 +6,17 @@
 #   tools/test-release.sh COMMIT [ARG…]    COMMIT, or a tag: the earlier one; with arguments for pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-commit=$(git rev-parse --verify --short=12 "$1^{commit}")
+if ! commit=$(git rev-parse --quiet --verify --short=12 "${1:-}^{commit}"); then
+  echo "usage: tools/test-release.sh COMMIT [ARG…]: '${1:-}' is no commit of this repository" >&2
+  exit 2
+fi
 shift
-tree="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry/release-$commit"
+cache="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
+tree="$cache/release-$commit"
 if [ ! -e "$tree" ]; then
-  made=$(mktemp -d "$tree.XXXXXX")
+  mkdir -p "$cache"
+  # Under another name until it is whole.
+  made=$(mktemp -d "$tree.partial-XXXXXX")
   git archive "$commit" | tar -x -C "$made"
   mv "$made" "$tree"
 fi

@@ -211,15 +211,21 @@ fn prefill_dies_while_it_computes() {
     }
 }
 
-/// A connection that breaks is made again, and what was heard before counts.
-#[test]
-fn the_link_is_cut_while_a_lease_is_followed() {
+/// A request that D follows and reads over a wire that can be cut.
+fn over_a_wire() -> (Engine, Engine, Wire) {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
     let wire = Wire::to(p.scheduler.address());
     let mut ticket = p.scheduler.open("r", None).unwrap();
     ticket.address = wire.address.clone();
     d.load(&follow("r", &ticket, &[9, 10, 11], 12));
     d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    (p, d, wire)
+}
+
+/// A connection that breaks is made again, and what was heard before counts.
+#[test]
+fn the_link_is_cut_while_a_lease_is_followed() {
+    let (p, d, wire) = over_a_wire();
     for tokens in [4, 8] {
         advance(&p, 1, "r", &[3, 4, 5], tokens);
         heard(&d, "r", |progress| progress.tokens == tokens);
@@ -237,12 +243,7 @@ fn the_link_is_cut_while_a_lease_is_followed() {
 /// What ranks say of their layers is heard again, too, when the connection is.
 #[test]
 fn the_link_is_cut_while_layers_are_read() {
-    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
-    let wire = Wire::to(p.scheduler.address());
-    let mut ticket = p.scheduler.open("r", None).unwrap();
-    ticket.address = wire.address.clone();
-    d.load(&follow("r", &ticket, &[9, 10, 11], 12));
-    d.scheduler.follow("r", Following::Ticket(ticket.clone()), LONG).unwrap();
+    let (p, d, wire) = over_a_wire();
     assert!(!heard(&d, "r", |_| true).begun);
     for step in 1..4 {
         let (complete, tokens) = (4 * (step - 1), 4 * step);

@@ -72,6 +72,13 @@ pub struct Piece {
     pub view: View,
 }
 
+impl Piece {
+    /// The layer that its state is named after; empty where it is named after none.
+    pub fn layer(&self) -> &str {
+        self.state.rsplit_once('/').map_or("", |(layer, _)| layer)
+    }
+}
+
 /// Bytes of every block that hold nothing to move (the columns of a convolution that only speculative
 /// tokens use), but that belong to the block: they are part of what is left when a request's copies
 /// are done. Runs of `run` bytes, repeated along `dims` (count, stride).

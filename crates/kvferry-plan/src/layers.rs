@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvferry_layout::Manifest;
+use kvferry_layout::{Manifest, Piece};
 
 use crate::compile::Plan;
 use crate::incompatible::Incompatible;
@@ -28,19 +28,17 @@ pub struct Layer {
 impl LayerPlan {
     /// Compiles the plan of `destination`, as [`Plan::compile`] does.
     pub fn compile(destination: &Manifest, sources: &[&Manifest]) -> Result<Self, Incompatible> {
-        let states = destination.groups().iter().flat_map(|group| &group.pieces);
-        let names: BTreeSet<&str> = states.map(|piece| layer_of(&piece.state)).collect();
+        let pieces = destination.groups().iter().flat_map(|group| &group.pieces);
+        let names: BTreeSet<&str> = pieces.map(Piece::layer).collect();
         let names: Vec<&str> = names.into_iter().collect();
-        let state = |(group, piece): (usize, usize)| {
-            destination.groups()[group].pieces[piece].state.as_str()
-        };
-        let number = |piece| names.binary_search(&layer_of(state(piece))).unwrap_or(0);
+        let piece = |(group, piece): (usize, usize)| &destination.groups()[group].pieces[piece];
+        let number = |to| names.binary_search(&piece(to).layer()).unwrap_or(0);
         let mut plan = Plan::compile_by_layer(destination, sources, &number)?;
 
         let grows = plan.growth().groups;
         let mut reads = vec![BTreeSet::new(); names.len()];
         for part in plan.parts.iter().filter(|part| grows[part.to.0]) {
-            reads[number(part.to)].insert((part.source, state(part.to).to_owned()));
+            reads[number(part.to)].insert((part.source, piece(part.to).state.clone()));
         }
         // Layers of which nothing grows are not counted.
         let mut layers = vec![];
@@ -80,8 +78,4 @@ impl LayerPlan {
             windowed: vec![],
         }
     }
-}
-
-fn layer_of(state: &str) -> &str {
-    state.rsplit_once('/').map_or("", |(layer, _)| layer)
 }

@@ -192,10 +192,9 @@ fn missing(destination: &Manifest, piece: &Piece, sources: &[&Manifest]) -> Inco
     fn pieces(manifest: &Manifest) -> impl Iterator<Item = &Piece> {
         manifest.groups().iter().flat_map(|group| &group.pieces)
     }
-    let layer = |state: &str| state.rsplit_once('/').map(|(layer, _)| layer.to_owned());
     let mut instead: Vec<(String, Format)> = vec![];
     for source in sources {
-        for other in pieces(source).filter(|it| layer(&it.state) == layer(&piece.state)) {
+        for other in pieces(source).filter(|it| it.layer() == piece.layer()) {
             let known = instead.iter().any(|(state, _)| *state == other.state);
             if !known && pieces(destination).all(|own| own.state != other.state) {
                 instead.push((other.state.clone(), source.kind(other).format.clone()));
