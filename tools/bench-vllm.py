@@ -1,16 +1,18 @@
 """Times how long a handover keeps D from its first token, side by side with vLLM's own connector.
 
-    tools/bench-vllm.sh [--model qwen3|nemotron-h] [--rounds N] [--starts N] [--lengths N,N,…]
-                        [--contenders NAME,NAME,…] [--concurrent N] [--chunk N] [--json]
+    tools/bench-vllm.sh [--model NAME] [--rounds N] [--starts N] [--lengths N,N,…]
+                        [--contenders NAME,NAME,…] [--against NAME] [--concurrent N] [--chunk N] [--json]
 
-A pair of real vLLM engines (TP 1, CPU) per contender, all alive at once. In every round each pair gets
+A pair of real vLLM engines (TP 1, on the GPU if there is one) per contender, all alive at once. In every round each pair gets
 one request of each length, or `--concurrent` of them at once, in random order. The clock runs from the
 moment P has finished the prompt until D's first token: what a user waits for beyond prefill. Ratios are
 of medians over the same rounds; below 1 kvferry is faster. The first request of a pair, which includes
 the handshake, is counted apart. A second table has the whole time to the first token, prefill included.
 
 Requests go to P, and to D when P has answered. With `+push` behind a transport's name they go to both
-at once, as `vllm-router` sends them, and D reads while P computes.
+at once, as `vllm-router` sends them, and D reads while P computes. With `@40` behind that, the link between
+the two, which is this machine's loopback, carries 40 MB/s meanwhile; all runs in a network of its own then,
+which wants root. Ratios are to the contender that `--against` names.
 
 Each engine steps as vLLM's own loop does: it blocks when idle, and sleeps a millisecond after a step
 that ran nothing while a request waits.
@@ -18,12 +20,14 @@ that ran nothing while a request waits.
 
 import argparse
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,11 +48,15 @@ os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
 import transformers  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
 RIVAL = "NixlConnector"
-CONTENDERS = ("nixl", "nixl+push", "tcp", "tcp+push", "local", "local+push", RIVAL)
+TRANSPORTS = ("nixl", "tcp", "cuda" if current_platform.is_cuda() else "local")
+CONTENDERS = [f"{transport}{way}" for transport in TRANSPORTS for way in ("", "+push")] + [RIVAL]
 #: Seconds to wait for an engine.
 PATIENCE = 300
+#: CLONE_NEWNET of the kernel; `os` has it from Python 3.12 on.
+NEW_NETWORK = 0x40000000
 #: Tokens of a block.
 BLOCK = 32
 
@@ -59,6 +67,13 @@ COMMON = dict(
 MODELS = {
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON, num_hidden_layers=8, intermediate_size=256, architectures=["Qwen3ForCausalLM"]
+    ),
+    # As much memory, in as many layers as most models have.
+    "qwen3-deep": lambda: transformers.Qwen3Config(
+        **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 2},
+        num_hidden_layers=32,
+        intermediate_size=256,
+        architectures=["Qwen3ForCausalLM"],
     ),
     "nemotron-h": lambda: transformers.NemotronHConfig(
         **COMMON,
@@ -71,6 +86,14 @@ MODELS = {
         ssm_state_size=128,
         conv_kernel=4,
         architectures=["NemotronHForCausalLM"],
+    ),
+    # For a GPU: 144 KiB a token in bfloat16, as an 8B has, and a fifth of its weights.
+    "qwen3-wide": lambda: transformers.Qwen3Config(
+        **COMMON | {"hidden_size": 2048},
+        num_hidden_layers=36,
+        intermediate_size=6144,
+        max_position_embeddings=65536,
+        architectures=["Qwen3ForCausalLM"],
     ),
 }
 
@@ -129,7 +152,7 @@ def _engine(contender, role, model, arguments):
     if contender == RIVAL:
         port = 5600 if role == "kv_producer" else 5700
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port + os.getpid() % 90)
-        how = dict(kv_connector=RIVAL, kv_buffer_device="cpu")
+        how = dict(kv_connector=RIVAL, kv_buffer_device="cuda" if current_platform.is_cuda() else "cpu")
     else:
         transport, _, push = contender.partition("+")
         how = dict(
@@ -139,9 +162,14 @@ def _engine(contender, role, model, arguments):
     hybrid = "nemotron" in Path(model).name
     longest, count = max(arguments.lengths), arguments.concurrent
     each = longest // BLOCK + 2
+    if current_platform.is_cuda():
+        # Many engines share a card, and none may measure what is free while others start.
+        device = dict(dtype="bfloat16", gpu_memory_utilization=0.05, kv_cache_memory_bytes=8 << 30)
+    else:
+        device = dict(dtype="float32")
     return LLM(
         model=str(model),
-        dtype="float32",
+        **device,
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -209,11 +237,39 @@ def _loop(pipe, engine):
             time.sleep(0.001)
 
 
+class Link:
+    """This machine's loopback, in a network of its own where a contender wants it slower than it is."""
+
+    def __init__(self, contenders):
+        self.rate = None
+        if not any("@" in contender for contender in contenders):
+            return
+        if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
+            sys.exit(f"a network of its own, for a link of a given rate: {os.strerror(ctypes.get_errno())}")
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        # No more on its way than fits into a switch: what is said must not wait behind it for long.
+        for buffer in ("tcp_rmem", "tcp_wmem"):
+            Path(f"/proc/sys/net/ipv4/{buffer}").write_text("4096 131072 262144")
+
+    def carry(self, rate):
+        """So many MB/s from now on, or as many as it can."""
+        if rate == self.rate:
+            return
+        if rate is None:
+            change = ["del", "dev", "lo", "root"]
+        else:
+            limit = ["rate", f"{rate * 8}mbit", "burst", "128kb", "latency", "200ms"]
+            change = ["replace", "dev", "lo", "root", "tbf", *limit]
+        subprocess.run(["tc", "qdisc", *change], check=True)
+        self.rate = rate
+
+
 class Pair:
     def __init__(self, contender, model, arguments):
-        self.contender, self.pushes = contender, contender.endswith("+push")
-        self.prefill = Engine(contender, "kv_producer", model, arguments)
-        self.decode = Engine(contender, "kv_consumer", model, arguments)
+        self.contender = contender.partition("@")[0]
+        self.pushes = self.contender.endswith("+push")
+        self.prefill = Engine(self.contender, "kv_producer", model, arguments)
+        self.decode = Engine(self.contender, "kv_consumer", model, arguments)
         self.where, self.asked = None, 0
 
     def ready(self):
@@ -268,32 +324,38 @@ def measure(arguments, model, draw):
     """By contender and length: seconds of each round, after P's end and in all. The length 0 stands for a
     pair's first request; of several at once the median counts."""
     measured = {contender: {} for contender in arguments.contenders}
+    link = Link(arguments.contenders)
 
-    def ask(pair, length, prompts, count):
-        seconds = pair.first_tokens(prompts)
+    def ask(pairs, contender, length, prompts, count):
+        rate = contender.partition("@")[2]
+        link.carry(int(rate) if rate else None)
+        seconds = pairs[contender].first_tokens(prompts)
         if count:
             middle = tuple(statistics.median(one) for one in zip(*seconds))
-            measured[pair.contender].setdefault(length, []).append(middle)
+            measured[contender].setdefault(length, []).append(middle)
+
+    def in_turn():
+        return draw.sample(arguments.contenders, len(arguments.contenders))
 
     def prompts(length, count):
         return [[draw.randrange(1, 500) for _ in range(length)] for _ in range(count)]
 
     for start in range(arguments.starts):
-        pairs = [Pair(contender, model, arguments) for contender in arguments.contenders]
+        pairs = {contender: Pair(contender, model, arguments) for contender in arguments.contenders}
         try:
-            for pair in pairs:
+            for pair in pairs.values():
                 pair.ready()
-            for pair in draw.sample(pairs, len(pairs)):
-                ask(pair, 0, prompts(arguments.lengths[0], 1), True)
+            for contender in in_turn():
+                ask(pairs, contender, 0, prompts(arguments.lengths[0], 1), True)
                 for length in arguments.lengths:
-                    ask(pair, length, prompts(length, arguments.concurrent), False)
+                    ask(pairs, contender, length, prompts(length, arguments.concurrent), False)
             for _ in range(start, arguments.rounds, arguments.starts):
                 for length in arguments.lengths:
                     asked = prompts(length, arguments.concurrent)
-                    for pair in draw.sample(pairs, len(pairs)):
-                        ask(pair, length, asked, True)
+                    for contender in in_turn():
+                        ask(pairs, contender, length, asked, True)
         finally:
-            for pair in pairs:
+            for pair in pairs.values():
                 pair.close()
     return measured
 
@@ -324,6 +386,7 @@ def main():
     parser.add_argument("--starts", type=int, default=3, help="how often the engines start anew")
     parser.add_argument("--lengths", default="100,512,1000,2048", help="tokens of the prompts")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--against", default=RIVAL, help="the contender that ratios are to")
     parser.add_argument("--concurrent", type=int, default=1, help="requests of a round")
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most")
     parser.add_argument("--seed", type=int, default=1)
@@ -331,8 +394,8 @@ def main():
     arguments = parser.parse_args()
     arguments.lengths = [int(length) for length in arguments.lengths.split(",")]
     arguments.contenders = arguments.contenders.split(",")
-    if RIVAL not in arguments.contenders:
-        parser.error(f"without {RIVAL} there is nothing to compare with")
+    if arguments.against not in arguments.contenders:
+        parser.error(f"without {arguments.against} there is nothing to compare with")
     draw = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.model
@@ -351,16 +414,16 @@ def table(arguments, measured, which, draw):
     def of(contender, length):
         return [seconds[which] for seconds in measured[contender][length]]
 
-    ours = [contender for contender in arguments.contenders if contender != RIVAL]
-    titles = ["prompt", *(title for name in ours for title in (name, "ratio")), RIVAL]
+    ours = [contender for contender in arguments.contenders if contender != arguments.against]
+    titles = ["prompt", *(title for name in ours for title in (name, "ratio")), arguments.against]
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for length in [0, *arguments.lengths]:
         cells = [f"{length} tokens" if length else f"first, {arguments.lengths[0]} tokens"]
-        for contender in (*ours, RIVAL):
+        for contender in (*ours, arguments.against):
             low, middle, high = spread(of(contender, length))
             cells.append(f"{middle:.1f} ({low:.1f}–{high:.1f})")
-            if contender != RIVAL:
-                value, least, most = ratio(of(contender, length), of(RIVAL, length), draw)
+            if contender != arguments.against:
+                value, least, most = ratio(of(contender, length), of(arguments.against, length), draw)
                 cells.append(f"**{value:.2f}** ({least:.2f}–{most:.2f})")
         print("| " + " | ".join(cells) + " |")
 

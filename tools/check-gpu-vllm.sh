@@ -5,7 +5,7 @@
 #
 #   pip install 'vllm==0.32.*' nixl .
 #   tools/check-gpu-vllm.sh              tiny random models: attention (Triton, FlashAttention), CUDA graphs,
-#                                        asynchronous scheduling, drafts, windows, Mamba in both orders of its
+#                                        asynchronous scheduling, drafts, windows, requests sent to both at once, quantised caches, Mamba in both orders of its
 #                                        convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention), Kimi-Linear
 #   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
 #   tools/check-gpu-vllm.sh --transport nixl   not what the connector chooses by itself, which here is cuda

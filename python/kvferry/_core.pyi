@@ -440,6 +440,7 @@ class Worker:
         insecure: bool = False,
         handshake: float = 10.0,
         concurrent: int = 64,
+        least_ahead: float = 0.002,
         lowering: str = "auto",
         audit: float = 0.01,
     ) -> Worker:
@@ -448,7 +449,8 @@ class Worker:
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`, for what
-        packs for peers, and for tasks that the engine's own scheduler hands to this rank. `lowering` says how
+        packs for peers, and for tasks that the engine's own scheduler hands to this rank. What takes less than
+        `least_ahead` seconds is not read ahead of the end of a source's computation. `lowering` says how
         peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or `over-read`. `audit` is
         the fraction of requests that are compared with what the source holds before they are used: 0 is none,
         1 is all; unless it is 0, the first ones of every pair of engines are. Trust (`key`, `key_file`, `tls`,

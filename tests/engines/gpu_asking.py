@@ -65,6 +65,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--models", type=pathlib.Path, help="a folder that keeps the models")
     parser.add_argument("--cost", action="store_true", help="only measure what asking adds to a start")
+    parser.add_argument("--rounds", type=int, default=4, help="starts of each kind for --cost")
     asked = parser.parse_args()
     unknown = [name for name in asked.names if name not in ENGINES]
     if unknown:
@@ -73,7 +74,7 @@ def main():
     with models(asked.models) as folder:
         if asked.cost:
             for name in asked.names or ["triton", "mamba2", "delta net"]:
-                cost(folder, name)
+                cost(folder, name, asked.rounds)
             return 0
         for name in asked.names or list(ENGINES):
             kind, options, wanted = ENGINES[name]
@@ -118,7 +119,7 @@ def check(folder, name, engine):
     return True
 
 
-def cost(folder, name, rounds=4):
+def cost(folder, name, rounds):
     """Seconds from an engine's start to its first answer, asked and not asked, in turns. Nothing that Triton
     compiled before is there: what an engine is asked with, it compiles then, and has later."""
     kind, options, _ = ENGINES[name]

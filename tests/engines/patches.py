@@ -79,15 +79,18 @@ def latent_blocks():
 
 
 def split_prompts():
-    """An engine that answers alone computes the last token of a prompt in a step of its own, as D
-    does after a handover: in bfloat16 another split rounds otherwise, and so flips tokens."""
+    """An engine computes the last token of a prompt in a step of its own, as D does after a handover:
+    in bfloat16 another split rounds otherwise, and so flips tokens."""
     schedule = Scheduler.schedule
     most = "max_num_scheduled_tokens"
 
     def schedule_split(self, *args, **options):
         whole = getattr(self, most)
         for request in self.waiting:
-            if request.kv_transfer_params is None:
+            handing = (request.kv_transfer_params or {}).get("do_remote_decode")
+            # P computes a hybrid's prompt without its last token, which is a split already.
+            whole_on_p = handing and not self.vllm_config.model_config.is_hybrid
+            if request.kv_transfer_params is None or whole_on_p:
                 setattr(self, most, max(1, request.num_prompt_tokens - 1))
         try:
             return schedule(self, *args, **options)

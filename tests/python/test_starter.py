@@ -74,6 +74,21 @@ def test_loads_keep_their_order(starter, started):
     wait_for(started, ["a", "b", "c"])
 
 
+def test_what_is_due_is_started_in_one_go(started):
+    """A thread that wakes up costs the engine's own: all that is due by then is started, and nothing else."""
+    first, second, third = Stream(), Stream(), Stream()
+    slow = Starter(lambda one: started.append(one["request"]), pause=3600.0)
+    for stream, name in ((first, "a"), (second, "b"), (third, "c")):
+        slow.put(stream, [load(name)])
+    second.passed.set()
+    first.passed.set()
+    wait_for(started, ["a", "b"])
+    third.passed.set()
+    time.sleep(0.05)
+    assert started == ["a", "b"]
+    slow.close()
+
+
 def test_what_is_forgotten_in_time_never_starts(starter, started):
     late = Stream()
     starter.put(late, [load("a"), load("b")])

@@ -88,6 +88,29 @@ fn what_is_complete_is_read_while_the_rest_is_computed() {
     }
 }
 
+/// What takes less time than is worth a read waits for more, and at the latest for the end.
+#[test]
+fn what_takes_no_time_is_not_read_ahead() {
+    let (p, mut d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1));
+    d.worker.least_ahead = Duration::from_secs(3600);
+    let d = d.start();
+    let rank = &d.ranks[0];
+    let (source, destination) = ([3, 7, 5, 6], [9, 12, 10, 20]);
+    let ticket = p.scheduler.open("r", None).unwrap();
+    d.load(&follow("r", &ticket, &destination, 14));
+    // Nobody knows before the first part how long one takes.
+    advance(&p, 1, "r", &source, 6);
+    eventually("the first part is read", || rank.wrong(1, &destination, 4) == 0);
+    advance(&p, 1, "r", &source, 12);
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(rank.touched() as u64, 4 * HEADS * DIM, "the second would take microseconds");
+    p.prefill(1, &source, 14);
+    p.grant("r", &source, 14);
+    assert_eq!(rank.wait_end("r").outcome, Outcome::Done);
+    assert_eq!(rank.wrong(1, &destination, 14), 0);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
 /// Whoever comes late reads all at once.
 #[test]
 fn a_lease_that_is_sealed_already_can_be_followed_too() {

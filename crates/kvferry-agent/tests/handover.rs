@@ -366,3 +366,36 @@ fn how_a_source_is_read_is_chosen_by_its_own_price() {
         "what was read too much is to be zeroed"
     );
 }
+
+/// What two ranks hold is read from the nearer one, whichever it is.
+#[test]
+fn a_rank_that_is_far_is_not_read_where_a_nearer_one_holds_the_same() {
+    let prices: [fn(u64) -> Price; 2] = [
+        |rank| Price { launch: 0.0, copy: 0.0, byte: if rank == 0 { 0.1 } else { 5.0 } },
+        |rank| Price { launch: 0.0, copy: 0.0, byte: if rank == 0 { 5.0 } else { 0.1 } },
+    ];
+    for (near, prices) in prices.into_iter().enumerate() {
+        let mut p = Recipe::new("p", 2).by(By::Held);
+        (p.replicated, p.prices) = (true, prices);
+        let (p, d) = (p.start(), Recipe::new("d", 1).by(By::Held).start());
+        let (tokens, source, destination) = (2 * TOKENS_PER_BLOCK, [3, 6], [9, 5]);
+        p.prefill(1, &source, tokens);
+        let grant = granted(&source, tokens);
+        let ticket = p.scheduler.grant("r", grant.clone()).unwrap();
+        d.ranks[0].worker.load(load("r", &ticket, grant, &destination)).unwrap();
+        let held = d.ranks[0].held.as_ref().unwrap();
+        let read = held.next();
+        let memory = &p.ranks[near].memory;
+        let memory = memory.base()..memory.base() + memory.bytes as u64;
+        assert!(
+            read.copies.iter().all(|copy| memory.contains(&copy.source)),
+            "rank {near} is near"
+        );
+        read.land(0, read.copies.len());
+        read.finish();
+        let ending = d.ranks[0].wait_end("r");
+        assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, tokens * HEADS * DIM));
+        assert_eq!(d.ranks[0].wrong(1, &destination, tokens), 0);
+        assert!(held.is_empty());
+    }
+}

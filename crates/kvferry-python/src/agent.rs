@@ -387,7 +387,7 @@ impl Scheduler {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, lowering="auto", audit=0.01))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -402,6 +402,7 @@ impl Worker {
         insecure: bool,
         handshake: f64,
         concurrent: usize,
+        least_ahead: f64,
         lowering: &str,
         audit: f64,
     ) -> PyResult<Self> {
@@ -417,6 +418,7 @@ impl Worker {
             trust: trust(key, key_file, tls, insecure).map_err(failed)?,
             handshake: seconds("handshake", handshake)?,
             concurrent,
+            least_ahead: seconds("least_ahead", least_ahead)?,
             lowering: lowering.parse().map_err(PyValueError::new_err::<String>)?,
             ..WorkerOptions::new(ranks)
         };

@@ -66,6 +66,8 @@ class Options:
     draft: str = _option("shared", one_of=("shared", "own"))
     #: Requests that a rank reads at once.
     concurrent: int = _option(64, least=1)
+    #: While P computes, D reads ahead whatever takes at least so many seconds; less waits for more.
+    least_ahead: float = _option(0.002, least=0)
     #: How D reads: by what is cheapest, or always in one way.
     lowering: str = _option("auto", one_of=("auto", "direct", "packed", "over-read"))
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,

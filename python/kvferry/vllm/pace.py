@@ -10,6 +10,8 @@ from typing import Any
 
 #: Seconds from when D takes blocks until its workers read, with time to spare: steps of an engine.
 AHEAD = 0.1
+#: How much longer a transfer may take than is known.
+MARGIN = 1.25
 #: How much of what is new counts for what is known.
 WEIGHT = 0.25
 #: Below this share of free blocks they are taken only when P has finished; above the other one also for
@@ -19,9 +21,10 @@ SHORT, PLENTY = 0.125, 0.5
 
 class Pace:
     def __init__(self) -> None:
-        #: Seconds a token: of transfers, and of the engines that compute.
+        #: Seconds a token: of transfers, and of the engines that compute. For these by how long a prompt is, to a power
+        #: of two: attention takes longer with every token.
         self.transfer: float | None = None
-        self.compute: dict[str, float] = {}
+        self.compute: dict[str, dict[int, float]] = {}
 
     def is_time(self, frontier: dict[str, Any], age: float, tokens: int, free: float) -> bool:
         """Whether to take blocks for a request of so many tokens. The frontier was news `age` seconds ago;
@@ -34,22 +37,33 @@ class Pace:
         if not begun and free < PLENTY:
             # It may wait on P for long.
             return False
-        speed, known = frontier["speed"], self.compute.get(frontier["ticket"]["engine"])
-        each = 1 / speed if speed else known
+        speed, known = frontier["speed"], self.compute.get(frontier["ticket"]["engine"], {})
+        # Of another length only: rather too early.
+        quickest = min(known.values(), default=None)
+        each = 1 / speed if speed else known.get(_class(tokens), quickest)
         if each is None:
             # The first one: there is something to learn from it.
             return True
         # P tells of whole steps, and computes meanwhile.
         left: float = (tokens - frontier["tokens"]) * each - (age if begun else 0.0)
-        return left <= AHEAD + tokens * (self.transfer or 0.0)
+        return left <= AHEAD + MARGIN * tokens * (self.transfer or 0.0)
 
     def learn(self, frontier: dict[str, Any] | None, tokens: int, seconds: float) -> None:
         """A request was loaded: so many tokens took so long on the wire."""
         if seconds > 0 and tokens > 0:
-            self.transfer = _blend(self.transfer, seconds / tokens)
+            each = seconds / tokens
+            # Slower than thought: one that comes late costs a user time, one that comes early only blocks.
+            late = self.transfer is not None and each > self.transfer
+            self.transfer = each if late else _blend(self.transfer, each)
         if frontier is not None and frontier["speed"]:
-            engine = frontier["ticket"]["engine"]
-            self.compute[engine] = _blend(self.compute.get(engine), 1 / frontier["speed"])
+            known = self.compute.setdefault(frontier["ticket"]["engine"], {})
+            length = _class(frontier["tokens"])
+            known[length] = _blend(known.get(length), 1 / frontier["speed"])
+
+
+def _class(tokens: int) -> int:
+    """Of lengths that are taken for one. Powers of two are not where one ends: P may leave a token to D."""
+    return (tokens + tokens // 4).bit_length()
 
 
 def _blend(known: float | None, new: float) -> float:

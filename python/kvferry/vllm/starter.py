@@ -8,6 +8,7 @@ stream, or the GPU would have nothing to do between two steps.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -22,10 +23,12 @@ class Event(Protocol):
 
 
 class Starter:
-    """Calls `start` with every load: at once where nothing is to be waited for, or else in a thread."""
+    """Calls `start` with every load: at once where nothing is to be waited for, or else in a thread. That thread takes
+    the interpreter from the engine's own each time that it wakes up: where loads are many and need not be punctual, it
+    rests for `pause` seconds in between."""
 
-    def __init__(self, start: Callable[[dict[str, Any]], None]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[dict[str, Any]], None], pause: float = 0.0) -> None:
+        self._start, self._pause = start, pause
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Event, dict[str, Any]]] = deque()
         self._thread: threading.Thread | None = None
@@ -68,9 +71,12 @@ class Starter:
                 event = self._waiting[0][0]
             event.synchronize()
             with self._changed:
-                # Others may have been forgotten meanwhile, or come.
-                while self._waiting and self._waiting[0][0] is event:
-                    self._start(self._waiting.popleft()[1])
+                # Others may have been forgotten meanwhile, or come, and be due as well.
+                while self._waiting and (self._waiting[0][0] is event or self._waiting[0][0].query()):
+                    event, load = self._waiting.popleft()
+                    self._start(load)
+            if self._pause:
+                time.sleep(self._pause)
 
 
 class _Passed:

@@ -54,6 +54,8 @@ class WorkerSide:
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
+        #: Whether the stream may have got more to write than what that event is behind.
+        self.writes = True
         self.shares = Shares(kv_cache_config)
         self.starter = Starter(self._load)
         #: Where it is known layer by layer what a step has written.
@@ -103,6 +105,7 @@ class WorkerSide:
             transport=self.transport,
             handshake=self.options.handshake,
             concurrent=self.options.concurrent,
+            least_ahead=self.options.least_ahead,
             lowering=self.options.lowering,
             audit=self.options.audited(),
             **self.options.address(0),
@@ -190,6 +193,7 @@ class WorkerSide:
         if self.step is not None:
             self.step.end()
         self._mark_writes()
+        self.writes = True
 
     def _on_gpu(self) -> bool:
         """Whether steps work behind the engine's back: also where the cache lies in host memory."""
@@ -222,6 +226,7 @@ class WorkerSide:
             if ending.outcome == "done":
                 self._zero(ending)
                 self._land(ending.request)
+                self.writes = True
                 self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
                 results.finished_recving.update(self.shares.loaded(ending.request))
@@ -237,7 +242,10 @@ class WorkerSide:
                 continue
             results.finished_recving.add(ending.request)
             results.failed_recving.add(ending.request)
-        self._mark_writes()
+        if self.writes:
+            # An engine that only waits leaves the GPU, which may be another's as well, alone.
+            self._mark_writes()
+            self.writes = False
         return results
 
     def count(self, ending: Ending) -> None:

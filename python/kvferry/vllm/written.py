@@ -32,6 +32,10 @@ def is_known(vllm_config: Any, kv_cache_config: Any) -> bool:
     )
 
 
+#: Seconds between two words of a step: what they let others read ahead takes longer where it matters.
+PAUSE = 0.005
+
+
 class Written:
     """Tells a worker's agent what its steps write. `mark` gives a point of the stream on which the model computes, behind
     all that it was told to do; None where that is done already."""
@@ -46,7 +50,7 @@ class Written:
         for state, layers in keepers.items():
             for layer in layers:
                 self._states.setdefault(layer, []).append(state)
-        self._said = Starter(self._say)
+        self._said = Starter(self._say, PAUSE)
         #: The present step, if D knows of it, and the layers that it is through with.
         self._step = 0
         self._through: set[str] = set()

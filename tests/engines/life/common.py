@@ -6,12 +6,14 @@ import pytest
 
 from .inside import begin, pump
 
+#: What is tiny takes no time, and is read ahead all the same.
+AHEAD = {"extra": {"least_ahead": 0.0}}
 #: How the engines of a kind are started where a test does not care.
 USUAL = {
-    "qwen3": {"block_size": 32, "async_scheduling": False},
-    "gemma3": {"block_size": 32, "prefix": True},
-    "nemotron_h": {},
-    "falcon_h1": {},
+    "qwen3": AHEAD | {"block_size": 32, "async_scheduling": False},
+    "gemma3": AHEAD | {"block_size": 32, "prefix": True},
+    "nemotron_h": AHEAD,
+    "falcon_h1": AHEAD,
 }
 #: Options of a P whose leases are over soon.
 SHORT = {"lease": 1.0}

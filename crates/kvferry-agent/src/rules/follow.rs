@@ -102,6 +102,13 @@ impl Follower {
         &self.grant
     }
 
+    /// Whether there may be more to read in one go than this part, which is the next, if it waits.
+    pub fn may_grow(&self, part: &Part) -> bool {
+        // Layers that lack in what others have are read before anything that is new.
+        let rest = part.layers.is_some() && self.whole_steps(self.grant.tokens) >= part.tokens;
+        !self.sealed && !rest
+    }
+
     /// So many layers can be read one by one. What is complete is read before that is known, too.
     pub fn by_layer(&mut self, layers: usize) {
         self.layers = layers;
@@ -344,6 +351,25 @@ mod tests {
         // It is complete as far as some layers are not read yet.
         follower.hear(grant(0, 16, &[1, 2]), vec![step(8, 32)], false).unwrap();
         assert_eq!(follower.next(), None);
+    }
+
+    #[test]
+    fn what_cannot_grow_need_not_wait() {
+        let mut follower = follower(0, 64);
+        let grows = |follower: &Follower| follower.may_grow(&follower.next().unwrap());
+        follower.by_layer(2);
+        follower.hear(grant(0, 16, &[1, 2]), vec![step(7, 32)], false).unwrap();
+        assert!(grows(&follower), "by the next step");
+        follower.arrived(&follower.next().unwrap());
+        follower.written(7, [0]);
+        assert!(grows(&follower), "by the other layer");
+        follower.arrived(&follower.next().unwrap());
+        follower.hear(grant(0, 48, &[1, 2, 3]), vec![], false).unwrap();
+        assert!(!grows(&follower), "before the other layer is there, too, nothing new is read");
+        follower.arrived(&follower.next().unwrap());
+        assert!(grows(&follower));
+        follower.hear(grant(0, 64, &[1, 2, 3, 4]), vec![], true).unwrap();
+        assert!(!grows(&follower));
     }
 
     #[test]

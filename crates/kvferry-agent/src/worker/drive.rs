@@ -15,6 +15,7 @@ use super::core::{Core, QUARANTINED, Running};
 use super::growth::{Growing, Heard, follow};
 use super::load::{Ending, Load, Moments, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
+use super::options::Times;
 use super::peers::SourceEngine;
 use crate::background::after;
 use crate::metrics::Timings;
@@ -23,12 +24,7 @@ use crate::rules::lease::{Answer, Loss};
 use crate::rules::life::{Action, Event, Life, Stage};
 
 /// Lives one load, from the queue until nothing can land in its blocks any more.
-pub(super) async fn drive(
-    core: Arc<Core>,
-    load: Arc<Load>,
-    running: Arc<Running>,
-    handshake: Duration,
-) {
+pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running>, times: Times) {
     let began = Instant::now();
     let deadline = after(load.deadline);
     let (steps, mut happened) = unbounded_channel();
@@ -39,7 +35,7 @@ pub(super) async fn drive(
         running: running.clone(),
         steps,
         life: Life::default(),
-        handshake,
+        times,
         deadline,
         turn: None,
         queued: false,
@@ -94,8 +90,7 @@ struct Drive {
     running: Arc<Running>,
     steps: UnboundedSender<Step>,
     life: Life,
-    /// How long a handshake may take.
-    handshake: Duration,
+    times: Times,
     deadline: Instant,
     turn: Option<OwnedSemaphorePermit>,
     /// It waits for its turn.
@@ -185,7 +180,8 @@ impl Drive {
                 if self.growing.as_ref().is_some_and(Growing::ahead) {
                     self.ahead += moved.bytes;
                 }
-                self.growing.iter_mut().for_each(Growing::arrived);
+                let took = moved.post + moved.wire;
+                self.growing.iter_mut().for_each(|growing| growing.arrived(took));
                 Event::Arrived
             }
             Step::Moving(Progress::Failed(failure)) => {
@@ -273,7 +269,7 @@ impl Drive {
             return self.happen(event);
         }
         let Some(growing) = &mut self.growing else { return };
-        match growing.next() {
+        match growing.next(self.times.least_ahead) {
             Ok(true) if self.turn.is_none() => self.wait_for_turn(),
             Ok(true) => {
                 let last = growing.last();
@@ -302,7 +298,7 @@ impl Drive {
     fn hear_of_growth(&mut self) {
         let Some(engine) = self.engine.clone() else { return };
         let (peers, ticket) = (self.core.peers.clone(), self.load.ticket.clone());
-        let (steps, unreachable) = (self.steps.clone(), self.handshake);
+        let (steps, unreachable) = (self.steps.clone(), self.times.handshake);
         let task = follow(peers, engine, ticket, unreachable, move |heard| {
             _ = steps.send(Step::Heard(heard));
         });
@@ -365,7 +361,7 @@ impl Drive {
     fn shake_hands(&mut self) {
         let (core, ticket) = (self.core.clone(), self.load.ticket.clone());
         // In its own time and on its own: it goes on for others when this load ends.
-        let deadline = after(self.handshake);
+        let deadline = after(self.times.handshake);
         let known = tokio::spawn(async move { core.peers.known(&ticket, deadline).await });
         self.spawn(async move {
             match known.await {

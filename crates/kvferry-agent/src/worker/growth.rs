@@ -33,6 +33,8 @@ pub(super) struct Growing {
     /// What its ranks have said, once it is read by layers.
     words: Option<Words>,
     part: Option<Part>,
+    /// Seconds that a token took, of all layers, when one was read last.
+    each: Option<f64>,
 }
 
 impl Growing {
@@ -44,7 +46,7 @@ impl Growing {
         let from = held.map(|(_, cached)| *cached).min().unwrap_or(0);
         let pace = Pace { from, to: load.tokens, step: growth.step };
         let follower = Follower::of(load.grant.clone(), pace);
-        Self { growth, follower, heard: None, words: None, part: None }
+        Self { growth, follower, heard: None, words: None, part: None, each: None }
     }
 
     /// Takes note of what the engine says, for when nothing is in flight.
@@ -66,13 +68,28 @@ impl Growing {
         }
     }
 
-    /// Chooses what to read next. Nothing is in flight. Answers whether there is anything.
-    pub(super) fn next(&mut self) -> Result<bool, Contradiction> {
+    /// Chooses what to read next. Nothing is in flight. Answers whether there is anything that is worth it:
+    /// before the end, what takes less than so long waits for more.
+    pub(super) fn next(&mut self, least_ahead: Duration) -> Result<bool, Contradiction> {
         if let Some((grant, in_flight, sealed)) = self.heard.take() {
             self.follower.hear(grant, in_flight, sealed)?;
         }
-        self.part = self.follower.next();
+        self.part = self.follower.next().filter(|part| {
+            let takes = self.each.map(|each| each * self.tokens(part));
+            let worth_it = takes.is_none_or(|takes| takes >= least_ahead.as_secs_f64());
+            worth_it || !self.follower.may_grow(part)
+        });
         Ok(self.part.is_some())
+    }
+
+    /// As many tokens of all layers as there is to read in a part.
+    fn tokens(&self, part: &Part) -> f64 {
+        let all = self.words.as_ref().map_or(0, |words| words.plan.layers().len());
+        let share = match &part.layers {
+            Some(layers) if all > 0 => layers.len() as f64 / all as f64,
+            _ => 1.0,
+        };
+        part.tokens.saturating_sub(part.held) as f64 * share
     }
 
     /// Whether what is to be read is all that is left.
@@ -91,9 +108,13 @@ impl Growing {
         Some(self.words.as_ref()?.plan.of(|layer| layers.contains(&layer)))
     }
 
-    /// What was chosen has arrived.
-    pub(super) fn arrived(&mut self) {
+    /// What was chosen has arrived, after so long.
+    pub(super) fn arrived(&mut self, took: Duration) {
         if let Some(part) = self.part.take() {
+            let tokens = self.tokens(&part);
+            if tokens > 0.0 {
+                self.each = Some(took.as_secs_f64() / tokens);
+            }
             self.follower.arrived(&part);
         }
     }

@@ -17,6 +17,7 @@ mod load;
 mod mover;
 mod options;
 mod peers;
+mod replicas;
 mod words;
 
 use std::sync::Arc;
@@ -125,7 +126,7 @@ impl Worker {
         // Of the highest level: what it says belongs to every line within, whatever is logged.
         let (engine, theirs) = (&load.ticket.engine, &load.ticket.request);
         let span = error_span!("load", request = load.request, from = engine, theirs);
-        let driven = drive(self.core.clone(), Arc::new(load), running, self.options.handshake);
+        let driven = drive(self.core.clone(), Arc::new(load), running, self.options.times());
         self.background.spawn(driven.instrument(span));
         Ok(())
     }

@@ -24,6 +24,9 @@ pub struct WorkerOptions {
     pub handshake: Duration,
     /// How many requests read at once; the others wait in the queue.
     pub concurrent: usize,
+    /// While a source computes, reads ahead whatever takes at least so long. What takes less waits for more:
+    /// it hides nothing, and costs both sides a read.
+    pub least_ahead: Duration,
     /// How many of the requests are audited: compared with what the source holds before they are used.
     pub audit: Audit,
     /// A quiet connection to another engine is tried this often.
@@ -34,7 +37,18 @@ pub struct WorkerOptions {
     pub version: Version,
 }
 
+/// What a load needs to know of that.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Times {
+    pub(super) handshake: Duration,
+    pub(super) least_ahead: Duration,
+}
+
 impl WorkerOptions {
+    pub(super) fn times(&self) -> Times {
+        Times { handshake: self.handshake, least_ahead: self.least_ahead }
+    }
+
     /// For an engine of so many ranks.
     pub fn new(ranks: u32) -> Self {
         Self {
@@ -44,6 +58,7 @@ impl WorkerOptions {
             trust: Trust::Loopback,
             handshake: Duration::from_secs(10),
             concurrent: 64,
+            least_ahead: Duration::from_millis(2),
             audit: Audit::SAMPLED,
             keepalive: Duration::from_secs(5),
             lowering: Choice::Auto,

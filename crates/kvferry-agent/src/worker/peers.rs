@@ -12,6 +12,7 @@ use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::introduced::Introduced;
+use super::replicas::without_far_ones;
 use crate::background::after;
 use crate::carrier::{Carrier, Source};
 use crate::error::{Error, Misbehaviour, PeerError};
@@ -86,6 +87,38 @@ pub(super) struct SourceEngine {
     pub(super) ranks: Vec<u32>,
     /// What audits have found.
     pub(super) trial: Arc<Mutex<Trial>>,
+}
+
+/// What is read of an engine, and from whom: all but the plan by source.
+struct Readable {
+    plan: Plan,
+    manifests: Vec<Manifest>,
+    ranks: Vec<u32>,
+    sources: Vec<Option<Box<dyn Source>>>,
+}
+
+impl Readable {
+    /// Without ranks that are far, where nearer ones hold the same.
+    fn without_far_ones(self, own: &Manifest) -> Self {
+        let Self { plan, manifests, ranks, sources } = self;
+        let Some((plan, kept)) = without_far_ones(own, &manifests, &sources) else {
+            return Self { plan, manifests, ranks, sources };
+        };
+        let far: Vec<u32> =
+            (0..ranks.len()).filter(|at| !kept.contains(at)).map(|at| ranks[at]).collect();
+        info!(?far, "what several ranks hold is read from those that are nearer");
+        Self {
+            plan,
+            manifests: of(&kept, manifests),
+            ranks: of(&kept, ranks),
+            sources: of(&kept, sources),
+        }
+    }
+}
+
+fn of<T>(kept: &[usize], all: Vec<T>) -> Vec<T> {
+    let all = all.into_iter().enumerate();
+    all.filter(|(at, _)| kept.contains(at)).map(|(_, one)| one).collect()
 }
 
 impl Rank {
@@ -206,17 +239,21 @@ impl Peers {
                 .map_err(|error| Failure::Refused(error.to_string()))
         });
         let manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
-        let manifests = Arc::new(manifests);
-        let (own, theirs) = (self.rank.manifest.clone(), manifests.clone());
+        let own = self.rank.manifest.clone();
         // Compiled here as well: what this rank writes into its memory it proves itself.
-        let plan = tokio::task::spawn_blocking(move || {
-            Plan::compile(&own, &theirs.iter().collect::<Vec<_>>())
+        let compiled = tokio::task::spawn_blocking(move || {
+            (Plan::compile(&own, &manifests.iter().collect::<Vec<_>>()), manifests)
         });
-        let plan =
-            plan.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
+        let (plan, manifests) =
+            compiled.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
         let plan = plan.map_err(|error| Failure::Refused(error.to_string()))?;
         let ranks = cards.iter().map(|card| card.rank).collect();
         let sources = self.connect(&plan, cards, deadline).await?;
+        let readable = Readable { plan, manifests, ranks, sources };
+        let own = self.rank.manifest.clone();
+        let readable = tokio::task::spawn_blocking(move || readable.without_far_ones(&own)).await;
+        let Readable { plan, manifests, ranks, sources } =
+            readable.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
         if version < Version::ORIGINS {
             warn!(
                 address,
@@ -238,6 +275,7 @@ impl Peers {
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
+        let manifests = Arc::new(manifests);
         let (address, layers) = (address.to_owned(), tokio::sync::OnceCell::new());
         Ok(SourceEngine { address, incarnation, plan, layers, manifests, sources, ranks, trial })
     }

@@ -1,5 +1,6 @@
 //! An engine of a few ranks, and what it does with a request.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, granted, tab
 pub struct Rank {
     pub worker: Worker,
     pub memory: Arc<Memory>,
-    pub heads: std::ops::Range<u64>,
+    pub heads: Range<u64>,
     pub held: Option<Arc<Held>>,
 }
 
@@ -59,6 +60,8 @@ pub struct Recipe {
     pub lie: u64,
     /// Within a block all tokens of a head lie together, not all heads of a token.
     pub by_head: bool,
+    /// Every rank holds all heads.
+    pub replicated: bool,
     /// Whether its transport can be made to do wrong, by the switch.
     pub faulty: bool,
     pub switch: Switch,
@@ -74,10 +77,16 @@ impl Recipe {
             by: By::Tcp,
             model: "tiny",
             scheduler: SchedulerOptions::new(name),
-            // Audits are what some tests are about; the others are about what comes before and after.
-            worker: WorkerOptions { audit: Audit::OFF, ..WorkerOptions::new(tp as u32) },
+            // Audits are what some tests are about; the others are about what comes before and after. What is
+            // tiny takes no time, and is read all the same.
+            worker: WorkerOptions {
+                audit: Audit::OFF,
+                least_ahead: Duration::ZERO,
+                ..WorkerOptions::new(tp as u32)
+            },
             lie: 0,
             by_head: false,
+            replicated: false,
             faulty: false,
             switch: Switch::default(),
             prices: |_| Price { launch: 0.0, copy: 512.0, byte: 0.125 },
@@ -107,11 +116,12 @@ impl Recipe {
 
     pub fn start(self) -> Engine {
         let scheduler = Scheduler::start(self.scheduler).unwrap();
-        let heads = HEADS / self.tp;
+        let heads = if self.replicated { HEADS } else { HEADS / self.tp };
         let ranks = (0..self.tp).map(|rank| {
             let block = TOKENS_PER_BLOCK * heads * DIM;
             let memory = Memory::new((block * u64::from(BLOCKS)) as usize);
-            let mut draft = draft(self.name, self.model, rank, heads, &memory);
+            let first = if self.replicated { 0 } else { rank * heads };
+            let mut draft = draft(self.name, self.model, rank, first..first + heads, &memory);
             let region = Region::host(memory.base(), memory.bytes as u64);
             let mut held = None;
             let carrier = match self.by {
@@ -158,7 +168,7 @@ impl Recipe {
             draft.groups[0].blocks += (self.lie / block) as u32;
             let manifest = Manifest::new(draft).unwrap();
             let worker = Worker::start(self.worker.clone(), manifest, carrier).unwrap();
-            Rank { worker, memory, heads: rank * heads..(rank + 1) * heads, held }
+            Rank { worker, memory, heads: first..first + heads, held }
         });
         let ranks: Vec<Rank> = ranks.collect();
         let engine = Engine { scheduler, ranks };
@@ -167,7 +177,8 @@ impl Recipe {
     }
 }
 
-fn draft(engine: &str, model: &str, rank: u64, heads: u64, memory: &Memory) -> Draft {
+fn draft(engine: &str, model: &str, rank: u64, held: Range<u64>, memory: &Memory) -> Draft {
+    let heads = held.end - held.start;
     Draft {
         identity: [("model".to_owned(), model.to_owned())].into(),
         engine: engine.to_owned(),
@@ -192,7 +203,7 @@ fn draft(engine: &str, model: &str, rank: u64, heads: u64, memory: &Memory) -> D
             pieces: vec![Piece {
                 state: "layers.0/kv".to_owned(),
                 kind: 0,
-                bounds: StateBox::new([rank * heads..(rank + 1) * heads, 0..DIM]),
+                bounds: StateBox::new([held, 0..DIM]),
                 phase: Phase::ALL,
                 need: None,
                 view: View {
