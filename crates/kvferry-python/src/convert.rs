@@ -1,8 +1,10 @@
-//! Rust's data as Python's objects, and tickets and times the other way, without a detour through text.
+//! Rust's data as Python's objects, and tickets, times and addresses the other way, without a detour through text.
 
-use std::time::Duration;
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::{Duration, SystemTime};
 
-use kvferry_agent::{Incarnation, Ticket};
+use kvferry_agent::{Incarnation, Origin, Ticket};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -105,4 +107,31 @@ pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     let wrong = |_| PyValueError::new_err(format!("{name}: {value} is not a number of seconds"));
     // A century is for ever, and far from where clocks overflow.
     Duration::try_from_secs_f64(value.min(3.2e9)).map_err(wrong)
+}
+
+/// An address, or the first of those that a name stands for. `purpose` is what it is wanted for: how
+/// the option is called depends on who asks.
+pub(crate) fn address(
+    purpose: &str,
+    host: impl ToSocketAddrs + fmt::Debug,
+) -> PyResult<SocketAddr> {
+    let wrong = |why: String| {
+        PyValueError::new_err(format!("{host:?} is not an address to {purpose}: {why}"))
+    };
+    let mut found = host.to_socket_addrs().map_err(|error| wrong(error.to_string()))?;
+    found.next().ok_or_else(|| wrong("the name does not stand for any".to_owned()))
+}
+
+/// What a cache was computed from, as the engine says.
+pub(crate) fn read_origin(bytes: &[u8]) -> PyResult<Origin> {
+    let wrong = |_| {
+        let message = format!("origin has {} bytes, but must have 16", bytes.len());
+        PyValueError::new_err(message)
+    };
+    Ok(Origin(bytes.try_into().map_err(wrong)?))
+}
+
+/// Seconds, by the wall clock.
+pub(crate) fn since_1970(at: SystemTime) -> f64 {
+    at.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

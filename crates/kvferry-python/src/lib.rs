@@ -1,15 +1,20 @@
 //! `kvferry._core`: manifests and plans for Python. The stubs beside the Python sources
 //! (`python/kvferry/_core.pyi`) document it for its users.
 
-mod agent;
 mod convert;
+mod ending;
 mod errors;
 mod facts;
+mod half;
 mod log;
 mod manifest;
+mod metrics;
 mod plan;
+mod scheduler;
 mod stock;
 mod transports;
+mod trust;
+mod worker;
 
 use pyo3::prelude::*;
 
@@ -17,7 +22,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::agent::{Ending, Scheduler, Worker, metrics};
+    use super::ending::Ending;
     #[pymodule_export]
     use super::facts::{facts, solve, states};
     #[pymodule_export]
@@ -25,11 +30,17 @@ mod _core {
     #[pymodule_export]
     use super::manifest::Manifest;
     #[pymodule_export]
+    use super::metrics::metrics;
+    #[pymodule_export]
     use super::plan::{Plan, Summary, compile};
+    #[pymodule_export]
+    use super::scheduler::Scheduler;
     #[pymodule_export]
     use super::stock::{Bell, introduce};
     #[pymodule_export]
     use super::version;
+    #[pymodule_export]
+    use super::worker::Worker;
 }
 
 /// The version of this build.

@@ -9,10 +9,10 @@ use kvferry_transport::nixl::{self, NixlOptions, describe_foreign};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::agent::Worker;
 use crate::errors;
 use crate::manifest::Manifest;
 use crate::transports::site_packages;
+use crate::worker::Worker;
 
 /// Makes an engine known to a worker that runs no agent.
 #[pyfunction]

@@ -1,0 +1,211 @@
+//! `kvferry.Worker`: the half of an agent that reads.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvferry_agent::{self as agent, Audit, Error, Grant, Load, WorkerOptions};
+use kvferry_layout::{self as layout, Place};
+use kvferry_transport::tcp::TcpOptions;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::convert::{address, read_origin, read_ticket, seconds};
+use crate::ending::Ending;
+use crate::errors;
+use crate::half::Half;
+use crate::manifest::Manifest;
+use crate::plan::Asked;
+use crate::transports::{by_name, site_packages};
+use crate::trust::trust;
+
+/// The worker half of an agent.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct Worker {
+    /// Its carrier owns what keeps the registered memory alive, and gives it up last: whoever shares
+    /// this half, a thread that waits for instance, may touch the memory.
+    pub(crate) half: Half<agent::Worker>,
+    /// What of the memory this process can write.
+    host: Vec<layout::Region>,
+}
+
+#[pymethods]
+impl Worker {
+    #[new]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn new(
+        manifest: &Bound<'_, Manifest>,
+        ranks: u32,
+        memory: Py<PyAny>,
+        transport: &str,
+        bind: &str,
+        advertise: Option<&str>,
+        key: Option<&str>,
+        key_file: Option<PathBuf>,
+        tls: Option<(PathBuf, PathBuf, PathBuf)>,
+        insecure: bool,
+        handshake: f64,
+        concurrent: usize,
+        least_ahead: f64,
+        lowering: &str,
+        audit: f64,
+    ) -> PyResult<Self> {
+        let py = manifest.py();
+        let failed = |error: Error| errors::agent(py, &error);
+        let bound = address("listen on", bind)?;
+        let audit = Audit::fraction(audit).map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let options = WorkerOptions {
+            // A port that was named is the transport's.
+            bind: SocketAddr::new(bound.ip(), 0),
+            advertise: advertise.map(str::to_owned),
+            audit,
+            trust: trust(key, key_file, tls, insecure).map_err(failed)?,
+            handshake: seconds("handshake", handshake)?,
+            concurrent,
+            least_ahead: seconds("least_ahead", least_ahead)?,
+            lowering: lowering.parse().map_err(PyValueError::new_err::<String>)?,
+            ..WorkerOptions::new(ranks)
+        };
+        let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
+        let advertise = advertise.map(|address| address.ip());
+        let tcp = TcpOptions { bind: bound, advertise, ..TcpOptions::default() };
+        let site_packages = site_packages(py)?;
+        let manifest = Arc::clone(&manifest.get().0);
+        let memory = Arc::new(memory);
+        let made = py.detach(|| {
+            let carrier = by_name(transport, tcp, site_packages, manifest.regions(), memory)?;
+            agent::Worker::start(options, layout::Manifest::clone(&manifest), carrier)
+        });
+        let half = Half::new(made.map_err(failed)?);
+        let host = manifest.regions().iter().filter(|region| region.place == Place::Host);
+        Ok(Self { half, host: host.copied().collect() })
+    }
+
+    fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let half = self.half.get(py)?;
+        let card = py.detach(|| half.card()).map_err(|error| errors::agent(py, &error))?;
+        Ok(PyBytes::new(py, &card.to_bytes()))
+    }
+
+    #[pyo3(
+        signature = (request, ticket, *, deadline=60.0, patience=60.0, rest=true, granted=None, origin=None, **tables),
+        text_signature = "($self, request, ticket, *, deadline=60.0, patience=60.0, rest=True, \
+                          granted=None, origin=None, tokens, source_blocks=None, destination_blocks, cached=None, \
+                          source_first=None, destination_first=None)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn load(
+        &self,
+        request: String,
+        ticket: &Bound<'_, PyDict>,
+        deadline: f64,
+        patience: f64,
+        rest: bool,
+        granted: Option<u64>,
+        origin: Option<&[u8]>,
+        tables: Option<Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let py = ticket.py();
+        let half = self.half.get(py)?;
+        let asked = Asked::read(tables)?;
+        let grant = match asked.source {
+            Some(tables) => {
+                let epoch = ticket.get_item("epoch")?.map(|epoch| epoch.extract()).transpose();
+                let epoch = epoch.map_err(|_| {
+                    PyValueError::new_err("this is not a ticket: 'epoch' is not a number")
+                })?;
+                let tokens = granted.unwrap_or(asked.tokens);
+                Some(Grant { epoch: epoch.unwrap_or(0), tokens, tables })
+            }
+            None if granted.is_some() => {
+                let message =
+                    "granted says how many tokens the source_blocks hold, which are missing";
+                return Err(PyValueError::new_err(message));
+            }
+            // Asked for where they are.
+            None => None,
+        };
+        let load = Load {
+            request,
+            ticket: read_ticket(ticket)?,
+            grant,
+            origin: origin.map(read_origin).transpose()?,
+            tokens: asked.tokens,
+            cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
+            destination: asked.destination,
+            deadline: seconds("deadline", deadline)?,
+            patience: seconds("patience", patience)?,
+            rest,
+        };
+        py.detach(|| half.load(load)).map_err(|error| errors::agent(py, &error))
+    }
+
+    fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        // These three only leave a word behind: not worth letting go of the interpreter.
+        self.half.get(py)?.begin_step(step);
+        Ok(())
+    }
+
+    fn wrote(&self, py: Python<'_>, step: u64, states: Vec<String>) -> PyResult<()> {
+        self.half.get(py)?.wrote(step, states);
+        Ok(())
+    }
+
+    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.half.get(py)?.end_step(step);
+        Ok(())
+    }
+
+    fn abort(&self, py: Python<'_>, request: &str) -> PyResult<()> {
+        let half = self.half.get(py)?;
+        py.detach(|| half.abort(request));
+        Ok(())
+    }
+
+    #[pyo3(signature = (timeout=0.0))]
+    fn endings(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<Ending>> {
+        let half = self.half.get(py)?;
+        let until = Instant::now() + seconds("timeout", timeout)?;
+        // Given up without the interpreter: if it was closed meanwhile, this share is the last.
+        let notices = py.detach(move || half.wait(until));
+        Ok(notices.into_iter().map(Ending::new).collect())
+    }
+
+    fn zero(&self, py: Python<'_>, ending: &Ending) -> PyResult<()> {
+        let inside = |at: u64, bytes: u64| {
+            self.host.iter().any(|region| {
+                at.checked_sub(region.base).and_then(|from| region.bytes.checked_sub(from))
+                    >= Some(bytes)
+            })
+        };
+        if !ending.areas().all(|[at, bytes]| inside(at, bytes)) {
+            let message = "what is left of this request lies outside of this worker's host memory";
+            return Err(PyValueError::new_err(message));
+        }
+        let areas: Vec<_> = ending.areas().collect();
+        // Shared throughout: nobody frees the memory meanwhile.
+        let half = self.half.get(py)?;
+        py.detach(move || {
+            for &[at, bytes] in &areas {
+                // SAFETY: inside registered memory of this process, which `half` keeps alive and which
+                // nobody has a Rust reference to. The engine has not yet been told that the blocks are
+                // its own.
+                unsafe { std::ptr::write_bytes(at as *mut u8, 0, bytes as usize) };
+            }
+            drop(half);
+        });
+        Ok(())
+    }
+
+    fn metrics(&self, py: Python<'_>) -> PyResult<String> {
+        let half = self.half.get(py)?;
+        Ok(py.detach(|| half.metrics()))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.half.close());
+    }
+}
