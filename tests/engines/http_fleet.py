@@ -87,6 +87,8 @@ class Announcer:
 
     def __init__(self, fleet):
         self.fleet, self.names = fleet, set()
+        #: The last word about each server that was removed.
+        self._last_words = []
         self._lock, self._end = threading.Lock(), threading.Event()
 
     @contextlib.contextmanager
@@ -104,13 +106,19 @@ class Announcer:
             self.names.update(names)
 
     def remove(self, name):
-        """Returns when the router no longer has it."""
-        said = f"Remove {role_of(name).capitalize()} [HTTP:{self._address(name)},"
-        log = self.fleet.log("router2")
-        before = log.read_text(errors="replace").count(said)
+        """Returns when the router no longer has it, and has read all that was sent about it: on a slow machine it may
+        forget a server, and then read an older message that names it."""
+        word = f"no more of {name}"
         with self._lock:
             self.names.remove(name)
-        until(f"the router forgets {name}", ANSWER, lambda: log.read_text(errors="replace").count(said) > before)
+            self._last_words.append(word)
+        told = f" {role_of(name).capitalize()} [HTTP:{self._address(name)},"
+
+        def forgotten():
+            log = self.fleet.log("router2").read_text(errors="replace")
+            return f"Unknown service type '{word}'" in log and log.rfind(f"Remove{told}") > log.rfind(f"Add{told}")
+
+        until(f"the router forgets {name}", ANSWER, forgotten)
 
     def _address(self, name):
         return self.fleet.url(name).removeprefix("http://")
@@ -121,13 +129,16 @@ class Announcer:
             told.linger = 0
             told.connect(f"tcp://{self.fleet.told_at}")
             while not self._end.wait(0.5):
-                with self._lock:
-                    names = sorted(self.names)
-                for name in names:
-                    # The second address is for a connector of vLLM's that kvferry does not use.
-                    address = self._address(name)
-                    kind = role_of(name)[0].upper()
-                    told.send(
-                        msgspec.msgpack.encode({"type": kind, "http_address": address, "zmq_address": address}),
-                        zmq.NOBLOCK,
-                    )
+                for message in self._messages():
+                    told.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+
+    def _messages(self):
+        with self._lock:
+            names, words, self._last_words = sorted(self.names), self._last_words, []
+        for name in names:
+            # The second address is for a connector of vLLM's that kvferry does not use.
+            address = self._address(name)
+            yield {"type": role_of(name)[0].upper(), "http_address": address, "zmq_address": address}
+        for word in words:
+            # The router says that it does not know such a type, and does no more.
+            yield {"type": word, "http_address": "", "zmq_address": ""}
