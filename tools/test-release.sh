@@ -23,5 +23,5 @@ fi
 KVFERRY_OLDER=$("$tree/tools/python-env.sh" dev)
 vllm=$("$KVFERRY_OLDER" -c 'import importlib.metadata as m; print(m.version("vllm").partition("+")[0])')
 export KVFERRY_OLDER KVFERRY_OTHER_VLLM="$vllm=$KVFERRY_OLDER"
-tools/test-python.sh tests/engines/test_versions.py -k both_ways "$@"
+tools/test-python.sh tests/engines/test_versions.py::test_a_pair_of_versions_hands_over_both_ways "$@"
 tools/test-python.sh tests/engines/test_rolling.py -s "$@"

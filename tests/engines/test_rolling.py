@@ -1,5 +1,6 @@
 """Two prefill and two decode servers behind `vllm-router`, each with a MultiConnector: they are restarted one
-after the other while requests go on, and come back with the addresses of others.
+after the other while requests go on, and come back with the addresses of others. Then servers are added that nobody has
+heard of, and others leave for good.
 
 With the Python of an environment in KVFERRY_OLDER, all four begin in that one, and come back with today's kvferry: a
 change from an earlier release (`tools/test-release.sh`). Each has kvferry alone then: what an earlier release did
@@ -13,6 +14,7 @@ on to ask it. Whatever else fails is a mistake of ours.
 import contextlib
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -21,9 +23,9 @@ import time
 import openai
 import pytest
 from environment import REMOTE_DECODE
-from http_fleet import DECODE, PREFILL, SERVERS, Fleet
+from http_fleet import ADDED, DECODE, PREFILL, SERVERS, Announcer, Fleet, role_of
 from http_pair import ANSWER, START, free_ports, save_tokenizer, until
-from test_served import ask, text
+from test_served import ask, operate, text
 from tiny import save_model
 
 pytestmark = pytest.mark.more
@@ -48,7 +50,8 @@ def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fleet")
     save_tokenizer(save_model("qwen3", folder / "qwen3"))
     # Each has its address for good, as in a cluster: whoever comes back has another engine's.
-    ports = dict(zip(SERVERS, free_ports(len(SERVERS)), strict=True))
+    names = (*SERVERS, *ADDED)
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     fleet = Fleet(
         folder / "qwen3",
         folder,
@@ -75,12 +78,12 @@ def loads(fleet, who):
     return fleet.metric(who, "kvferry_loads_total", outcome="done")
 
 
-def nothing_is_held(fleet):
-    for who in SERVERS:
+def nothing_is_held(fleet, *who):
+    for name in who or fleet.servers():
         until(
-            f"every block of {who} comes back",
+            f"every block of {name} comes back",
             LEASE + ANSWER,
-            lambda who=who: fleet.used_blocks(who, BLOCKS) == 0,
+            lambda name=name: fleet.used_blocks(name, BLOCKS) == 0,
         )
 
 
@@ -106,9 +109,11 @@ def alone(fleet, prompt):
 class Load:
     """Requests that go on and on, each with another prompt: the other connector knows none of them."""
 
-    def __init__(self, fleet, seed):
-        self.fleet, self.draw = fleet, random.Random(seed)
+    def __init__(self, fleet, seed, router="router"):
+        self.fleet, self.draw, self.router = fleet, random.Random(seed), router
         self.answers = {}
+        #: Prompts that wait for their answer.
+        self.waiting = set()
         #: What the router said it could not do, and what servers that are ending said.
         self.dropped, self.ending = [], []
         self.failed = []
@@ -121,7 +126,9 @@ class Load:
             while not end.is_set():
                 with lock:
                     prompt = text(self.draw, self.draw.randrange(40, 400))
+                    self.waiting.add(prompt)
                 self.one(prompt)
+                self.waiting.discard(prompt)
                 end.wait(PAUSE)
 
         threads = [threading.Thread(target=client) for _ in range(clients)]
@@ -136,7 +143,7 @@ class Load:
 
     def one(self, prompt):
         try:
-            self.answers[prompt] = ask(self.fleet, "router", prompt)
+            self.answers[prompt] = ask(self.fleet, self.router, prompt)
         except openai.APIStatusError as error:
             said = f"{error.status_code} {error.response.text}"
             if is_the_routers(said):
@@ -154,6 +161,11 @@ class Load:
         already = len(self.answers)
         until("requests are answered", START, lambda: len(self.answers) >= already + count)
 
+    def those_under_way_end(self):
+        """Until none is left of those that wait now."""
+        before = set(self.waiting)
+        until("those under way end", START, lambda: not before & self.waiting)
+
     def check(self, most=60):
         some = self.draw.sample(list(self.answers), min(most, len(self.answers)))
         wrong = [prompt for prompt in some if self.answers[prompt] != alone(self.fleet, prompt)]
@@ -168,6 +180,8 @@ class Load:
 
 #: What the router answers itself, where it has no server or cannot reach one.
 ROUTERS_WORDS = ("no healthy", "no available", "policy failed to select a worker", "error sending request")
+#: What it answers where it has heard of no server for five seconds: whoever tells it has been too slow.
+UNHEARD = "no workers available via service discovery"
 
 
 #: What vLLM's engine says when nothing is left to compute, to keep or to hand over.
@@ -177,7 +191,7 @@ ENDING = "cannot schedule new futures after shutdown"
 
 
 def is_the_routers(said):
-    return any(words in said.lower() for words in ROUTERS_WORDS)
+    return any(words in said.lower() for words in (*ROUTERS_WORDS, UNHEARD))
 
 
 def test_one_after_the_other_is_replaced(fleet):
@@ -227,5 +241,57 @@ def promised(fleet, who, prompt):
 
 def takes_part(fleet, who):
     """A server that came back takes part again: its requests are handed over."""
-    name = "kvferry_leases_confirmed_total" if who in PREFILL else "kvferry_loads_total"
+    name = "kvferry_leases_confirmed_total" if role_of(who) == "prefill" else "kvferry_loads_total"
     until(f"{who} takes part", START, lambda: fleet.metric(who, name) > 0)
+
+
+# The last: two of the first servers are no longer there.
+def test_servers_come_that_nobody_knew_and_others_leave_for_good(fleet):
+    load = Load(fleet, 5, "router2")
+    leaving = ("prefill2", "decode2")
+    with Announcer(fleet).running() as announcer:
+        announcer.add(*SERVERS)
+        fleet.start("router2")
+        with load.running():
+            load.goes_on()
+            # One at a time: no more than five run at once.
+            for new, old in zip(ADDED, leaving, strict=True):
+                fleet.start(new)
+                assert served(fleet, new) == 0
+                announcer.add(new)
+                takes_part(fleet, new)
+                leave(fleet, announcer, load, old)
+            load.goes_on()
+            # The two that came also hand over to each other.
+            (prompt,) = asked(1, 6)
+            before = loads(fleet, "decode3")
+            ticket = promised(fleet, "prefill3", prompt)
+            assert ask(fleet, "decode3", prompt, kv_transfer_params=ticket) == alone(fleet, prompt)
+            until("decode3 has loaded it", ANSWER, lambda: loads(fleet, "decode3") > before)
+    load.check()
+    # Whoever leaves has left the router first: nobody is turned away, or asks a server that is not there.
+    assert not load.ending, load.ending
+    assert all(UNHEARD in said.lower() for said in load.dropped), load.dropped
+    assert sorted(fleet.servers()) == ["decode", "decode3", "prefill", "prefill3"]
+    nothing_is_held(fleet)
+
+
+def leave(fleet, announcer, load, who):
+    """As an operator takes a server away for good: first out of the router, then drained, then ended."""
+    announcer.remove(who)
+    load.those_under_way_end()
+    until(f"{who} has answered everybody", ANSWER, lambda: fleet.metric(who, "num_requests_running") == 0)
+    already = served(fleet, who)
+    load.goes_on()
+    address = re.findall(r"`kvferry drain (\S+)`", fleet.log(who).read_text(errors="replace"))[-1]
+    code, said = operate("drain", address, "--wait", str(LEASE + ANSWER // 2))
+    assert code == 0 and said.endswith("drained: nothing is left\n"), (who, code, said)
+    nothing_is_held(fleet, who)
+    assert served(fleet, who) == already, f"{who} is still asked"
+    end(fleet, who)
+    load.goes_on()
+
+
+def served(fleet, who):
+    """Requests that it has answered."""
+    return fleet.metric(who, "request_success_total")
