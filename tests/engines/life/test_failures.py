@@ -108,7 +108,8 @@ def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
     # Whoever does not hold the key is told nothing.
     key = tmp_path / "key"
     key.write_text("0123456789abcdef0123456789abcdef")
-    locked = Server(folder / "qwen3", "kv_producer", extra={"key_file": str(key)}, **USUAL["qwen3"])
+    options = USUAL["qwen3"] | {"extra": {"key_file": str(key)}}
+    locked = Server(folder / "qwen3", "kv_producer", **options)
     with contextlib.closing(locked):
         expect(decode, policy, prompt, locked.prefill([prompt])[0], alone)
 
