@@ -3,9 +3,9 @@
     tools/bench-vllm.sh [--model NAME] [--rounds N] [--starts N] [--lengths N,N,…]
                         [--contenders NAME,NAME,…] [--against NAME] [--concurrent N] [--chunk N] [--json]
 
-A pair of real vLLM engines (TP 1, on the GPU if there is one) per contender, all alive at once. In every round each pair gets
-one request of each length, or `--concurrent` of them at once, in random order. The clock runs from the
-moment P has finished the prompt until D's first token: what a user waits for beyond prefill. Ratios are
+A pair of real vLLM engines (TP 1, on the GPU if there is one) per contender, all alive at once. In every
+round each pair gets one request of each length, or `--concurrent` of them at once, in random order. The
+clock runs from the moment P has finished the prompt until D's first token: what a user waits for beyond prefill. Ratios are
 of medians over the same rounds; below 1 kvferry is faster. The first request of a pair, which includes
 the handshake, is counted apart. A second table has the whole time to the first token, prefill included.
 
