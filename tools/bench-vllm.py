@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -394,8 +395,11 @@ def main():
     arguments = parser.parse_args()
     arguments.lengths = [int(length) for length in arguments.lengths.split(",")]
     arguments.contenders = arguments.contenders.split(",")
+    for contender in arguments.contenders:
+        if wrong := wrong_with(contender):
+            parser.error(f"--contenders: '{contender}': {wrong}")
     if arguments.against not in arguments.contenders:
-        parser.error(f"without {arguments.against} there is nothing to compare with")
+        parser.error(f"{arguments.against} is not among the contenders: name one of them with --against")
     draw = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.model
@@ -408,6 +412,21 @@ def main():
     for which, what in enumerate(("P's end to D's first token", "request to first token")):
         print(f"{arguments.model}{at_once}: {what}, ms: median (quartiles)")
         table(arguments, measured, which, draw)
+
+
+def wrong_with(contender):
+    """Why there is no such contender, said before engines start for it; None where there is."""
+    name, at, rate = contender.partition("@")
+    if name not in CONTENDERS:
+        return f"there are {', '.join(CONTENDERS)}, and {name or 'nothing'} is none of them"
+    if not at:
+        return None
+    if name.partition("+")[0] != "tcp":
+        return "only tcp goes over the link whose rate is given behind '@'"
+    if not rate.isdecimal() or int(rate) == 0:
+        return f"'{rate}' is not a rate in MB/s: a whole number above 0, as in {name}@140"
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    return f"a link of a given rate needs {' and '.join(missing)} (iproute2)" if missing else None
 
 
 def table(arguments, measured, which, draw):
