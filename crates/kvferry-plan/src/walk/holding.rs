@@ -147,8 +147,7 @@ impl Walker<'_> {
         let alike = (ours.entries, ours.even, ours.split)
             == (theirs.entries, theirs.even, theirs.split)
             && ours.even * ours.split == ours.entries;
-        let starts = |walker: &Self| walker.kernel == 0 && walker.slot.within.entry == 0;
-        if !alike || !starts(self) || !starts(other) {
+        if !alike || !self.at_start() || !other.at_start() {
             return 0;
         }
         let blocks = usize::try_from(entries / ours.entries).unwrap_or(usize::MAX);
@@ -163,6 +162,11 @@ impl Walker<'_> {
             ids.iter().position(|id| *id == null).unwrap_or(ids.len())
         };
         live(other, live(self, blocks))
+    }
+
+    /// Whether this is where a block starts.
+    pub(crate) fn at_start(&self) -> bool {
+        self.kernel == 0 && self.slot.within.entry == 0
     }
 
     /// The ids from here on.

@@ -4,6 +4,7 @@ mod entries;
 mod holding;
 mod rest;
 mod rhythm;
+mod rounds;
 mod segments;
 mod slot;
 

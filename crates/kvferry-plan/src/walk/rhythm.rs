@@ -6,6 +6,7 @@ use kvferry_layout::{Law, Phase};
 
 use crate::request::{RequestError, Side, Table};
 use crate::walk::holding::{Holding, Walker};
+use crate::walk::rounds::Rounds;
 use crate::walk::segments::Segments;
 
 /// How a part's entries follow each other on the two sides. All parts with the same rhythm walk the
@@ -40,6 +41,7 @@ impl Rhythm {
         segments: &mut Segments,
     ) -> Result<(), RequestError> {
         let (all, modulus, held) = (self.phase.is_all(), self.phase.modulus, self.phase.held);
+        let mut rounds = Rounds::new(&self.source, &self.destination);
         let mut entry = first;
         while entry < end {
             let mut turn_end = end;
@@ -65,6 +67,16 @@ impl Rhythm {
                     }
                     source.skip_blocks(blocks)?;
                     destination.skip_blocks(blocks)?;
+                    continue;
+                }
+                let rounds = rounds.take(&source, &destination, turn_end - entry, segments);
+                if rounds.entries > 0 {
+                    entry += rounds.entries;
+                    if entry >= turn_end {
+                        break;
+                    }
+                    source.skip_blocks(rounds.blocks.0)?;
+                    destination.skip_blocks(rounds.blocks.1)?;
                     continue;
                 }
                 let even = source.even_left().min(destination.even_left());

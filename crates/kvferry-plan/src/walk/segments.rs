@@ -156,6 +156,23 @@ impl Segments {
         self.list.extend(pairs.map(segment));
     }
 
+    /// Numbers a stretch that repeats nothing, for [`push_numbered`](Self::push_numbered).
+    pub(crate) fn number_stretch(
+        &mut self,
+        source: Within,
+        destination: Within,
+        entries: u64,
+    ) -> u32 {
+        self.close();
+        self.number(Shape { entries, repeats: 1, source, destination, ..Shape::default() })
+    }
+
+    /// Adds stretches, none of which continues another or the one before.
+    pub(crate) fn push_numbered(&mut self, stretches: impl Iterator<Item = Segment>) {
+        self.close();
+        self.list.extend(stretches);
+    }
+
     /// Starts a new segment.
     fn open(&mut self, source: Slot, destination: Slot, entries: u64) {
         self.close();
