@@ -51,7 +51,7 @@ fn every_lowering_brings_the_same_bytes() {
             let bytes: u64 =
                 (0..to as usize).map(|rank| metric(&d, rank, "kvferry_read_bytes_total")).sum();
             match choice {
-                Choice::Only(Way::Packed) if by == By::Tcp => {
+                Choice::Only(Way::Packed) => {
                     assert_eq!(packed, bytes, "all of it was packed");
                     // Beside what was packed to measure by.
                     assert!(packed_for_peers(&p) > 0);

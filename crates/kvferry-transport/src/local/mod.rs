@@ -4,6 +4,9 @@
 //! copies a call, without a buffer between. The peer's own threads take no part in it. Questions for
 //! the peer's regions go over a [`tcp`](crate::tcp) connection on loopback.
 //!
+//! Short runs cost the kernel as much as long ones: where that is more than what packing takes, the peer packs
+//! them, and they come over that connection.
+//!
 //! Where the kernel does not let one process read the other (another user, a hardened container),
 //! everything goes over that connection instead: [`LocalPeer::route`] says so, and a warning does.
 //!
@@ -105,9 +108,8 @@ impl fmt::Debug for LocalPeer {
 
 const DESCRIPTION: &[u8; 8] = b"kvfy-loc";
 
-/// What a read takes through the kernel: `examples/price`, the best of four runs on a virtual machine
-/// with two busy cores, November 2026.
-const DIRECT: Price = Price { launch: 4_000.0, copy: 770.0, byte: 0.26 };
+/// Connections to each peer: one part of what is packed is scattered while the next is gathered.
+const LANES: usize = 2;
 
 impl Local {
     /// Starts the workers, and listens on loopback.
@@ -115,7 +117,7 @@ impl Local {
         let nonce = random()?;
         let identity = Arc::new(Identity::new(nonce));
         let tcp = Tcp::with_generation(
-            TcpOptions { connections: 1, ..TcpOptions::default() },
+            TcpOptions { connections: LANES, ..TcpOptions::default() },
             identity.clone(),
         )?;
         let workers = Workers::start(options.workers)?;
@@ -196,7 +198,7 @@ impl Transport for Local {
 
     fn price(&self, peer: &LocalPeer) -> Price {
         match &peer.0.direct {
-            Ok(_) => DIRECT,
+            Ok(direct) => direct.price(),
             Err(_) => self.tcp.price(&peer.0.tcp),
         }
     }
@@ -225,9 +227,10 @@ impl Transport for Local {
     }
 
     fn rates(&self, peer: &LocalPeer) -> Rates {
+        let over_tcp = self.tcp.rates(&peer.0.tcp);
         match &peer.0.direct {
-            Ok(_) => Rates { direct: DIRECT, packed: None },
-            Err(_) => self.tcp.rates(&peer.0.tcp),
+            Ok(direct) => Rates { direct: direct.price(), ..over_tcp },
+            Err(_) => over_tcp,
         }
     }
 
@@ -237,10 +240,10 @@ impl Transport for Local {
         loops: &Loops,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
-        match &peer.0.direct {
-            Ok(_) => self.read_loops(peer, loops, deadline),
-            Err(_) => self.tcp.read_packed(&peer.0.tcp, loops, deadline),
+        if peer.0.direct.is_ok() && self.tcp.rates(&peer.0.tcp).packed.is_none() {
+            return self.read_loops(peer, loops, deadline);
         }
+        self.tcp.read_packed(&peer.0.tcp, loops, deadline)
     }
 
     fn staging(&self) -> StagingStatistics {

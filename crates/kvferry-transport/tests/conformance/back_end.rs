@@ -46,7 +46,7 @@ impl BackEnd for LocalEnd {
     const NEEDS_THE_PEER: bool = false;
     const SEES_DEREGISTRATION: bool = true;
     const SETTLES_ALONE: bool = true;
-    const PACKS: bool = false;
+    const PACKS: bool = true;
 
     fn new() -> Result<Local, Error> {
         Local::new(LocalOptions::default())
