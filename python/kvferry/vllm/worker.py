@@ -54,8 +54,6 @@ class WorkerSide:
         self.ended: list[dict[str, Any]] = []
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
-        #: Whether the stream may have got more to write than what that event is behind.
-        self.writes = True
         self.shares = Shares(kv_cache_config)
         self.starter = Starter(self._load)
         #: Where it is known layer by layer what a step has written.
@@ -192,8 +190,10 @@ class WorkerSide:
             torch.accelerator.current_stream().synchronize()
         if self.step is not None:
             self.step.end()
-        self._mark_writes()
-        self.writes = True
+        if orders.writes or orders.shares:
+            # An engine that only waits, and steps every millisecond, leaves the GPU alone: it may be another's as
+            # well, whose work would stop for that.
+            self._mark_writes()
 
     def _on_gpu(self) -> bool:
         """Whether steps work behind the engine's back: also where the cache lies in host memory."""
@@ -220,13 +220,14 @@ class WorkerSide:
         results.finished_recving |= self.refused | self.shared
         results.failed_recving |= self.refused
         self.refused, self.shared = set(), set()
+        wrote = False
         for ending in self._endings():
             if ending.outcome != "settled":
                 self.count(ending)
             if ending.outcome == "done":
                 self._zero(ending)
                 self._land(ending.request)
-                self.writes = True
+                wrote = True
                 self.moved[ending.request] = ending.seconds["wire"]
                 results.finished_recving.add(ending.request)
                 results.finished_recving.update(self.shares.loaded(ending.request))
@@ -242,10 +243,8 @@ class WorkerSide:
                 continue
             results.finished_recving.add(ending.request)
             results.failed_recving.add(ending.request)
-        if self.writes:
-            # An engine that only waits leaves the GPU, which may be another's as well, alone.
+        if wrote:
             self._mark_writes()
-            self.writes = False
         return results
 
     def count(self, ending: Ending) -> None:
