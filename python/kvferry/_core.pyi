@@ -496,6 +496,10 @@ class Worker:
         """The engine begins a step that its scheduler has spoken of (`Scheduler.advance`): all steps before it
         are over, and what they write is written."""
 
+    def is_heard(self) -> bool:
+        """Whether anybody waits for what is written next. Where nobody does, it can be told later, with what is
+        written until then."""
+
     def wrote(self, step: int, states: Sequence[str]) -> None:
         """The present step has written all that it writes of these states: others may read that now."""
 

@@ -20,8 +20,14 @@ KEEPERS = {"layers.0/k": {"a"}, "layers.0/v": {"a"}, "layers.1/k": {"b"}, "layer
 class Agent:
     """Notes what it is told."""
 
+    #: Whether anybody listens to it.
+    listeners = True
+
     def __init__(self):
         self.heard, self.news = [], threading.Condition()
+
+    def is_heard(self):
+        return self.listeners
 
     def __getattr__(self, name):
         def call(*args, **options):
@@ -102,6 +108,38 @@ def test_on_a_gpu_a_layer_is_written_when_the_stream_has_passed_it():
         stream.go_on()
         assert agent.take(1) == [word]
     assert stream.marks == []
+    steps.close()
+
+
+def test_what_nobody_waits_for_is_said_with_the_next():
+    """It costs the engine's thread and the GPU nothing then."""
+    agent, stream = Agent(), Stream()
+    steps = Written(KEEPERS, agent, stream.mark)
+    agent.listeners = False
+    steps.begin(3)
+    steps.layer("a")
+    assert len(stream.marks) == 1
+    agent.listeners = True
+    steps.layer("b")
+    agent.listeners = False
+    steps.layer("c")
+    steps.layer("d")
+    steps.end()
+    assert len(stream.marks) == 3
+    for word in [
+        ("begin_step", 3),
+        ("wrote", 3, ["layers.0/k", "layers.0/v", "layers.1/k"]),
+        ("end_step", 3),
+    ]:
+        stream.go_on()
+        assert agent.take(1) == [word]
+    # What was not said of one step is not said of the next.
+    agent.listeners = True
+    steps.begin(4)
+    steps.layer("b")
+    stream.go_on()
+    stream.go_on()
+    assert agent.take(2) == [("begin_step", 4), ("wrote", 4, ["layers.1/k"])]
     steps.close()
 
 

@@ -104,11 +104,31 @@ fn what_takes_no_time_is_not_read_ahead() {
     advance(&p, 1, "r", &source, 12);
     thread::sleep(Duration::from_millis(300));
     assert_eq!(rank.touched() as u64, 4 * HEADS * DIM, "the second would take microseconds");
+    let in_flight = |step| [InFlight { step, tokens: 14 }];
+    p.scheduler.advance_with("r", 12, table(&source), &in_flight(1)).unwrap();
+    eventually("its layers are listened for", || p.ranks[0].worker.is_heard());
     p.prefill(1, &source, 14);
     p.grant("r", &source, 14);
     assert_eq!(rank.wait_end("r").outcome, Outcome::Done);
     assert_eq!(rank.wrong(1, &destination, 14), 0);
     assert_eq!(p.wait_released().why, Ended::Confirmed);
+
+    // Of the next one it is known from the start: not even its layers are listened for.
+    eventually("nobody listens", || !p.ranks[0].worker.is_heard());
+    let (source, destination) = ([1, 2, 8, 4], [19, 22, 18, 21]);
+    let ticket = p.scheduler.open("s", None).unwrap();
+    d.load(&follow("s", &ticket, &destination, 14));
+    p.prefill(2, &source, 12);
+    p.scheduler.advance_with("s", 12, table(&source), &in_flight(2)).unwrap();
+    for _ in 0..30 {
+        thread::sleep(Duration::from_millis(10));
+        assert!(!p.ranks[0].worker.is_heard());
+    }
+    assert_eq!(rank.touched() as u64, 14 * HEADS * DIM, "nothing of it is read");
+    p.prefill(2, &source, 14);
+    p.grant("s", &source, 14);
+    assert_eq!(rank.wait_end("s").outcome, Outcome::Done);
+    assert_eq!(rank.wrong(2, &destination, 14), 0);
 }
 
 /// Whoever comes late reads all at once.

@@ -144,9 +144,13 @@ impl Worker {
     }
 
     fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        // These three only leave a word behind: not worth letting go of the interpreter.
+        // These four only look or leave a word behind: not worth letting go of the interpreter.
         self.half.get(py)?.begin_step(step);
         Ok(())
+    }
+
+    fn is_heard(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.half.get(py)?.is_heard())
     }
 
     fn wrote(&self, py: Python<'_>, step: u64, states: Vec<String>) -> PyResult<()> {

@@ -54,10 +54,12 @@ class Written:
         #: The present step, if D knows of it, and the layers that it is through with.
         self._step = 0
         self._through: set[str] = set()
+        #: States that it has written, of which nothing was said yet.
+        self._unsaid: list[str] = []
 
     def begin(self, step: int) -> None:
         """Before a step computes; 0 is one that D does not know of."""
-        self._step, self._through = step, set()
+        self._step, self._through, self._unsaid = step, set(), []
         self._put({"begin": step})
 
     def layer(self, layer: str) -> None:
@@ -65,8 +67,10 @@ class Written:
         if not self._step or layer not in self._states:
             return
         self._through.add(layer)
-        states = [it for it in self._states[layer] if self._keepers[it] <= self._through]
-        if states:
+        self._unsaid += [it for it in self._states[layer] if self._keepers[it] <= self._through]
+        # Where nobody reads ahead, the engine's own thread has better things to do, and so has the GPU.
+        if self._unsaid and self._agent.is_heard():
+            states, self._unsaid = self._unsaid, []
             self._put({"wrote": self._step, "states": states})
 
     def end(self) -> None:

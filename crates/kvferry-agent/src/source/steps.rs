@@ -60,6 +60,11 @@ impl Steps {
         });
     }
 
+    /// Whether anybody waits for what is written next.
+    pub(crate) fn is_heard(&self) -> bool {
+        self.0.receiver_count() > 0
+    }
+
     /// What is written in a step beyond so many states, as soon as there is any. After a while that is
     /// nothing.
     pub(crate) async fn written(&self, number: u64, known: u32, patience: Duration) -> TaskReply {
@@ -130,11 +135,14 @@ mod tests {
             let steps = steps.clone();
             async move { ask(&steps, 1, 0, LONG).await }
         });
+        assert!(!steps.is_heard());
         tokio::task::yield_now().await;
+        assert!(steps.is_heard());
         steps.begin(1);
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
         steps.wrote(1, states(&["a"]));
         assert_eq!(waiting.await.unwrap(), ("a".to_owned(), false));
+        assert!(!steps.is_heard());
     }
 }

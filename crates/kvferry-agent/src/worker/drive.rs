@@ -155,7 +155,7 @@ impl Drive {
                 Event::Admitted
             }
             Step::Known(engine) => {
-                self.growing = Some(Growing::new(&self.load, &engine.plan));
+                self.growing = Some(Growing::new(&self.load, &engine));
                 self.engine = Some(engine);
                 self.timings.handshake = self.lap();
                 self.moments.known = Some(self.moment());
@@ -181,7 +181,9 @@ impl Drive {
                     self.ahead += moved.bytes;
                 }
                 let took = moved.post + moved.wire;
-                self.growing.iter_mut().for_each(|growing| growing.arrived(took));
+                if let (Some(growing), Some(engine)) = (&mut self.growing, &self.engine) {
+                    growing.arrived(engine, took);
+                }
                 Event::Arrived
             }
             Step::Moving(Progress::Failed(failure)) => {
@@ -299,7 +301,9 @@ impl Drive {
         let Some(engine) = self.engine.clone() else { return };
         let (peers, ticket) = (self.core.peers.clone(), self.load.ticket.clone());
         let (steps, unreachable) = (self.steps.clone(), self.times.handshake);
-        let task = follow(peers, engine, ticket, unreachable, move |heard| {
+        let worth_it = |growing: &Growing| growing.is_worth_it(self.times.least_ahead);
+        let layers = self.growing.as_ref().is_some_and(worth_it);
+        let task = follow(peers, engine, ticket, layers, unreachable, move |heard| {
             _ = steps.send(Step::Heard(heard));
         });
         self.following = Some(tokio::spawn(task.in_current_span()).abort_handle());

@@ -33,20 +33,28 @@ pub(super) struct Growing {
     /// What its ranks have said, once it is read by layers.
     words: Option<Words>,
     part: Option<Part>,
+    /// Tokens that it is all about.
+    all: u64,
     /// Seconds that a token took, of all layers, when one was read last.
     each: Option<f64>,
 }
 
 impl Growing {
-    /// Of a load, by the plan for the engine that it reads from.
-    pub(super) fn new(load: &Load, plan: &Plan) -> Self {
-        let growth = plan.growth();
+    /// Of a load from an engine.
+    pub(super) fn new(load: &Load, engine: &SourceEngine) -> Self {
+        let growth = engine.plan.growth();
         let held = growth.groups.iter().zip(&load.cached).filter(|(grows, _)| **grows);
         // The group that has least decides: each is asked for what it does not have.
         let from = held.map(|(_, cached)| *cached).min().unwrap_or(0);
         let pace = Pace { from, to: load.tokens, step: growth.step };
         let follower = Follower::of(load.grant.clone(), pace);
-        Self { growth, follower, heard: None, words: None, part: None, each: None }
+        let (all, each) = (load.tokens.saturating_sub(from), *engine.each.lock());
+        Self { growth, follower, heard: None, words: None, part: None, all, each }
+    }
+
+    /// Whether all of it takes so long that some of it is worth reading ahead, by what was read last.
+    pub(super) fn is_worth_it(&self, least_ahead: Duration) -> bool {
+        self.each.is_none_or(|each| each * self.all as f64 >= least_ahead.as_secs_f64())
     }
 
     /// Takes note of what the engine says, for when nothing is in flight.
@@ -108,12 +116,13 @@ impl Growing {
         Some(self.words.as_ref()?.plan.of(|layer| layers.contains(&layer)))
     }
 
-    /// What was chosen has arrived, after so long.
-    pub(super) fn arrived(&mut self, took: Duration) {
+    /// What was chosen has arrived from its engine, after so long.
+    pub(super) fn arrived(&mut self, engine: &SourceEngine, took: Duration) {
         if let Some(part) = self.part.take() {
             let tokens = self.tokens(&part);
             if tokens > 0.0 {
                 self.each = Some(took.as_secs_f64() / tokens);
+                *engine.each.lock() = self.each;
             }
             self.follower.arrived(&part);
         }
@@ -170,11 +179,13 @@ pub(super) enum Heard {
 }
 
 /// Asks an engine how far a request is, and tells, until all of it is complete or nothing more can be
-/// heard. An engine that cannot be reached for so long is gone.
+/// heard; asks its ranks, too, where it is to be read by layers. An engine that cannot be reached for so long is
+/// gone.
 pub(super) async fn follow(
     peers: Arc<Peers>,
     engine: Arc<SourceEngine>,
     ticket: Ticket,
+    layers: bool,
     unreachable: Duration,
     tell: impl Fn(Heard) + Clone + Send + 'static,
 ) {
@@ -197,7 +208,7 @@ pub(super) async fn follow(
                     if let Some(last) = in_flight.last() {
                         step = last.step;
                         steps.send_replace(in_flight.clone());
-                        if listeners.is_empty() {
+                        if layers && listeners.is_empty() {
                             let (peers, engine) = (peers.clone(), engine.clone());
                             let (ticket, steps) = (ticket.clone(), steps.subscribe());
                             let tell = tell.clone();

@@ -109,6 +109,12 @@ impl Worker {
         self.steps.begin(step);
     }
 
+    /// Whether anybody waits for what is written next. Where nobody does, it can be told later, with what is
+    /// written until then.
+    pub fn is_heard(&self) -> bool {
+        self.steps.is_heard()
+    }
+
     /// The present step has written all that it writes of these states: readers may read that now.
     pub fn wrote(&self, step: u64, states: impl IntoIterator<Item = String>) {
         self.steps.wrote(step, states);

@@ -87,6 +87,8 @@ pub(super) struct SourceEngine {
     pub(super) ranks: Vec<u32>,
     /// What audits have found.
     pub(super) trial: Arc<Mutex<Trial>>,
+    /// Seconds that a token took, of all layers, when one was read last.
+    pub(super) each: Mutex<Option<f64>>,
 }
 
 /// What is read of an engine, and from whom: all but the plan by source.
@@ -277,7 +279,17 @@ impl Peers {
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
         let manifests = Arc::new(manifests);
         let (address, layers) = (address.to_owned(), tokio::sync::OnceCell::new());
-        Ok(SourceEngine { address, incarnation, plan, layers, manifests, sources, ranks, trial })
+        Ok(SourceEngine {
+            address,
+            incarnation,
+            plan,
+            layers,
+            manifests,
+            sources,
+            ranks,
+            trial,
+            each: Mutex::default(),
+        })
     }
 
     /// What audits have found of this life of an engine, also over an earlier handshake.
