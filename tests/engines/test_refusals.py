@@ -11,7 +11,7 @@ HALF = {"dtype": "bfloat16"}
 #: By what differs: P, D, and what D must say of it.
 PAIRS = {
     "the model": ("qwen3", {}, "gemma3", {}, ["'family' differs", "'qwen3'", "'gemma3_text'"]),
-    "the format": ("qwen3", {}, "qwen3", HALF, ["'format' differs", "'float32'", "'bfloat16'"]),
+    "the format": ("qwen3", {}, "qwen3", HALF, ["'format' differs", "'f32'", "'bf16'"]),
     "the format of a state": (
         "qwen3_5",
         {**HALF, "mamba_ssm_cache_dtype": "float32"},
