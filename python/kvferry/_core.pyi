@@ -496,8 +496,8 @@ class Worker:
         """The engine begins a step that its scheduler has spoken of (`Scheduler.advance`): all steps before it
         are over, and what they write is written."""
 
-    def is_heard(self) -> bool:
-        """Whether anybody waits for what is written next. Where nobody does, it can be told later, with what is
+    def is_heard(self, step: int) -> bool:
+        """Whether anybody wants to hear what a step writes. Where nobody does, it can be told later, with what is
         written until then."""
 
     def wrote(self, step: int, states: Sequence[str]) -> None:

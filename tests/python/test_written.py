@@ -26,7 +26,7 @@ class Agent:
     def __init__(self):
         self.heard, self.news = [], threading.Condition()
 
-    def is_heard(self):
+    def is_heard(self, step):
         return self.listeners
 
     def __getattr__(self, name):
@@ -62,7 +62,9 @@ class Stream:
 
 def test_in_host_memory_a_layer_is_written_when_vllm_is_through_with_it():
     agent = Agent()
-    steps = Written(KEEPERS, agent, lambda: None)
+    # Who comes late finds it said: that costs nothing here.
+    agent.listeners = False
+    steps = Written(KEEPERS, agent)
     steps.begin(3)
     steps.layer("a")
     steps.layer("an encoder's")

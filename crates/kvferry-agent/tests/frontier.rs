@@ -106,7 +106,7 @@ fn what_takes_no_time_is_not_read_ahead() {
     assert_eq!(rank.touched() as u64, 4 * HEADS * DIM, "the second would take microseconds");
     let in_flight = |step| [InFlight { step, tokens: 14 }];
     p.scheduler.advance_with("r", 12, table(&source), &in_flight(1)).unwrap();
-    eventually("its layers are listened for", || p.ranks[0].worker.is_heard());
+    eventually("its layers are listened for", || p.ranks[0].worker.is_heard(1));
     p.prefill(1, &source, 14);
     p.grant("r", &source, 14);
     assert_eq!(rank.wait_end("r").outcome, Outcome::Done);
@@ -114,7 +114,7 @@ fn what_takes_no_time_is_not_read_ahead() {
     assert_eq!(p.wait_released().why, Ended::Confirmed);
 
     // Of the next one it is known from the start: not even its layers are listened for.
-    eventually("nobody listens", || !p.ranks[0].worker.is_heard());
+    eventually("nobody listens", || !p.ranks[0].worker.is_heard(2));
     let (source, destination) = ([1, 2, 8, 4], [19, 22, 18, 21]);
     let ticket = p.scheduler.open("s", None).unwrap();
     d.load(&follow("s", &ticket, &destination, 14));
@@ -122,7 +122,7 @@ fn what_takes_no_time_is_not_read_ahead() {
     p.scheduler.advance_with("s", 12, table(&source), &in_flight(2)).unwrap();
     for _ in 0..30 {
         thread::sleep(Duration::from_millis(10));
-        assert!(!p.ranks[0].worker.is_heard());
+        assert!(!p.ranks[0].worker.is_heard(2));
     }
     assert_eq!(rank.touched() as u64, 14 * HEADS * DIM, "nothing of it is read");
     p.prefill(2, &source, 14);

@@ -149,8 +149,8 @@ impl Worker {
         Ok(())
     }
 
-    fn is_heard(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.half.get(py)?.is_heard())
+    fn is_heard(&self, py: Python<'_>, step: u64) -> PyResult<bool> {
+        Ok(self.half.get(py)?.is_heard(step))
     }
 
     fn wrote(&self, py: Python<'_>, step: u64, states: Vec<String>) -> PyResult<()> {

@@ -112,7 +112,7 @@ class WorkerSide:
 
         if is_known(self.config, self.cache):
             keepers = keepers_of_states(self.config, self.cache, made)
-            self.step = Written(keepers, self.agent, self._mark)
+            self.step = Written(keepers, self.agent, self._mark if self._on_gpu() else None)
 
     def copy_with(self, copy: buffer.Copy) -> None:
         """How the engine copies blocks between its device and host memory."""

@@ -38,10 +38,13 @@ PAUSE = 0.005
 
 class Written:
     """Tells a worker's agent what its steps write. `mark` gives a point of the stream on which the model computes, behind
-    all that it was told to do; None where that is done already."""
+    all that it was told to do; there is none where that is done already."""
 
     def __init__(
-        self, keepers: Mapping[str, set[str]], agent: Worker, mark: Callable[[], Event | None]
+        self,
+        keepers: Mapping[str, set[str]],
+        agent: Worker,
+        mark: Callable[[], Event | None] | None = None,
     ) -> None:
         self._agent, self._mark = agent, mark
         #: By layer, the states that it keeps; and by state, the layers.
@@ -68,8 +71,8 @@ class Written:
             return
         self._through.add(layer)
         self._unsaid += [it for it in self._states[layer] if self._keepers[it] <= self._through]
-        # Where nobody reads ahead, the engine's own thread has better things to do, and so has the GPU.
-        if self._unsaid and self._agent.is_heard():
+        # A mark costs the engine's own thread and the GPU time, which is lost where nobody reads ahead.
+        if self._unsaid and (self._mark is None or self._agent.is_heard(self._step)):
             states, self._unsaid = self._unsaid, []
             self._put({"wrote": self._step, "states": states})
 
@@ -84,7 +87,7 @@ class Written:
     def _put(self, word: dict[str, Any]) -> None:
         if self._step:
             # In their order: a step that has begun says that those before it are over.
-            self._said.put(self._mark(), [word])
+            self._said.put(self._mark() if self._mark else None, [word])
 
     def _say(self, word: dict[str, Any]) -> None:
         match word:

@@ -1,5 +1,6 @@
 //! What a rank has written in the step that it computes: told to those who read it meanwhile.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -8,8 +9,12 @@ use tokio::time::timeout;
 use crate::wire::task::TaskReply;
 
 /// The step that a rank is in.
-#[derive(Debug)]
-pub(crate) struct Steps(watch::Sender<Step>);
+#[derive(Debug, Default)]
+pub(crate) struct Steps {
+    present: watch::Sender<Step>,
+    /// The step that somebody asked about last.
+    asked: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Step {
@@ -21,16 +26,10 @@ struct Step {
     written: Vec<String>,
 }
 
-impl Default for Steps {
-    fn default() -> Self {
-        Self(watch::Sender::new(Step::default()))
-    }
-}
-
 impl Steps {
     /// A step begins, so all before it are over. One that came before changes nothing.
     pub(crate) fn begin(&self, number: u64) {
-        self.0.send_if_modified(|step| {
+        self.present.send_if_modified(|step| {
             let later = number > step.number;
             if later {
                 *step = Step { number, ..Step::default() };
@@ -42,7 +41,7 @@ impl Steps {
     /// It has written all that it writes of these states. Of another step than the present one that is not
     /// news.
     pub(crate) fn wrote(&self, number: u64, states: impl IntoIterator<Item = String>) {
-        self.0.send_if_modified(|step| {
+        self.present.send_if_modified(|step| {
             let now = number == step.number;
             if now {
                 step.written.extend(states);
@@ -53,16 +52,16 @@ impl Steps {
 
     /// It has written everything.
     pub(crate) fn end(&self, number: u64) {
-        self.0.send_if_modified(|step| {
+        self.present.send_if_modified(|step| {
             let now = number == step.number;
             step.over |= now;
             now
         });
     }
 
-    /// Whether anybody waits for what is written next.
-    pub(crate) fn is_heard(&self) -> bool {
-        self.0.receiver_count() > 0
+    /// Whether anybody waits for what a step writes, or has just been told of some and will ask for more.
+    pub(crate) fn is_heard(&self, number: u64) -> bool {
+        self.present.receiver_count() > 0 || self.asked.load(Ordering::Relaxed) == number
     }
 
     /// What is written in a step beyond so many states, as soon as there is any. After a while that is
@@ -73,9 +72,10 @@ impl Steps {
             step.number > number
                 || (step.number == number && (step.over || step.written.len() > known))
         };
-        let mut steps = self.0.subscribe();
+        let mut steps = self.present.subscribe();
+        self.asked.store(number, Ordering::Relaxed);
         _ = timeout(patience, steps.wait_for(news)).await;
-        let step = self.0.borrow();
+        let step = self.present.borrow();
         let over = step.number > number || (step.number == number && step.over);
         let states = match step.number == number {
             true => step.written.get(known..).unwrap_or_default().to_vec(),
@@ -135,14 +135,15 @@ mod tests {
             let steps = steps.clone();
             async move { ask(&steps, 1, 0, LONG).await }
         });
-        assert!(!steps.is_heard());
+        assert!(!steps.is_heard(1));
         tokio::task::yield_now().await;
-        assert!(steps.is_heard());
+        assert!(steps.is_heard(1));
         steps.begin(1);
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
         steps.wrote(1, states(&["a"]));
         assert_eq!(waiting.await.unwrap(), ("a".to_owned(), false));
-        assert!(!steps.is_heard());
+        assert!(steps.is_heard(1), "who has heard of a step asks for more of it");
+        assert!(!steps.is_heard(2));
     }
 }

@@ -109,10 +109,10 @@ impl Worker {
         self.steps.begin(step);
     }
 
-    /// Whether anybody waits for what is written next. Where nobody does, it can be told later, with what is
+    /// Whether anybody wants to hear what a step writes. Where nobody does, it can be told later, with what is
     /// written until then.
-    pub fn is_heard(&self) -> bool {
-        self.steps.is_heard()
+    pub fn is_heard(&self, step: u64) -> bool {
+        self.steps.is_heard(step)
     }
 
     /// The present step has written all that it writes of these states: readers may read that now.
