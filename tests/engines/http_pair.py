@@ -29,7 +29,7 @@ PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 
 #: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy
 #: one; a server that ends is noticed at once.
-START, ANSWER, STOP = 600, 60, 60
+START, ANSWER, STOP = 600, 180, 60
 
 
 def readme_commands():

@@ -25,7 +25,7 @@ def more(*case):
 
 
 def eventually(what, *args):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not what(*args):
         assert time.monotonic() < deadline, "too late"
         time.sleep(0.02)

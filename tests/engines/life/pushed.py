@@ -18,7 +18,7 @@ def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None)
     return names
 
 
-def answers(prefill, decode, names, seconds=90):
+def answers(prefill, decode, names, seconds=240):
     """Steps both engines until D has answered: tokens and how each finished, in their order."""
     done, until = {}, time.monotonic() + seconds
     while len(done) < len(names):
