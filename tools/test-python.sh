@@ -27,8 +27,11 @@ case "${1:-}" in
 "" | --all)
   "$python" -m mypy python
   (cd tests && "$python" -m mypy.stubtest kvferry._core)
-  pytest python
-  pytest engines --durations 15 -m "$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")"
+  failed=0
+  pytest python || failed=1
+  which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
+  pytest engines --durations 15 -m "$which" || failed=1
+  exit $failed
   ;;
 *)
   path=${1#tests/}

@@ -1,6 +1,9 @@
 """Engines for tests, closed when their test ends."""
 
 import pytest
+import stand_in  # noqa: F401  first: it sets the environment up
+
+# isort: split
 from handmade import Engine
 
 

@@ -1,18 +1,29 @@
 """What of a compressor's states is alive after a prefill, and where its results lie in a page: shown by
-vLLM's own kernels for CPUs, which index memory as those for GPUs do."""
+vLLM's own kernels for GPUs, which Triton's interpreter carries out here."""
 
 import pytest
 from stand_in import Backend  # noqa: F401  first: it sets the environment up
 
 # isort: split
 import torch
+import triton.language
 from kvferry.vllm import specs
-from vllm import _custom_ops as ops
-from vllm.models.deepseek_v4.cpu.cpu_utils import map_local_to_global_slots_cpu
+from triton.runtime.interpreter import InterpretedFunction
+from vllm.models.deepseek_v4.common.ops import fused_compress_quant_cache, save_partial_states
 
 #: Compression, tokens before a group that it looks at too, and the block size of its states.
 COMPRESSORS = [(4, 4, 4), (128, 0, 8)]
 SIZE, ENTRIES = 512, 8
+
+
+def interpreted(kernel):
+    """vLLM does without Triton where there is no GPU: its kernels are plain functions then."""
+    kernel.__globals__["tl"] = triton.language
+    return InterpretedFunction(kernel)
+
+
+save = interpreted(save_partial_states.SavePartialStatesKernel.kernel)
+compress = interpreted(fused_compress_quant_cache._fused_kv_compress_norm_rope_insert_sparse_attn)
 
 
 class Compressor:
@@ -34,21 +45,43 @@ class Compressor:
     def store(self, first, end):
         """The states of tokens `first` to `end`."""
         position = torch.arange(first, end)
-        ape = torch.zeros(self.ratio, self.width)
-        rows = self.numbers[first:end].contiguous(), self.scores[first:end].contiguous()
-        ops.save_partial_states_cpu(*rows, ape, position, self.states, position)
+        rows = [it[first:end].contiguous() for it in (self.numbers, self.scores)]
+        rows.append(torch.zeros(self.ratio, self.width))
+        save[(end - first,)](
+            *(part for row in rows for part in (row, row.stride(0))),
+            position,
+            *(self.states, *self.states.stride()[:2]),
+            *(position, self.block),
+            HEAD_SIZE=self.width,
+            TRITON_BLOCK_SIZE=self.width,
+            STATE_WIDTH=self.width,
+            COMPRESS_RATIO=self.ratio,
+        )
 
     def close(self, position):
         """The page after the group that ends with `position` was compressed."""
-        at = torch.tensor([position])
-        local = at[:, None] - self.window + 1 + torch.arange(self.window)
-        table = torch.arange(len(self.states), dtype=torch.int32)[None]
-        slots = map_local_to_global_slots_cpu(local, torch.zeros(1, dtype=torch.int32), table, self.block)
         self.pages.zero_()
-        entry = torch.tensor([position // self.ratio % ENTRIES])
-        weight = torch.ones(SIZE)
-        ops.compress_norm_rope_store_cpu(
-            self.states, slots, at, entry, weight, 1e-6, self.rope, self.pages, ENTRIES, self.ratio
+        at, table = torch.tensor([position]), torch.arange(len(self.states), dtype=torch.int32)[None]
+        data, scales = specs.SCALES_LAST[584]
+        compress[(1,)](
+            *(self.states, *self.states.stride()[:2]),
+            *(torch.zeros(1, dtype=torch.int32), at, at),
+            *(table, table.stride(0), self.block),
+            *(torch.ones(SIZE), 1e-6),
+            *(self.rope, self.rope.stride(0)),
+            *(self.pages, torch.tensor([position // self.ratio % ENTRIES]), ENTRIES),
+            HEAD_SIZE=SIZE,
+            TRITON_BLOCK_SIZE=SIZE,
+            STATE_WIDTH=self.width,
+            COMPRESS_RATIO=self.ratio,
+            OVERLAP=self.window > self.ratio,
+            ROPE_HEAD_DIM=64,
+            FP8_MAX=448.0,
+            QUANT_BLOCK=64,
+            TOKEN_STRIDE=data,
+            SCALE_DIM=scales,
+            KV_BLOCK_STRIDE=self.pages.stride(0),
+            SANITIZE_CACHE_NANS=False,
         )
         return self.pages.clone()
 
@@ -71,7 +104,8 @@ def test_the_window_of_the_spec_holds_all_that_the_next_group_reads(ratio, overl
     # Alive are the open group, and the one before it where groups overlap: no other state is read.
     alive = max(0, tokens // ratio * ratio - overlap)
     assert first <= alive
-    for token in range(first, tokens):
+    looked_at = {first, alive - 1, alive, tokens - 1, *range(first, tokens, 11)}
+    for token in looked_at & set(range(first, tokens)):
         saved = it.states.view(-1, 2 * it.width)[token].clone()
         it.states.view(-1, 2 * it.width)[token] = -50 * saved
         assert torch.equal(it.close(boundary), expected) == (token < alive), token
