@@ -59,9 +59,10 @@
 //! # Ok::<(), ManifestError>(())
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod arithmetic;
+pub mod scan;
 pub mod strided;
 
 mod check;

@@ -11,6 +11,7 @@ use std::ops::Range;
 use thiserror::Error;
 
 use crate::copy::ByteCopy;
+use crate::scan;
 
 /// The most loops around a run.
 pub const MAX_LOOPS: usize = 12;
@@ -163,14 +164,7 @@ impl Loops {
     pub fn add_table(&mut self, pairs: impl IntoIterator<Item = BlockPair>) -> usize {
         let start = self.pairs.len();
         self.pairs.extend(pairs);
-        let mut lowest = BlockPair { source: u32::MAX, destination: u32::MAX };
-        let mut highest = BlockPair::default();
-        for pair in &self.pairs[start..] {
-            lowest.source = lowest.source.min(pair.source);
-            lowest.destination = lowest.destination.min(pair.destination);
-            highest.source = highest.source.max(pair.source);
-            highest.destination = highest.destination.max(pair.destination);
-        }
+        let (lowest, highest) = scan::bounds(&self.pairs[start..]);
         self.tables.push(Table { pairs: start..self.pairs.len(), lowest, highest });
         self.tables.len() - 1
     }

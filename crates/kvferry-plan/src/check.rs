@@ -1,5 +1,7 @@
 //! What can be wrong with a request before its tables are walked.
 
+use kvferry_layout::scan;
+
 use crate::compile::{DestinationGroup, Plan};
 use crate::request::{Request, RequestError, Side, Table};
 
@@ -56,9 +58,7 @@ fn check_table(
         return Err(RequestError::NotOneSlot { side, group, first, entries });
     }
     let wrong = |id: &u32| *id >= blocks && null_block != Some(*id);
-    // The maximum first: a scan without branches, of many ids at a time.
-    let highest = table.blocks.iter().fold(0, |highest, id| (*id).max(highest));
-    if (highest >= blocks)
+    if scan::highest(table.blocks) >= blocks
         && let Some(index) = table.blocks.iter().position(wrong)
     {
         return Err(RequestError::NoSuchBlock {
@@ -108,21 +108,21 @@ fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<
 /// Whether the live ids of some tables differ, by a bit of `seen` for each: all are clear at first. There is
 /// no branch on what was found: as many bits are set in the end as there are ids, or two were the same.
 fn all_differ<'t>(
-    tables: impl Iterator<Item = (&'t [u32], Option<u32>)>,
+    tables: impl Iterator<Item = (&'t [u32], Option<u32>)> + Clone,
     seen: &mut [u64],
 ) -> bool {
+    for (ids, _) in tables.clone() {
+        // Ids beyond the last block have been refused, unless they mark dead entries.
+        scan::mark(ids, seen);
+    }
     let mut live = 0;
     for (ids, null_block) in tables {
-        // No id is as high as that.
-        let dead = null_block.unwrap_or(u32::MAX);
-        for &id in ids {
-            let counts = u64::from(id != dead);
-            // Ids beyond the last block have been refused, unless they mark dead entries.
-            if let Some(word) = seen.get_mut(id as usize / 64) {
-                *word |= counts << (id % 64);
-                live += counts;
-            }
+        live += ids.len();
+        let Some(null) = null_block else { continue };
+        live -= scan::count(ids, null);
+        if let Some(word) = seen.get_mut(null as usize / 64) {
+            *word &= !(1 << (null % 64));
         }
     }
-    seen.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() == live
+    scan::ones(seen) == live
 }

@@ -5,7 +5,7 @@ use kvferry_layout::ByteCopy;
 use crate::compile::{Cluster, Fitted};
 use crate::nest::{Loop, MAX_LOOPS, advance};
 use crate::summary::Summary;
-use crate::walk::{Segment, Segments, Shape};
+use crate::walk::{SegmentList, Segments};
 
 /// Walks clusters, their outer loops, segments, repetitions and nests, in this order.
 #[derive(Clone, Debug)]
@@ -14,8 +14,7 @@ pub(crate) struct Cursor<'t> {
     segments: &'t Segments,
     /// The cluster at hand, its part of the segments, and its loops around them.
     cluster: Option<&'t Cluster>,
-    list: &'t [Segment],
-    shapes: &'t [Shape],
+    list: SegmentList<'t>,
     around: &'t [Loop],
     /// Its nests fitted to every shape, those of a shape together: in `fits`, or at hand.
     usual: Option<&'t [Fitted]>,
@@ -40,8 +39,7 @@ impl<'t> Cursor<'t> {
             clusters,
             segments,
             cluster: None,
-            list: &[],
-            shapes: &[],
+            list: SegmentList::default(),
             around: &[],
             usual: None,
             fits: vec![],
@@ -61,11 +59,11 @@ impl<'t> Cursor<'t> {
     fn next_cluster(&mut self) -> Option<&'t Cluster> {
         loop {
             let Some((cluster, rest)) = self.clusters.split_first() else {
-                (self.cluster, self.list, self.around) = (None, &[], &[]);
+                (self.cluster, self.list, self.around) = (None, SegmentList::default(), &[]);
                 return None;
             };
             self.clusters = rest;
-            (self.list, self.shapes) = self.segments.of(cluster.rhythm);
+            self.list = self.segments.of(cluster.rhythm);
             if self.list.is_empty() {
                 continue;
             }
@@ -74,13 +72,13 @@ impl<'t> Cursor<'t> {
             let (inside, around) =
                 if inside { (&cluster.outer[..], &[][..]) } else { (&[][..], &cluster.outer[..]) };
             self.around = around;
-            self.usual = match self.shapes {
+            self.usual = match self.list.shapes {
                 [shape] if *shape == cluster.usual.0 && inside.is_empty() => Some(&cluster.usual.1),
                 _ => None,
             };
             self.fits.clear();
             if self.usual.is_none() {
-                for shape in self.shapes {
+                for shape in self.list.shapes {
                     // Where several nests take turns, so do the repetitions.
                     let count = if cluster.nests.len() == 1 { shape.repeats } else { 1 };
                     let nests = cluster.nests.iter();
@@ -105,11 +103,11 @@ impl<'t> Cursor<'t> {
             }
         }
         let Some(cluster) = at_hand.or_else(|| self.next_cluster()) else { return false };
-        let segment = &self.list[self.segment];
-        let shape = &self.shapes[segment.shape as usize];
+        let segment = self.list.at(self.segment);
+        let shape = &self.list.shapes[segment.shape as usize];
         let nests = cluster.nests.len();
         self.fit = segment.shape as usize * nests + self.nest;
-        self.start = cluster.at_blocks(self.base(cluster), segment);
+        self.start = cluster.at_blocks(self.base(cluster), segment.blocks);
         let offset = self.fits()[self.fit].offset;
         self.start.0 = self.start.0.wrapping_add(offset.0);
         self.start.1 = self.start.1.wrapping_add(offset.1);
@@ -222,13 +220,14 @@ impl<'t> Cursor<'t> {
         };
         loop {
             let base = self.base(cluster);
-            for (index, segment) in self.list.iter().enumerate().skip(self.segment) {
+            for index in self.segment..self.list.len() {
+                let segment = self.list.at(index);
                 let fit = &self.fits()[segment.shape as usize];
                 if fit.len > 0 {
                     self.segment = index;
                     return true;
                 }
-                let (source, destination) = cluster.at_blocks(base, segment);
+                let (source, destination) = cluster.at_blocks(base, segment.blocks);
                 let source = source.wrapping_add(fit.offset.0);
                 let destination = destination.wrapping_add(fit.offset.1);
                 if !out.add(source, destination, fit.run) {

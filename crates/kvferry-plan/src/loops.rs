@@ -6,7 +6,7 @@ use kvferry_layout::{BlockPair, Loop as PlainLoop, Loops};
 use crate::compile::Cluster;
 use crate::nest::{Loop, MAX_LOOPS, Nest};
 use crate::transfer::Transfer;
-use crate::walk::{Segment, Shape};
+use crate::walk::{SegmentList, Shape};
 
 impl Transfer<'_> {
     /// What [`copies`](Self::copies) yields for one source rank, as loops over tables of blocks: the
@@ -21,13 +21,13 @@ impl Transfer<'_> {
         // For every rhythm that was met: its first table. There is one for each shape.
         let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.rhythms.len()];
         for cluster in clusters {
-            let (segments, shapes) = self.segments.of(cluster.rhythm);
+            let segments = self.segments.of(cluster.rhythm);
             if segments.is_empty() {
                 continue;
             }
             let first = *first_tables[cluster.rhythm]
-                .get_or_insert_with(|| add_tables(&mut loops, segments, shapes.len()));
-            for (number, shape) in shapes.iter().enumerate() {
+                .get_or_insert_with(|| add_tables(&mut loops, &segments));
+            for (number, shape) in segments.shapes.iter().enumerate() {
                 for nest in &cluster.nests {
                     let fitted = fit(nest, shape, &cluster.outer);
                     let added = loops.add_nest(
@@ -46,33 +46,45 @@ impl Transfer<'_> {
 }
 
 /// Adds the blocks of the segments, a table for every shape; returns the index of the first table.
-fn add_tables(loops: &mut Loops, segments: &[Segment], shapes: usize) -> usize {
-    let pair =
-        |segment: &Segment| BlockPair { source: segment.source, destination: segment.destination };
-    if shapes == 1 {
-        return loops.add_table(segments.iter().map(pair));
+fn add_tables(loops: &mut Loops, segments: &SegmentList<'_>) -> usize {
+    let SegmentList { blocks, numbers, shapes } = *segments;
+    let first = loops.tables();
+    if in_order(numbers) {
+        // Most often: whole blocks, then the one that the request ends in.
+        let mut start = 0;
+        for number in 0..shapes.len() as u32 {
+            let end = start + numbers[start..].partition_point(|shape| *shape <= number);
+            loops.add_table(blocks[start..end].iter().copied());
+            start = end;
+        }
+        return first;
     }
-    // By shape, in the order of the tables: a counting sort.
-    let mut counts = vec![0; shapes];
-    for segment in segments {
-        counts[segment.shape as usize] += 1;
+    // Shapes take turns: a counting sort.
+    let mut next = vec![0; shapes.len()];
+    for number in numbers {
+        next[*number as usize] += 1;
     }
-    let mut starts = Vec::with_capacity(shapes);
-    let mut sum = 0;
-    for count in counts {
-        starts.push(sum);
-        sum += count;
+    let mut start = 0;
+    for next in &mut next {
+        start += std::mem::replace(next, start);
     }
-    let mut next = starts.clone();
-    let mut sorted = vec![BlockPair::default(); segments.len()];
-    for segment in segments {
-        let at = &mut next[segment.shape as usize];
-        sorted[*at] = pair(segment);
+    let starts = next.clone();
+    let mut sorted = vec![BlockPair::default(); blocks.len()];
+    for (pair, number) in blocks.iter().zip(numbers) {
+        let at = &mut next[*number as usize];
+        sorted[*at] = *pair;
         *at += 1;
     }
-    let tables = starts.iter().zip(&next).map(|(start, end)| &sorted[*start..*end]);
-    let added: Vec<usize> = tables.map(|table| loops.add_table(table.iter().copied())).collect();
-    added[0]
+    for (start, end) in starts.into_iter().zip(next) {
+        loops.add_table(sorted[start..end].iter().copied());
+    }
+    first
+}
+
+/// Whether numbers never fall. Looks at all of them, many at a time.
+fn in_order(numbers: &[u32]) -> bool {
+    let next = numbers.iter().skip(1);
+    numbers.iter().zip(next).fold(true, |rising, (one, next)| rising & (one <= next))
 }
 
 /// A nest for one shape of segment.

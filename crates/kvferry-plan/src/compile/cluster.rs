@@ -1,8 +1,10 @@
 //! Nests that touch, walked together.
 
+use kvferry_layout::BlockPair;
+
 use crate::compile::fitted::Fitted;
 use crate::nest::{Loop, Nest};
-use crate::walk::{Segment, Shape};
+use crate::walk::Shape;
 
 /// Nests that are walked together, segment by segment, because the end of each touches the start of
 /// the next on both sides; most often a single one.
@@ -23,11 +25,11 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Moves a place in block 0 to the blocks of a segment.
+    /// Moves a place in block 0 to other blocks.
     #[inline(always)]
-    pub(crate) fn at_blocks(&self, start: (u64, u64), segment: &Segment) -> (u64, u64) {
-        let source = u64::from(segment.source).wrapping_mul(self.blocks.0);
-        let destination = u64::from(segment.destination).wrapping_mul(self.blocks.1);
+    pub(crate) fn at_blocks(&self, start: (u64, u64), blocks: BlockPair) -> (u64, u64) {
+        let source = u64::from(blocks.source).wrapping_mul(self.blocks.0);
+        let destination = u64::from(blocks.destination).wrapping_mul(self.blocks.1);
         (start.0.wrapping_add(source), start.1.wrapping_add(destination))
     }
 }

@@ -1,6 +1,6 @@
 //! How one side's blocks hold entries, and the way through them by a block table.
 
-use kvferry_layout::{Manifest, Phase, Piece, Window};
+use kvferry_layout::{Manifest, Phase, Piece, Window, scan};
 
 use crate::nest::Steps;
 use crate::request::{RequestError, Side, Table};
@@ -155,8 +155,8 @@ impl Walker<'_> {
             let ids = walker.ids();
             let ids = &ids[..blocks.min(ids.len())];
             let Some(null) = walker.holding.null_block else { return ids.len() };
-            // First whether there is one at all: a scan without branches, of many ids at a time.
-            if !ids.iter().fold(false, |any, id| any | (*id == null)) {
+            // First whether there is one at all.
+            if scan::count(ids, null) == 0 {
                 return ids.len();
             }
             ids.iter().position(|id| *id == null).unwrap_or(ids.len())

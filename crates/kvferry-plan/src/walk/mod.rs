@@ -12,4 +12,4 @@ pub(crate) use entries::Entries;
 pub(crate) use holding::Holding;
 pub(crate) use rest::{walk_own_blocks, walk_rest};
 pub(crate) use rhythm::Rhythm;
-pub(crate) use segments::{Segment, Segments, Shape};
+pub(crate) use segments::{SegmentList, Segments, Shape};

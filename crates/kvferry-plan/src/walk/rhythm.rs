@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvferry_layout::{Law, Phase};
+use kvferry_layout::{Law, Phase, scan};
 
 use crate::request::{RequestError, Side, Table};
 use crate::walk::holding::{Holding, Walker};
@@ -119,32 +119,9 @@ fn push_whole_blocks(
         if repeats == 1 {
             // Most often blocks lie scattered: those that neither continue the one before nor are
             // continued by the one after. The last may still be continued by what comes.
-            let end = start + scattered(&sources[start..], &destinations[start..]);
+            let end = start + scan::apart(&sources[start..], &destinations[start..]);
             segments.push_scattered(&sources[start..end], &destinations[start..end], even);
             start = end;
         }
     }
-}
-
-/// How many pairs of ids, from the first on, are not continued by the next; without the last.
-fn scattered(sources: &[u32], destinations: &[u32]) -> usize {
-    /// Looked at together, without a branch for each.
-    const MANY: usize = 64;
-    let continued = |at: usize, sources: &[u32], destinations: &[u32]| {
-        (sources[at + 1] == sources[at].wrapping_add(1))
-            & (destinations[at + 1] == destinations[at].wrapping_add(1))
-    };
-    let last = sources.len().saturating_sub(1);
-    let mut at = 0;
-    while at + MANY <= last {
-        let (some, others) = (&sources[at..=at + MANY], &destinations[at..=at + MANY]);
-        if (0..MANY).fold(false, |any, at| any | continued(at, some, others)) {
-            break;
-        }
-        at += MANY;
-    }
-    while at < last && !continued(at, sources, destinations) {
-        at += 1;
-    }
-    at
 }

@@ -1,6 +1,8 @@
 //! Blocks of two sizes, in rounds: from where blocks of both sides start together to the next such place. All
 //! rounds are cut alike, so what the cuts are is worked out once.
 
+use kvferry_layout::BlockPair;
+
 use crate::walk::holding::{Holding, Walker};
 use crate::walk::segments::{Segment, Segments};
 use crate::walk::slot::Within;
@@ -91,11 +93,12 @@ impl Rounds {
                     cut.shape = segments.number_stretch(cut.within.0, cut.within.1, cut.entries);
                 }
             }
-            segments.push_numbered(self.cuts.iter().map(|cut| Segment {
+            let blocks = |cut: &Cut| BlockPair {
                 source: sources[cut.blocks.0],
                 destination: destinations[cut.blocks.1],
-                shape: cut.shape,
-            }));
+            };
+            let segment = |cut: &Cut| Segment { blocks: blocks(cut), shape: cut.shape };
+            segments.push_numbered(self.cuts.iter().map(segment));
             taken += 1;
         }
         Taken {
@@ -172,10 +175,10 @@ mod tests {
         }
     }
 
-    fn seen(segments: &Segments) -> Vec<(u32, u32, crate::walk::Shape)> {
-        let (list, shapes) = segments.of(0);
-        let with_shape = |one: &Segment| (one.source, one.destination, shapes[one.shape as usize]);
-        list.iter().map(with_shape).collect()
+    fn seen(segments: &Segments) -> Vec<(BlockPair, crate::walk::Shape)> {
+        let list = segments.of(0);
+        let with_shape = |one: Segment| (one.blocks, list.shapes[one.shape as usize]);
+        (0..list.len()).map(|index| with_shape(list.at(index))).collect()
     }
 
     proptest! {
@@ -228,8 +231,8 @@ mod tests {
             }
             made.end();
             prop_assert_eq!(seen(&made), seen(&expected));
-            let used = |segments: &Segments| segments.of(0).0.iter().map(|one| one.shape).max();
-            prop_assert_eq!(made.of(0).1.len() as u32, used(&made).unwrap() + 1);
+            let used = |segments: &Segments| segments.of(0).numbers.iter().copied().max();
+            prop_assert_eq!(made.of(0).shapes.len() as u32, used(&made).unwrap() + 1);
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::cell::RefCell;
 
+use kvferry_layout::BlockPair;
+
 use crate::nest::Nest;
 use crate::walk::slot::{Slot, Step, Within};
 
@@ -30,21 +32,52 @@ impl Shape {
 /// A stretch of entries that lie evenly on both sides: the blocks it starts in, and its shape.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Segment {
-    pub(crate) source: u32,
-    pub(crate) destination: u32,
+    pub(crate) blocks: BlockPair,
     /// Index among the shapes of its rhythm.
     pub(crate) shape: u32,
+}
+
+/// The segments of a rhythm, and the shapes that they name.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SegmentList<'s> {
+    pub(crate) blocks: &'s [BlockPair],
+    /// For each of them, the index of its shape.
+    pub(crate) numbers: &'s [u32],
+    pub(crate) shapes: &'s [Shape],
+}
+
+impl SegmentList<'_> {
+    pub(crate) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    #[inline(always)]
+    pub(crate) fn at(&self, index: usize) -> Segment {
+        Segment { blocks: self.blocks[index], shape: self.numbers[index] }
+    }
 }
 
 /// The segments of a request, for one rhythm after the other, each in the order of its tables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Segments {
     shapes: Vec<Shape>,
-    list: Vec<Segment>,
+    /// Blocks, and the index of their shape among those of their rhythm.
+    list: List,
     /// Where in `shapes` and in `list` each rhythm's part ends.
     ends: Vec<(usize, usize)>,
     /// The segment that the next stretch may still continue.
     open: Option<(Slot, Slot, Shape)>,
+}
+
+/// What segments there are: blocks apart from the rest, so that whole tables of them are copied at once.
+#[derive(Clone, Debug, Default)]
+struct List {
+    blocks: Vec<BlockPair>,
+    numbers: Vec<u32>,
 }
 
 /// Lists of at most so many segments are kept for the next request: memory that is fresh from the system
@@ -52,18 +85,18 @@ pub(crate) struct Segments {
 const KEPT: usize = 1 << 16;
 
 thread_local! {
-    static SPARE: RefCell<Vec<Segment>> = const { RefCell::new(vec![]) };
+    static SPARE: RefCell<List> = const { RefCell::new(List { blocks: vec![], numbers: vec![] }) };
 }
 
 impl Drop for Segments {
     fn drop(&mut self) {
-        if self.list.capacity() > KEPT {
+        if self.list.blocks.capacity() > KEPT {
             return;
         }
         // A thread that ends has nothing to keep it for.
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
-            if spare.capacity() < self.list.capacity() {
+            if spare.blocks.capacity() < self.list.blocks.capacity() {
                 *spare = std::mem::take(&mut self.list);
             }
         });
@@ -74,15 +107,20 @@ impl Segments {
     /// None yet, with room for as many as a request of this thread had before.
     pub(crate) fn new() -> Self {
         let mut list = SPARE.take();
-        list.clear();
+        list.blocks.clear();
+        list.numbers.clear();
         Self { shapes: vec![], list, ends: vec![], open: None }
     }
 
-    /// The segments of rhythm `index`, and the shapes that they name.
-    pub(crate) fn of(&self, index: usize) -> (&[Segment], &[Shape]) {
+    /// The segments of rhythm `index`.
+    pub(crate) fn of(&self, index: usize) -> SegmentList<'_> {
         let start = self.start(index);
         let end = self.ends[index];
-        (&self.list[start.1..end.1], &self.shapes[start.0..end.0])
+        SegmentList {
+            blocks: &self.list.blocks[start.1..end.1],
+            numbers: &self.list.numbers[start.1..end.1],
+            shapes: &self.shapes[start.0..end.0],
+        }
     }
 
     fn start(&self, index: usize) -> (usize, usize) {
@@ -92,7 +130,7 @@ impl Segments {
     /// Ends a rhythm.
     pub(crate) fn end(&mut self) {
         self.close();
-        self.ends.push((self.shapes.len(), self.list.len()));
+        self.ends.push((self.shapes.len(), self.list.blocks.len()));
     }
 
     /// Adds a stretch, as a further repetition of the last one where it continues it.
@@ -151,9 +189,9 @@ impl Segments {
         }
         self.close();
         let shape = self.number(Shape { entries, repeats: 1, ..Shape::default() });
-        let pairs = sources.iter().zip(destinations);
-        let segment = |(&source, &destination)| Segment { source, destination, shape };
-        self.list.extend(pairs.map(segment));
+        let pair = |(&source, &destination)| BlockPair { source, destination };
+        self.list.blocks.extend(sources.iter().zip(destinations).map(pair));
+        self.list.numbers.resize(self.list.blocks.len(), shape);
     }
 
     /// Numbers a stretch that repeats nothing, for [`push_numbered`](Self::push_numbered).
@@ -170,7 +208,10 @@ impl Segments {
     /// Adds stretches, none of which continues another or the one before.
     pub(crate) fn push_numbered(&mut self, stretches: impl Iterator<Item = Segment>) {
         self.close();
-        self.list.extend(stretches);
+        for Segment { blocks, shape } in stretches {
+            self.list.blocks.push(blocks);
+            self.list.numbers.push(shape);
+        }
     }
 
     /// Starts a new segment.
@@ -190,7 +231,8 @@ impl Segments {
         let Some((source, destination, shape)) = self.open.take() else { return };
         let shape = self.number(shape);
         let (source, destination) = (source.block, destination.block);
-        self.list.push(Segment { source, destination, shape });
+        self.list.blocks.push(BlockPair { source, destination });
+        self.list.numbers.push(shape);
     }
 
     /// The index of a shape among those of the rhythm at hand.

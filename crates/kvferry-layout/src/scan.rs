@@ -1,0 +1,163 @@
+//! Looks at many block ids at once. Compilers do that by themselves, but not for the oldest processors of a
+//! kind, which is what programs are built for: so each scan is built twice, and the processor is asked.
+#![allow(unsafe_code, reason = "what is built for some processors is only called on those")]
+
+use crate::loops::BlockPair;
+
+/// Declares a scan that is also built for the processors of the last ten years.
+macro_rules! scan {
+    ($(#[$meta:meta])* $name:ident($($argument:ident: $from:ty),*) -> $to:ty { $($body:tt)* }) => {
+        $(#[$meta])*
+        pub fn $name($($argument: $from),*) -> $to {
+            #[inline(always)]
+            fn plain($($argument: $from),*) -> $to { $($body)* }
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+                fn wide($($argument: $from),*) -> $to {
+                    plain($($argument),*)
+                }
+                if is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("bmi1")
+                    && is_x86_feature_detected!("bmi2")
+                    && is_x86_feature_detected!("popcnt")
+                {
+                    // SAFETY: the processor has what it is built for.
+                    return unsafe { wide($($argument),*) };
+                }
+            }
+            plain($($argument),*)
+        }
+    };
+}
+
+scan! {
+    /// The highest of some ids; 0 where there is none.
+    highest(ids: &[u32]) -> u32 {
+        ids.iter().fold(0, |highest, id| highest.max(*id))
+    }
+}
+
+scan! {
+    /// How often an id is among others.
+    count(ids: &[u32], id: u32) -> usize {
+        // Few enough at a time to be counted in 32 bits.
+        let count = |ids: &[u32]| ids.iter().map(|other| u32::from(*other == id)).sum::<u32>();
+        ids.chunks(1 << 20).map(|ids| count(ids) as usize).sum()
+    }
+}
+
+scan! {
+    /// Sets a bit for every id, from the lowest bit of the first word on. Ids that there is no bit for are left
+    /// out.
+    mark(ids: &[u32], bits: &mut [u64]) -> () {
+        for id in ids {
+            if let Some(word) = bits.get_mut(*id as usize / 64) {
+                *word |= 1 << (id % 64);
+            }
+        }
+    }
+}
+
+scan! {
+    /// How many bits are set.
+    ones(bits: &[u64]) -> usize {
+        bits.iter().map(|word| word.count_ones() as usize).sum()
+    }
+}
+
+scan! {
+    /// How many pairs of two tables, from the first on, are not continued by the next one, where the next ids
+    /// of both follow; without the last.
+    apart(sources: &[u32], destinations: &[u32]) -> usize {
+        /// Looked at together, without a branch for each.
+        const MANY: usize = 64;
+        let continued = |at: usize, sources: &[u32], destinations: &[u32]| {
+            (sources[at + 1] == sources[at].wrapping_add(1))
+                & (destinations[at + 1] == destinations[at].wrapping_add(1))
+        };
+        let last = sources.len().min(destinations.len()).saturating_sub(1);
+        let mut at = 0;
+        while at + MANY <= last {
+            let (some, others) = (&sources[at..=at + MANY], &destinations[at..=at + MANY]);
+            if (0..MANY).fold(false, |any, at| any | continued(at, some, others)) {
+                break;
+            }
+            at += MANY;
+        }
+        while at < last && !continued(at, sources, destinations) {
+            at += 1;
+        }
+        at
+    }
+}
+
+scan! {
+    /// The lowest and the highest blocks of some pairs, each side by itself. Of none: what no block is below,
+    /// and what no block is above.
+    bounds(pairs: &[BlockPair]) -> (BlockPair, BlockPair) {
+        let none = BlockPair { source: u32::MAX, destination: u32::MAX };
+        let (mut lowest, mut highest) = (none, BlockPair::default());
+        for pair in pairs {
+            lowest.source = lowest.source.min(pair.source);
+            lowest.destination = lowest.destination.min(pair.destination);
+            highest.source = highest.source.max(pair.source);
+            highest.destination = highest.destination.max(pair.destination);
+        }
+        (lowest, highest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ids() -> impl Strategy<Value = Vec<u32>> {
+        // Some that are all over the place, and some that follow each other.
+        prop_oneof![
+            prop::collection::vec(any::<u32>(), 0..200),
+            prop::collection::vec(0u32..100, 0..200),
+            (0u32..50, 0usize..200).prop_map(|(first, many)| (first..).take(many).collect()),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn scans_of_ids_are_what_is_plain((ids, others) in (ids(), ids()), id in 0u32..100) {
+            prop_assert_eq!(highest(&ids), ids.iter().copied().max().unwrap_or(0));
+            prop_assert_eq!(count(&ids, id), ids.iter().filter(|other| **other == id).count());
+
+            let mut bits = [0; 2];
+            mark(&ids, &mut bits);
+            let marked: BTreeSet<u32> = ids.iter().copied().filter(|id| *id < 128).collect();
+            let set = |id: &u32| bits[*id as usize / 64] >> (id % 64) & 1 == 1;
+            prop_assert_eq!((0..128).filter(set).collect::<BTreeSet<_>>(), marked.clone());
+            prop_assert_eq!(ones(&bits), marked.len());
+
+            let follows = |pair: &[u32]| pair[0].wrapping_add(1) == pair[1];
+            let both = ids.windows(2).zip(others.windows(2));
+            let first = both.clone().position(|(ours, theirs)| follows(ours) && follows(theirs));
+            prop_assert_eq!(apart(&ids, &others), first.unwrap_or(both.count()));
+        }
+
+        #[test]
+        fn bounds_are_what_is_plain((sources, destinations) in (ids(), ids())) {
+            let pair = |source: u32, destination| BlockPair { source, destination };
+            let both = sources.iter().zip(&destinations);
+            let pairs: Vec<BlockPair> = both.clone().map(|(one, other)| pair(*one, *other)).collect();
+            let least = |ids: Vec<u32>| ids.into_iter().min().unwrap_or(u32::MAX);
+            let most = |ids: Vec<u32>| ids.into_iter().max().unwrap_or(0);
+            let (ours, theirs): (Vec<u32>, Vec<u32>) = both.map(|(one, other)| (*one, *other)).unzip();
+            let expected = (
+                pair(least(ours.clone()), least(theirs.clone())),
+                pair(most(ours), most(theirs)),
+            );
+            prop_assert_eq!(bounds(&pairs), expected);
+        }
+    }
+}
