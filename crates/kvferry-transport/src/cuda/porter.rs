@@ -34,6 +34,11 @@ impl Porter {
         Ok(Self { extent: Extent::new(bounded(options.sms, all), all), card, line })
     }
 
+    /// Bytes of the card's memory that nobody has.
+    pub(crate) fn free_memory(&self) -> Result<u64, Error> {
+        self.card.free_memory()
+    }
+
     /// Memory of the card, and its address; it is freed with what is returned.
     pub(crate) fn allocate(&self, bytes: u64) -> Result<(u64, Box<dyn Any + Send>), Error> {
         let memory = OnCard::new(&self.card, bytes as usize)?;

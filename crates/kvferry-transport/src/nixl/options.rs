@@ -4,6 +4,10 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use super::capi::AgentSettings;
+use crate::tcp::gather;
+
+/// Slots that are made to fit are multiples of this many bytes.
+const PAGE: u64 = 4096;
 
 /// How a [`Nixl`](super::Nixl) transport is set up.
 #[derive(Clone, Debug)]
@@ -34,8 +38,9 @@ pub struct NixlOptions {
 /// How the memory of a card is packed for peers, and what peers packed is put in its place.
 #[derive(Clone, Debug)]
 pub struct CardPacking {
-    /// Bytes of the card's memory to pack into and to fetch to, at most. Without any, the runs of GPU
-    /// memory are read one by one.
+    /// Bytes of the card's memory to pack into and to fetch to, at most, and at most an eighth of what nobody
+    /// has when a transport first gets to know the card. Without any, the runs of GPU memory are read one by
+    /// one.
     pub staging: u64,
     /// Bytes that are packed at a time, at most: a slot of that memory.
     pub slot: u64,
@@ -54,13 +59,24 @@ impl Default for CardPacking {
     fn default() -> Self {
         // A transfer costs NIXL 100 µs however long it is, in which an H200 moves 150 MB.
         Self {
-            staging: 256 << 20,
+            staging: 512 << 20,
             slot: 64 << 20,
-            lanes: 4,
+            lanes: 8,
             sms: None,
             kernel: None,
             stand_in: false,
         }
+    }
+}
+
+impl CardPacking {
+    /// Bytes to take of a card of whose memory so many are free, and of a slot of those. Where they are few,
+    /// there are at least four slots all the same, so that packing, moving and unpacking overlap. `None` where
+    /// they are too few to pack into.
+    pub(super) fn fitted(&self, free: u64) -> Option<(u64, u64)> {
+        let bytes = self.staging.min(free / 8);
+        let slot = self.slot.min(gather::MOST_PACKED).min(bytes / 4 / PAGE * PAGE);
+        (slot >= gather::SLOT_BYTES).then(|| (bytes / slot * slot, slot))
     }
 }
 
@@ -98,5 +114,25 @@ impl NixlOptions {
             parameters: self.parameters.clone(),
             cards_are_host: self.card.stand_in,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_leaves_room_on_the_card() {
+        let card = CardPacking::default();
+        let mib = 1 << 20;
+        for (free, bytes, slot) in
+            [(140 << 10, 512, 64), (4 << 10, 512, 64), (2400, 256, 64), (1600, 200, 50), (64, 8, 2)]
+        {
+            let fitted = Some((bytes * mib, slot * mib));
+            assert_eq!(card.fitted(free * mib), fitted, "{free} MiB are free");
+        }
+        assert_eq!(card.fitted(mib), None);
+        let few = CardPacking { staging: 5 * mib, ..card };
+        assert_eq!(few.fitted(u64::MAX), Some((5 * mib, 5 * mib / 4)));
     }
 }

@@ -22,7 +22,7 @@ use crate::shared::desk::{Desk, Opened};
 use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
 use crate::shared::yard::{Yard, Yards};
-use crate::tcp::{Forsaken, gather};
+use crate::tcp::Forsaken;
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -74,8 +74,9 @@ impl State {
                 kernel: card.kernel.clone(),
                 site_packages: self.options.site_packages.clone(),
             })?;
-            let slot = card.slot.min(gather::MOST_PACKED);
-            let bytes = card.staging / slot * slot;
+            let free = porter.free_memory()?;
+            let few = || Error::Unsupported(format!("only {free} bytes of its memory are free"));
+            let (bytes, slot) = card.fitted(free).ok_or_else(few)?;
             let (base, memory) = porter.allocate(bytes)?;
             let region = Region { base, bytes, place: Place::Gpu(gpu) };
             let staging = Staging::over(region, slot, Some(memory));
@@ -85,7 +86,7 @@ impl State {
             Ok(Yard::new(staging, Some(Arc::new(porter))))
         };
         self.yards.open(|| {
-            if card.slot == 0 || card.staging < card.slot {
+            if card.staging == 0 || card.slot == 0 {
                 return None;
             }
             let made = make().inspect_err(|error| {

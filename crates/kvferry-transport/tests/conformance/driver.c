@@ -79,6 +79,12 @@ static int take_away(uint64_t address)
     return OK;
 }
 
+int cuMemGetInfo_v2(size_t *free, size_t *all)
+{
+    *free = *all = (size_t)1 << 30;
+    return OK;
+}
+
 int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
     int file = memfd_create("card", MFD_CLOEXEC);

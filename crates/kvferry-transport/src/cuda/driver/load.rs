@@ -101,6 +101,7 @@ functions! {
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle,
         *mut *mut c_void, *mut *mut c_void
     );
+    memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
     allocate = "cuMemAlloc_v2": fn(*mut u64, usize);
     free = "cuMemFree_v2": fn(u64);
     host_allocate = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);

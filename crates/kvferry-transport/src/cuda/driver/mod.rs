@@ -133,6 +133,16 @@ impl Card {
         Ok(self.attribute(CAPABILITY_MAJOR)? * 10 + self.attribute(CAPABILITY_MINOR)?)
     }
 
+    /// Bytes of its memory that nobody has.
+    pub fn free_memory(&self) -> Result<u64, Error> {
+        let (mut free, mut all) = (0, 0);
+        // SAFETY: the pointers are to live values.
+        unsafe {
+            call!(self, "asking for free memory", memory_info(&raw mut free, &raw mut all))?;
+        }
+        Ok(free as u64)
+    }
+
     /// Waits until everything that was started on it has ended.
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: takes nothing.
