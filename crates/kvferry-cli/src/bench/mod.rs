@@ -86,3 +86,20 @@ impl Bench {
         }
     }
 }
+
+/// The cases whose name contains `only`, of which there must be some.
+fn chosen<C>(
+    mut cases: Vec<C>,
+    name: impl Fn(&C) -> String,
+    only: &str,
+) -> Result<Vec<C>, Box<dyn std::error::Error>> {
+    let known: Vec<String> = cases.iter().map(&name).collect();
+    cases.retain(|case| name(case).contains(only));
+    if cases.is_empty() {
+        let known = known.join("; ");
+        return Err(
+            format!("--only {only}: no case has that in its name; they are: {known}").into()
+        );
+    }
+    Ok(cases)
+}

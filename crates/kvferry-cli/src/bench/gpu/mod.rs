@@ -17,6 +17,8 @@ use handoff::Handoff;
 use measure::{Bench, Row};
 use packed::Packed;
 
+use super::chosen;
+
 pub(crate) type Failure = Box<dyn std::error::Error>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -65,6 +67,7 @@ pub(crate) fn serve() -> Result<(), Failure> {
 
 /// Measures; `source` are the arguments that make this program [`serve`].
 pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
+    let cases = chosen(measure::cases(), measure::Case::name, &settings.only)?;
     let card = Card::open(0)?;
     let (name, driver) = card.name()?;
     let multiprocessors = card.multiprocessors()?;
@@ -84,7 +87,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     for suite in &settings.suites {
         match suite {
             Suite::Rows => {
-                measure_rows(&mut bench, settings, &mut rows, &mut failures);
+                measure_rows(&mut bench, &cases, &mut rows, &mut failures);
                 small = Some(bench.small(128)?);
             }
             Suite::Handoff => {
@@ -129,7 +132,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
 /// One request of each of many pairs.
 fn measure_rows(
     bench: &mut Bench,
-    settings: &Settings,
+    cases: &[measure::Case],
     rows: &mut Vec<Row>,
     failures: &mut Vec<String>,
 ) {
@@ -155,7 +158,7 @@ fn measure_rows(
         "loops",
         "wrong"
     );
-    for case in measure::cases().iter().filter(|case| case.name().contains(&settings.only)) {
+    for case in cases {
         match bench.run(case) {
             Ok(row) => {
                 let bounded: String =

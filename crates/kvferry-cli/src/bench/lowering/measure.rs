@@ -12,9 +12,9 @@ use kvferry_transport::{Error, Operation, Status, Transport, carry_out};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
-use super::case::{Ready, cases};
+use super::case::{Case, Ready, cases};
 use super::source::{Source, seed};
-use crate::bench::memory;
+use crate::bench::{chosen, memory};
 
 pub(super) struct Settings {
     pub(super) rounds: usize,
@@ -64,7 +64,7 @@ pub(super) fn run<T: Transport>(
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let mut output = own_output::take()?;
     let mut source = Source::start(make()?.name())?;
-    for case in cases().iter().filter(|case| case.name().contains(&settings.only)) {
+    for case in chosen(cases(), Case::name, &settings.only)? {
         let ready = case.prepare(&mut source)?;
         let row = measure(&case.name(), &ready, &make()?, settings.rounds)?;
         writeln!(output, "{}", serde_json::to_string(&row)?)?;

@@ -17,6 +17,7 @@ use kvferry_transport::nixl::{self, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use serde::Serialize;
 
+use super::chosen;
 use measure::Row;
 
 pub(super) type Failure = Box<dyn std::error::Error>;
@@ -76,14 +77,16 @@ impl Lowering {
                 _ => measure::run(&settings, || Nixl::new(&NixlOptions::default())),
             };
         }
+        chosen(case::cases(), case::Case::name, &self.only)?;
+        let known = |transport: &&String| ["tcp", "nixl", "local"].contains(&transport.as_str());
+        if let Some(unknown) = self.transports.iter().find(|transport| !known(transport)) {
+            return Err(format!("--transports {unknown}: use tcp, nixl or local").into());
+        }
         let mut results = Results { rounds: settings.rounds, absent: vec![], rows: vec![] };
         if !self.json {
             println!("{}", heading());
         }
         for transport in &self.transports {
-            if !["tcp", "nixl", "local"].contains(&transport.as_str()) {
-                return Err(format!("--transports {transport}: use tcp, nixl or local").into());
-            }
             if let Err(error) = self.read_by(transport, &mut results) {
                 results.absent.push((transport.clone(), error.to_string()));
             }
