@@ -59,10 +59,9 @@
 //! # Ok::<(), ManifestError>(())
 //! ```
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 pub mod arithmetic;
-pub mod scan;
 pub mod strided;
 
 mod check;

@@ -11,7 +11,6 @@ use std::ops::Range;
 use thiserror::Error;
 
 use crate::copy::ByteCopy;
-use crate::scan;
 
 /// The most loops around a run.
 pub const MAX_LOOPS: usize = 12;
@@ -159,12 +158,23 @@ impl Drop for Loops {
     }
 }
 
+impl BlockPair {
+    fn ids(&self) -> [u32; 2] {
+        [self.source, self.destination]
+    }
+
+    fn of([source, destination]: [u32; 2]) -> Self {
+        Self { source, destination }
+    }
+}
+
 impl Loops {
     /// Adds a table of blocks; returns its index.
     pub fn add_table(&mut self, pairs: impl IntoIterator<Item = BlockPair>) -> usize {
         let start = self.pairs.len();
         self.pairs.extend(pairs);
-        let (lowest, highest) = scan::bounds(&self.pairs[start..]);
+        let (lowest, highest) = kvferry_scan::bounds(&self.pairs[start..], BlockPair::ids);
+        let [lowest, highest] = [lowest, highest].map(BlockPair::of);
         self.tables.push(Table { pairs: start..self.pairs.len(), lowest, highest });
         self.tables.len() - 1
     }

@@ -1,7 +1,5 @@
 //! What can be wrong with a request before its tables are walked.
 
-use kvferry_layout::scan;
-
 use crate::compile::{DestinationGroup, Plan};
 use crate::request::{Request, RequestError, Side, Table};
 
@@ -58,7 +56,7 @@ fn check_table(
         return Err(RequestError::NotOneSlot { side, group, first, entries });
     }
     let wrong = |id: &u32| *id >= blocks && null_block != Some(*id);
-    if scan::highest(table.blocks) >= blocks
+    if kvferry_scan::highest(table.blocks) >= blocks
         && let Some(index) = table.blocks.iter().position(wrong)
     {
         return Err(RequestError::NoSuchBlock {
@@ -113,16 +111,16 @@ fn all_differ<'t>(
 ) -> bool {
     for (ids, _) in tables.clone() {
         // Ids beyond the last block have been refused, unless they mark dead entries.
-        scan::mark(ids, seen);
+        kvferry_scan::mark(ids, seen);
     }
     let mut live = 0;
     for (ids, null_block) in tables {
         live += ids.len();
         let Some(null) = null_block else { continue };
-        live -= scan::count(ids, null);
+        live -= kvferry_scan::count(ids, null);
         if let Some(word) = seen.get_mut(null as usize / 64) {
             *word &= !(1 << (null % 64));
         }
     }
-    scan::ones(seen) == live
+    kvferry_scan::ones(seen) == live
 }

@@ -1,6 +1,6 @@
 //! How one side's blocks hold entries, and the way through them by a block table.
 
-use kvferry_layout::{Manifest, Phase, Piece, Window, scan};
+use kvferry_layout::{Manifest, Phase, Piece, Window};
 
 use crate::nest::Steps;
 use crate::request::{RequestError, Side, Table};
@@ -156,7 +156,7 @@ impl Walker<'_> {
             let ids = &ids[..blocks.min(ids.len())];
             let Some(null) = walker.holding.null_block else { return ids.len() };
             // First whether there is one at all.
-            if scan::count(ids, null) == 0 {
+            if kvferry_scan::count(ids, null) == 0 {
                 return ids.len();
             }
             ids.iter().position(|id| *id == null).unwrap_or(ids.len())

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvferry_layout::{Law, Phase, scan};
+use kvferry_layout::{Law, Phase};
 
 use crate::request::{RequestError, Side, Table};
 use crate::walk::holding::{Holding, Walker};
@@ -119,7 +119,7 @@ fn push_whole_blocks(
         if repeats == 1 {
             // Most often blocks lie scattered: those that neither continue the one before nor are
             // continued by the one after. The last may still be continued by what comes.
-            let end = start + scan::apart(&sources[start..], &destinations[start..]);
+            let end = start + kvferry_scan::apart(&sources[start..], &destinations[start..]);
             segments.push_scattered(&sources[start..end], &destinations[start..end], even);
             start = end;
         }

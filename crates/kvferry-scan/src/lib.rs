@@ -1,21 +1,23 @@
-//! Looks at many block ids at once. Compilers do that by themselves, but not for the oldest processors of a
-//! kind, which is what programs are built for: so each scan is built twice, and the processor is asked.
-#![allow(unsafe_code, reason = "what is built for some processors is only called on those")]
+//! Looks at many block ids at once.
+//!
+//! Compilers make such loops wide by themselves, but only as wide as the oldest processors can that a program is
+//! built for. So each of these is built twice, and the processor is asked which one it can run.
 
-use crate::loops::BlockPair;
-
-/// Declares a scan that is also built for the processors of the last ten years.
+/// Declares a function that is also built for the processors of the last ten years.
 macro_rules! scan {
-    ($(#[$meta:meta])* $name:ident($($argument:ident: $from:ty),*) -> $to:ty { $($body:tt)* }) => {
+    (
+        $(#[$meta:meta])*
+        $name:ident$(<$type:ident>)?($($argument:ident: $from:ty),*) -> $to:ty { $($body:tt)* }
+    ) => {
         $(#[$meta])*
-        pub fn $name($($argument: $from),*) -> $to {
+        pub fn $name$(<$type>)?($($argument: $from),*) -> $to {
             #[inline(always)]
-            fn plain($($argument: $from),*) -> $to { $($body)* }
+            fn plain$(<$type>)?($($argument: $from),*) -> $to { $($body)* }
 
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
-                fn wide($($argument: $from),*) -> $to {
+                fn wide$(<$type>)?($($argument: $from),*) -> $to {
                     plain($($argument),*)
                 }
                 if is_x86_feature_detected!("avx2")
@@ -68,8 +70,8 @@ scan! {
 }
 
 scan! {
-    /// How many pairs of two tables, from the first on, are not continued by the next one, where the next ids
-    /// of both follow; without the last.
+    /// How many places of two tables, from the first on, are not continued by the next, where the ids of both
+    /// follow; without the last.
     apart(sources: &[u32], destinations: &[u32]) -> usize {
         /// Looked at together, without a branch for each.
         const MANY: usize = 64;
@@ -94,16 +96,15 @@ scan! {
 }
 
 scan! {
-    /// The lowest and the highest blocks of some pairs, each side by itself. Of none: what no block is below,
-    /// and what no block is above.
-    bounds(pairs: &[BlockPair]) -> (BlockPair, BlockPair) {
-        let none = BlockPair { source: u32::MAX, destination: u32::MAX };
-        let (mut lowest, mut highest) = (none, BlockPair::default());
-        for pair in pairs {
-            lowest.source = lowest.source.min(pair.source);
-            lowest.destination = lowest.destination.min(pair.destination);
-            highest.source = highest.source.max(pair.source);
-            highest.destination = highest.destination.max(pair.destination);
+    /// The lowest and the highest of the two ids that `ids` finds in an item, each by itself. Of no items: what
+    /// nothing is below, and what nothing is above.
+    bounds<T>(items: &[T], ids: impl Fn(&T) -> [u32; 2]) -> ([u32; 2], [u32; 2]) {
+        let (mut lowest, mut highest) = ([u32::MAX; 2], [0; 2]);
+        for item in items {
+            for (at, id) in ids(item).into_iter().enumerate() {
+                lowest[at] = lowest[at].min(id);
+                highest[at] = highest[at].max(id);
+            }
         }
         (lowest, highest)
     }
@@ -127,8 +128,9 @@ mod tests {
     }
 
     proptest! {
+        /// As one finds it id by id.
         #[test]
-        fn scans_of_ids_are_what_is_plain((ids, others) in (ids(), ids()), id in 0u32..100) {
+        fn every_scan_finds_what_is_there((ids, others) in (ids(), ids()), id in 0u32..100) {
             prop_assert_eq!(highest(&ids), ids.iter().copied().max().unwrap_or(0));
             prop_assert_eq!(count(&ids, id), ids.iter().filter(|other| **other == id).count());
 
@@ -140,24 +142,18 @@ mod tests {
             prop_assert_eq!(ones(&bits), marked.len());
 
             let follows = |pair: &[u32]| pair[0].wrapping_add(1) == pair[1];
-            let both = ids.windows(2).zip(others.windows(2));
-            let first = both.clone().position(|(ours, theirs)| follows(ours) && follows(theirs));
-            prop_assert_eq!(apart(&ids, &others), first.unwrap_or(both.count()));
-        }
+            let mut both = ids.windows(2).zip(others.windows(2));
+            let places = both.clone().count();
+            let first = both.position(|(ours, theirs)| follows(ours) && follows(theirs));
+            prop_assert_eq!(apart(&ids, &others), first.unwrap_or(places));
 
-        #[test]
-        fn bounds_are_what_is_plain((sources, destinations) in (ids(), ids())) {
-            let pair = |source: u32, destination| BlockPair { source, destination };
-            let both = sources.iter().zip(&destinations);
-            let pairs: Vec<BlockPair> = both.clone().map(|(one, other)| pair(*one, *other)).collect();
-            let least = |ids: Vec<u32>| ids.into_iter().min().unwrap_or(u32::MAX);
-            let most = |ids: Vec<u32>| ids.into_iter().max().unwrap_or(0);
-            let (ours, theirs): (Vec<u32>, Vec<u32>) = both.map(|(one, other)| (*one, *other)).unzip();
-            let expected = (
-                pair(least(ours.clone()), least(theirs.clone())),
-                pair(most(ours), most(theirs)),
-            );
-            prop_assert_eq!(bounds(&pairs), expected);
+            let pairs: Vec<(u32, u32)> = ids.into_iter().zip(others).collect();
+            let found = bounds(&pairs, |pair| [pair.0, pair.1]);
+            let all = |of: fn(&(u32, u32)) -> u32| pairs.iter().map(of);
+            let (ours, theirs) = (|pair: &(u32, u32)| pair.0, |pair: &(u32, u32)| pair.1);
+            let least = |of| all(of).min().unwrap_or(u32::MAX);
+            let most = |of| all(of).max().unwrap_or(0);
+            prop_assert_eq!(found, ([least(ours), least(theirs)], [most(ours), most(theirs)]));
         }
     }
 }
