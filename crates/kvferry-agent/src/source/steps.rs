@@ -8,11 +8,14 @@ use tokio::time::timeout;
 
 use crate::wire::task::TaskReply;
 
+/// Engines plan so many steps ahead at most.
+const AHEAD: u64 = 4;
+
 /// The step that a rank is in.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     present: watch::Sender<Step>,
-    /// The step that somebody asked about last.
+    /// The latest step that somebody asked about.
     asked: AtomicU64,
 }
 
@@ -61,7 +64,8 @@ impl Steps {
 
     /// Whether anybody waits for what a step writes, or has just been told of some and will ask for more.
     pub(crate) fn is_heard(&self, number: u64) -> bool {
-        self.present.receiver_count() > 0 || self.asked.load(Ordering::Relaxed) == number
+        self.present.receiver_count() > 0
+            || (number > 0 && self.asked.load(Ordering::Relaxed) >= number)
     }
 
     /// What is written in a step beyond so many states, as soon as there is any. After a while that is
@@ -73,7 +77,9 @@ impl Steps {
                 || (step.number == number && (step.over || step.written.len() > known))
         };
         let mut steps = self.present.subscribe();
-        self.asked.store(number, Ordering::Relaxed);
+        // Whoever asks about a step that is far ahead is not listened to for that long.
+        let near = self.present.borrow().number.saturating_add(AHEAD);
+        self.asked.fetch_max(number.min(near), Ordering::Relaxed);
         _ = timeout(patience, steps.wait_for(news)).await;
         let step = self.present.borrow();
         let over = step.number > number || (step.number == number && step.over);
@@ -144,6 +150,8 @@ mod tests {
         steps.wrote(1, states(&["a"]));
         assert_eq!(waiting.await.unwrap(), ("a".to_owned(), false));
         assert!(steps.is_heard(1), "who has heard of a step asks for more of it");
-        assert!(!steps.is_heard(2));
+        assert!(!steps.is_heard(2) && !steps.is_heard(0));
+        assert_eq!(ask(&steps, u64::MAX, 0, SOON).await, (String::new(), false));
+        assert!(steps.is_heard(1 + AHEAD) && !steps.is_heard(2 + AHEAD));
     }
 }

@@ -35,8 +35,30 @@ pub(super) struct Growing {
     part: Option<Part>,
     /// Tokens that it is all about.
     all: u64,
-    /// Seconds that a token took, of all layers, when one was read last.
+    /// What its reads have taken so far.
+    spent: Spent,
+    /// Seconds that a token takes, of all layers, as far as is known.
     each: Option<f64>,
+}
+
+/// Seconds, and the tokens of all layers that they went into. The last read of a request brings few tokens and
+/// takes no less time for that: so all of them count together.
+#[derive(Debug, Default)]
+struct Spent {
+    seconds: f64,
+    tokens: f64,
+}
+
+impl Spent {
+    fn add(&mut self, took: Duration, tokens: f64) {
+        self.seconds += took.as_secs_f64();
+        self.tokens += tokens;
+    }
+
+    /// Seconds for a token, once there was one.
+    fn each(&self) -> Option<f64> {
+        (self.tokens > 0.0).then(|| self.seconds / self.tokens)
+    }
 }
 
 impl Growing {
@@ -49,7 +71,8 @@ impl Growing {
         let pace = Pace { from, to: load.tokens, step: growth.step };
         let follower = Follower::of(load.grant.clone(), pace);
         let (all, each) = (load.tokens.saturating_sub(from), *engine.each.lock());
-        Self { growth, follower, heard: None, words: None, part: None, all, each }
+        let spent = Spent::default();
+        Self { growth, follower, heard: None, words: None, part: None, all, spent, each }
     }
 
     /// Whether all of it takes so long that some of it is worth reading ahead, by what was read last.
@@ -119,9 +142,9 @@ impl Growing {
     /// What was chosen has arrived from its engine, after so long.
     pub(super) fn arrived(&mut self, engine: &SourceEngine, took: Duration) {
         if let Some(part) = self.part.take() {
-            let tokens = self.tokens(&part);
-            if tokens > 0.0 {
-                self.each = Some(took.as_secs_f64() / tokens);
+            self.spent.add(took, self.tokens(&part));
+            if let Some(each) = self.spent.each() {
+                self.each = Some(each);
                 *engine.each.lock() = self.each;
             }
             self.follower.arrived(&part);
@@ -261,5 +284,21 @@ async fn by_layer(
     if let Some(plan) = peers.by_layer(&engine).await {
         tell(Heard::ByLayer(plan));
         listen(peers, engine, ticket, steps, move |word| tell(Heard::Word(word))).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A short tail must not make tokens look dear: the next request would be read ahead for nothing.
+    #[test]
+    fn a_token_costs_what_all_of_them_took() {
+        let mut spent = Spent::default();
+        spent.add(Duration::from_millis(1), 0.0);
+        assert_eq!(spent.each(), None);
+        spent.add(Duration::from_millis(1), 1000.0);
+        spent.add(Duration::from_millis(1), 2.0);
+        assert_eq!(spent.each().map(|each| (each * 1e9).round()), Some((3e6_f64 / 1002.0).round()));
     }
 }

@@ -87,7 +87,7 @@ pub(super) struct SourceEngine {
     pub(super) ranks: Vec<u32>,
     /// What audits have found.
     pub(super) trial: Arc<Mutex<Trial>>,
-    /// Seconds that a token took, of all layers, when one was read last.
+    /// Seconds that a token took, of all layers, in the request that was read last.
     pub(super) each: Mutex<Option<f64>>,
 }
 
