@@ -2,13 +2,13 @@
 //!
 //! A few worker threads read the peer's memory through the kernel (`process_vm_readv`), up to 1,023
 //! copies a call, without a buffer between. The peer's own threads take no part in it. Questions for
-//! the peer's regions go over a [`tcp`](crate::tcp) connection on loopback.
+//! the peer's regions go over [`tcp`](crate::tcp) connections on loopback.
 //!
 //! Short runs cost the kernel as much as long ones: where that is more than what packing takes, the peer packs
-//! them, and they come over that connection.
+//! them, and they come over those connections.
 //!
 //! Where the kernel does not let one process read the other (another user, a hardened container),
-//! everything goes over that connection instead: [`LocalPeer::route`] says so, and a warning does.
+//! everything goes over those instead: [`LocalPeer::route`] says so, and a warning does.
 //!
 //! That a process number may be given out again is no danger: see `Identity` in the source.
 

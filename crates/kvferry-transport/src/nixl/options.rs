@@ -42,7 +42,7 @@ pub struct CardPacking {
     /// has when a transport first gets to know the card. Without any, the runs of GPU memory are read one by
     /// one.
     pub staging: u64,
-    /// Bytes that are packed at a time, at most: a slot of that memory.
+    /// Bytes that are packed at a time, at most: a slot of that memory, of which there are at least four.
     pub slot: u64,
     /// How many of them a peer is asked for at once.
     pub lanes: usize,

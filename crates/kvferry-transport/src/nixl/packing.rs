@@ -195,7 +195,15 @@ impl Packer {
         let until = deadline.min(Instant::now() + PATIENCE);
         let lanes = match on_cards {
             (false, false) => LANES,
-            _ => Lanes { count: state.options.card.lanes, gathers: 1 },
+            // No more than there are slots for on both sides: who finds none reads run by run.
+            _ => {
+                let ours =
+                    ours.staging.region().map_or(0, |all| all.bytes / ours.staging.slot_bytes());
+                let slots = ours.min(theirs.bytes / theirs.slot.max(1)).max(1);
+                let count =
+                    state.options.card.lanes.min(usize::try_from(slots).unwrap_or(usize::MAX));
+                Lanes { count, gathers: 1 }
+            }
         };
         let opened = Client::open(told.address, lanes, rate, Some(Arc::new(fetch)), until);
         let client = match opened {

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::capi::Agent;
 use super::job::Job;
-use super::options::NixlOptions;
+use super::options::{CardPacking, NixlOptions};
 use super::peer::NixlPeer;
 use super::prepared::PreparedLists;
 use crate::contract::{Error, Instance, RegionId};
@@ -75,8 +75,13 @@ impl State {
                 site_packages: self.options.site_packages.clone(),
             })?;
             let free = porter.free_memory()?;
-            let few = || Error::Unsupported(format!("only {free} bytes of its memory are free"));
-            let (bytes, slot) = card.fitted(free).ok_or_else(few)?;
+            let (bytes, slot) = card.fitted(free).ok_or_else(|| {
+                let CardPacking { staging, slot, .. } = card;
+                Error::Unsupported(format!(
+                    "an eighth of the {free} bytes that are free there, of which {staging} may be taken in \
+                     slots of {slot}, is too little"
+                ))
+            })?;
             let (base, memory) = porter.allocate(bytes)?;
             let region = Region { base, bytes, place: Place::Gpu(gpu) };
             let staging = Staging::over(region, slot, Some(memory));

@@ -27,6 +27,8 @@ pub(crate) trait BackEnd: 'static {
     const SETTLES_ALONE: bool;
     /// Whether peers pack short runs.
     const PACKS: bool = false;
+    /// Whether a stopped peer stops packed bytes.
+    const PACKING_NEEDS_THE_PEER: bool = Self::NEEDS_THE_PEER;
     /// Whether memory that is open here stays when the process that it belongs to dies.
     const OUTLIVES_THE_PEER: bool = false;
     /// Whether all copies of an operation are carried out as one.
@@ -47,6 +49,7 @@ impl BackEnd for LocalEnd {
     const SEES_DEREGISTRATION: bool = true;
     const SETTLES_ALONE: bool = true;
     const PACKS: bool = true;
+    const PACKING_NEEDS_THE_PEER: bool = true;
 
     fn new() -> Result<Local, Error> {
         Local::new(LocalOptions::default())

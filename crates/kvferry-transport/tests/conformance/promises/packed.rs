@@ -252,7 +252,7 @@ pub(super) fn packed_reads_never_land_late<B: BackEnd>() {
         );
         assert_eq!(pair.transport.statistics().quarantined, 0);
     }
-    assert!(caught > 0 || !B::NEEDS_THE_PEER, "no read was caught in mid-transfer");
+    assert!(caught > 0 || !B::PACKING_NEEDS_THE_PEER, "no read was caught in mid-transfer");
     // And the transport is as good as new: nothing to pack into was lost.
     let (theirs, mut ours) = (pattern(PEER_SEED, bytes), vec![0xaa; bytes]);
     done(&pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap());
