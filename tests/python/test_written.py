@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from kvferry.vllm import written
 from kvferry.vllm.connector import FerryConnector
+from kvferry.vllm.messages import Orders
 from kvferry.vllm.prefill import Growing, Prefill
 from kvferry.vllm.written import Written, is_known, keepers_of_states
 from vllm.config import ParallelConfig
@@ -284,3 +285,15 @@ def test_a_request_that_was_given_up_is_told_no_more():
     side.agent.advance = advance
     assert schedule(side, request, 10) == (0, [])
     assert side.growing == {}
+
+
+def test_a_step_writes_what_it_computes_and_zeroes_and_copies():
+    def writes(tokens=0, **output):
+        output = {"num_scheduled_tokens": {}, "new_block_ids_to_zero": None} | output
+        output = SimpleNamespace(total_num_scheduled_tokens=tokens, **output)
+        connector = SimpleNamespace(scheduler=SimpleNamespace(orders=lambda _: Orders()))
+        return FerryConnector.build_connector_meta(connector, output).writes
+
+    assert writes(3) and writes(new_block_ids_to_zero=[7]) and writes(kv_cache_block_copies=["some"])
+    # Not every vLLM speaks of copies.
+    assert not writes() and not writes(new_block_ids_to_zero=[], kv_cache_block_copies=[])

@@ -80,7 +80,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         orders = self.scheduler.orders(scheduler_output.num_scheduled_tokens)
         orders.idle = scheduler_output.total_num_scheduled_tokens == 0
-        orders.writes = not orders.idle or bool(scheduler_output.new_block_ids_to_zero)
+        copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+        orders.writes = not orders.idle or bool(scheduler_output.new_block_ids_to_zero or copies)
         return orders
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -49,7 +49,8 @@ class Orders(KVConnectorMetadata):
     step: int = 0
     #: The step computes nothing, so there is time to wait for what is being loaded.
     idle: bool = False
-    #: The engine has its device write in this step: what it computes, or zeros to blocks that it gives out.
+    #: The engine has its device write in this step: what it computes, zeros to blocks that it gives out, or copies of
+    #: others.
     writes: bool = True
     #: Where requests are traced: the traces of those that are to be loaded.
     traces: dict[str, str] = field(default_factory=dict)
