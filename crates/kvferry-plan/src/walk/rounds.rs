@@ -2,6 +2,7 @@
 //! rounds are cut alike, so what the cuts are is worked out once.
 
 use kvferry_layout::BlockPair;
+use kvferry_layout::arithmetic::gcd;
 
 use crate::walk::holding::{Holding, Walker};
 use crate::walk::segments::{Segment, Segments};
@@ -134,10 +135,6 @@ impl Cut {
             && next(sources, self.blocks.0, self.moves.0)
             && next(destinations, self.blocks.1, self.moves.1)
     }
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

@@ -276,7 +276,7 @@ fn packed_price(
     // together.
     let added = match (measured.direct, measured.packed) {
         (Some(tcp), Some(packed)) => (packed.byte - tcp.byte).max(MOVED_TWICE),
-        _ => 0.2,
+        _ => MOVED_TWICE,
     };
     let copy = measured.packed.map_or(20.0, |packed| packed.copy);
     let cpu = Price { launch: 0.0, copy: copy / 2.0, byte: added / 2.0 };
