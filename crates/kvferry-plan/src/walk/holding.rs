@@ -151,17 +151,19 @@ impl Walker<'_> {
             return 0;
         }
         let blocks = usize::try_from(entries / ours.entries).unwrap_or(usize::MAX);
-        let live = |walker: &Self, blocks: usize| {
-            let ids = walker.ids();
-            let ids = &ids[..blocks.min(ids.len())];
-            let Some(null) = walker.holding.null_block else { return ids.len() };
-            // First whether there is one at all.
-            if kvferry_scan::count(ids, null) == 0 {
-                return ids.len();
-            }
-            ids.iter().position(|id| *id == null).unwrap_or(ids.len())
-        };
-        live(other, live(self, blocks))
+        other.live(self.live(blocks))
+    }
+
+    /// How many of the next blocks, at most so many, are there and not dead.
+    pub(crate) fn live(&self, blocks: usize) -> usize {
+        let ids = self.ids();
+        let ids = &ids[..blocks.min(ids.len())];
+        let Some(null) = self.holding.null_block else { return ids.len() };
+        // First whether there is one at all.
+        if kvferry_scan::count(ids, null) == 0 {
+            return ids.len();
+        }
+        ids.iter().position(|id| *id == null).unwrap_or(ids.len())
     }
 
     /// Whether this is where a block starts.

@@ -5,7 +5,7 @@ use kvferry_layout::BlockPair;
 use kvferry_layout::arithmetic::gcd;
 
 use crate::walk::holding::{Holding, Walker};
-use crate::walk::segments::{Segment, Segments};
+use crate::walk::segments::Segments;
 use crate::walk::slot::Within;
 
 /// Rounds of more cuts than this are walked cut by cut: there is little to gain.
@@ -21,6 +21,8 @@ pub(crate) struct Rounds {
     cuts: Vec<Cut>,
     /// Whether their shapes are known, which are those of segments that are there.
     numbered: bool,
+    /// Whether there are dead blocks from where this was asked first.
+    dead: Option<bool>,
 }
 
 /// A stretch of a round: a part of one block on each side.
@@ -54,6 +56,7 @@ impl Rounds {
             blocks: ((theirs / divisor) as usize, (ours / divisor) as usize),
             cuts: vec![],
             numbered: false,
+            dead: None,
         }
     }
 
@@ -75,33 +78,42 @@ impl Rounds {
         if self.cuts.is_empty() {
             self.cut(source.holding.entries, destination.holding.entries);
         }
-        let sources = source.ids().chunks_exact(self.blocks.0);
-        let destinations = destination.ids().chunks_exact(self.blocks.1);
+        let (a, b) = self.blocks;
+        let (sources, destinations) = (source.ids(), destination.ids());
         let rounds = usize::try_from(entries / self.entries).unwrap_or(usize::MAX);
-        let dead = |walker: &Walker<'_>, ids: &[u32]| {
-            walker.holding.null_block.is_some_and(|null| ids.contains(&null))
+        let by_round = || sources.chunks_exact(a).zip(destinations.chunks_exact(b)).take(rounds);
+        // Most tables have no dead blocks at all: that is asked once.
+        let dead = *self.dead.get_or_insert_with(|| {
+            let dead = |walker: &Walker<'_>| walker.live(usize::MAX) < walker.ids().len();
+            dead(source) || dead(destination)
+        });
+        let is_dead = |walker: &Walker<'_>, ids: &[u32]| {
+            dead && walker.holding.null_block.is_some_and(|null| ids.contains(&null))
         };
-        let mut taken = 0;
-        for (sources, destinations) in sources.zip(destinations).take(rounds) {
-            if self.cuts.iter().any(|cut| cut.may_continue(sources, destinations))
-                || dead(source, sources)
-                || dead(destination, destinations)
-            {
-                break;
-            }
-            if !std::mem::replace(&mut self.numbered, true) {
-                for cut in &mut self.cuts {
-                    cut.shape = segments.number_stretch(cut.within.0, cut.within.1, cut.entries);
-                }
-            }
-            let blocks = |cut: &Cut| BlockPair {
-                source: sources[cut.blocks.0],
-                destination: destinations[cut.blocks.1],
-            };
-            let segment = |cut: &Cut| Segment { blocks: blocks(cut), shape: cut.shape };
-            segments.push_numbered(self.cuts.iter().map(segment));
-            taken += 1;
+        let ends = |(sources, destinations): (&[u32], &[u32])| {
+            self.cuts.iter().any(|cut| cut.may_continue(sources, destinations))
+                || is_dead(source, sources)
+                || is_dead(destination, destinations)
+        };
+        let taken = by_round().position(ends).unwrap_or_else(|| by_round().len());
+        if taken == 0 {
+            return Taken::default();
         }
+        if !std::mem::replace(&mut self.numbered, true) {
+            for cut in &mut self.cuts {
+                cut.shape = segments.number_stretch(cut.within.0, cut.within.1, cut.entries);
+            }
+        }
+        let cuts = &self.cuts;
+        segments.push_numbered(
+            by_round().take(taken).map(|(sources, destinations)| {
+                cuts.iter().map(|cut| BlockPair {
+                    source: sources[cut.blocks.0],
+                    destination: destinations[cut.blocks.1],
+                })
+            }),
+            cuts.iter().map(|cut| cut.shape),
+        );
         Taken {
             entries: taken as u64 * self.entries,
             blocks: (taken * self.blocks.0, taken * self.blocks.1),
@@ -144,6 +156,7 @@ mod tests {
 
     use super::*;
     use crate::request::{Side, Table};
+    use crate::walk::segments::Segment;
 
     fn holding(entries: u64) -> Holding {
         Holding {

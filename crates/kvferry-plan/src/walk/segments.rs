@@ -205,12 +205,17 @@ impl Segments {
         self.number(Shape { entries, repeats: 1, source, destination, ..Shape::default() })
     }
 
-    /// Adds stretches, none of which continues another or the one before.
-    pub(crate) fn push_numbered(&mut self, stretches: impl Iterator<Item = Segment>) {
+    /// Adds stretches in rounds, none of which continues another or the one before. The shapes are those of
+    /// one round.
+    pub(crate) fn push_numbered(
+        &mut self,
+        rounds: impl Iterator<Item = impl Iterator<Item = BlockPair>>,
+        shapes: impl Iterator<Item = u32> + Clone,
+    ) {
         self.close();
-        for Segment { blocks, shape } in stretches {
-            self.list.blocks.push(blocks);
-            self.list.numbers.push(shape);
+        for round in rounds {
+            self.list.blocks.extend(round);
+            self.list.numbers.extend(shapes.clone());
         }
     }
 

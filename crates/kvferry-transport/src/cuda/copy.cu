@@ -7,7 +7,9 @@
 //
 // One launch carries out one program. Each warp of all CTAs starts with the batch of its number; the
 // others go to whichever warp is free, so that all of them end together, and work in one stretch of
-// memory at a time. The last CTA to end sets the signal that the host looks at.
+// memory at a time. The last CTA to end sets the signal that the host looks at. Where the launch behind
+// this one may overlap it, that one begins as soon as no batch is left here; it ends after this one, so
+// that a stream has ended when all of its launches have.
 
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
@@ -29,8 +31,9 @@ typedef unsigned long long uint64_t;
 #define KV_SHARED(pointer) __builtin_assume(__isShared(pointer))
 #define KV_FORGET(variable) asm volatile("" : "+r"(variable))
 #define KV_FORGET_ADDRESS(variable) asm volatile("" : "+l"(variable))
-// Without hints to the caches: on an H200 those cost a little.
-#define KV_LOAD(TYPE, address) (*(const TYPE *)(address))
+// Past the cache of the multiprocessor: it may hold what the launch before has read, and nothing is read
+// twice. Other hints to the caches cost a little on an H200.
+#define KV_LOAD(TYPE, address) __ldcg((const TYPE *)(address))
 #define KV_STORE(TYPE, address, value) (*(TYPE *)(address) = (value))
 
 typedef uint4 kv_word16;
@@ -41,12 +44,9 @@ typedef uint8_t kv_word1;
 
 #include "loops.h"
 
-// At most; line.rs may start fewer.
-#define KV_THREADS 768
-
-static __device__ __forceinline__ void kv_run(const kv_header *program)
+template <uint32_t THREADS> static __device__ __forceinline__ void kv_run(const kv_header *program)
 {
-    __shared__ kv_places places[KV_THREADS / KV_WARP];
+    __shared__ kv_places places[THREADS / KV_WARP];
     extern __shared__ uint4 tiles[];
     const uint32_t warp = threadIdx.x / KV_WARP;
     void *tile = (unsigned char *)tiles + warp * KV_TILE_BYTES;
@@ -61,6 +61,9 @@ static __device__ __forceinline__ void kv_run(const kv_header *program)
         kv_carry_out(program, batch, places + warp, tile);
         batch = warps < batches ? __shfl_sync(~0u, next, 0) : batches;
     }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
@@ -69,29 +72,43 @@ static __device__ __forceinline__ void kv_run(const kv_header *program)
             counts->ended = 0;
             __threadfence_system();
             *(volatile uint32_t *)program->signal = 1;
+#if __CUDA_ARCH__ >= 900
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
         }
     }
 }
 
-// The program is in the card's memory.
-extern "C" __global__ void __launch_bounds__(KV_THREADS, 1) kvferry_copy(const kv_header *program)
-{
-    kv_run(program);
-}
-
-// A program that is not too long travels with the launch itself: nothing is uploaded. Every launch
-// carries all of its parameter, so there are several lengths; line.rs knows them. Longer ones are
-// uploaded: that takes less time from 12,000 bytes on.
+// A program that is not too long travels with the launch itself: nothing is uploaded, and each CTA
+// copies it to shared memory, where looking it up costs next to nothing. Every launch carries all of its parameter, so there
+// are several lengths. Longer ones are uploaded: that takes less time from 12,000 bytes on.
 template <uint32_t BYTES> struct alignas(16) kv_inline {
     unsigned char bytes[BYTES];
 };
 
-#define KV_INLINE(BYTES)                                                                            \
-    extern "C" __global__ void __launch_bounds__(KV_THREADS, 1)                                     \
-        kvferry_copy_##BYTES(const __grid_constant__ kv_inline<BYTES> program)                      \
+#define KV_INLINE(THREADS, BYTES)                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                        \
+        kvferry_copy_##THREADS##_##BYTES(const __grid_constant__ kv_inline<BYTES> program)          \
     {                                                                                               \
-        kv_run((const kv_header *)&program);                                                        \
+        __shared__ uint4 copy[sizeof(program) / sizeof(uint4)];                                     \
+        for (uint32_t at = threadIdx.x; at < sizeof(copy) / sizeof(uint4); at += blockDim.x)        \
+            copy[at] = ((const uint4 *)&program)[at];                                               \
+        __syncthreads();                                                                            \
+        kv_run<THREADS>((const kv_header *)copy);                                                   \
     }
-KV_INLINE(1000)
-KV_INLINE(4000)
-KV_INLINE(8000)
+
+#define KV_KERNELS(THREADS)                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                        \
+        kvferry_copy_##THREADS(const kv_header *program)                                            \
+    {                                                                                               \
+        kv_run<THREADS>(program);                                                                   \
+    }                                                                                               \
+    KV_INLINE(THREADS, 1000)                                                                        \
+    KV_INLINE(THREADS, 4000)                                                                        \
+    KV_INLINE(THREADS, 8000)
+
+// By the threads of a CTA, as in line.rs. A launch that has most of the card's multiprocessors serves
+// its memory best with few threads on each, which then have all the registers that they want. One that
+// has few of them needs more loads under way on each.
+KV_KERNELS(384)
+KV_KERNELS(768)

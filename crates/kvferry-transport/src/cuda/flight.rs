@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use super::driver::{Pinned, Stream};
 use super::landing::Landing;
 use super::peer::{CudaPeer, Table};
+use super::program::Ends;
 use super::signal::Signal;
 use super::staging::OnCard;
 use crate::contract::{Error, Operation, Status};
@@ -69,8 +70,8 @@ pub(super) struct Flight {
     peer: CudaPeer,
     custody: Arc<Custody>,
     bytes: u64,
-    /// Of the signal, which is there while this is aloft.
-    signal: u64,
+    /// The signal's, which is there while this is aloft.
+    ends: Ends,
     /// `None` once nothing of it can land any more.
     aloft: Mutex<Option<Aloft>>,
 }
@@ -94,9 +95,9 @@ impl Flight {
         bytes: u64,
         (signal, stream): (Signal, Arc<Stream>),
     ) -> Arc<Self> {
-        let (custody, address) = (part.custody().clone(), signal.address());
+        let (custody, ends) = (part.custody().clone(), signal.ends());
         let aloft = Mutex::new(Some(Aloft { part, signal, stream, table, kept: None }));
-        Arc::new(Self { peer, custody, bytes, signal: address, aloft })
+        Arc::new(Self { peer, custody, bytes, ends, aloft })
     }
 
     pub(super) fn is_of(&self, peer: &CudaPeer) -> bool {
@@ -130,8 +131,8 @@ impl Flight {
 }
 
 impl Landing for Flight {
-    fn signal(&self) -> u64 {
-        self.signal
+    fn ends(&self) -> Ends {
+        self.ends
     }
 
     fn keep(&self, kept: (Pinned, OnCard)) {

@@ -1,13 +1,14 @@
 //! What a launch leaves behind until its kernel has ended.
 
 use super::driver::Pinned;
+use super::program::Ends;
 use super::staging::OnCard;
 use crate::contract::Error;
 
 /// A launch, as those see it who start it.
 pub(super) trait Landing: Send + Sync {
-    /// Where the kernel says that it has ended.
-    fn signal(&self) -> u64;
+    /// Where the kernel says that it has ended, and what it counts in until then.
+    fn ends(&self) -> Ends;
     /// Whether it has said so. Costs next to nothing.
     fn landed(&self) -> bool;
     /// Keeps memory until the kernel has ended.

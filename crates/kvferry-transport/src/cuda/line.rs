@@ -7,51 +7,84 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::driver::{Card, Event, Kernel, Module, Stream};
+use super::driver::{Card, Event, Grid, Kernel, Module, Stream};
 use super::landing::Landing;
-use super::program::{COUNTS, Ends, Program, TILE_BYTES};
+use super::program::{Program, TILE_BYTES};
 use super::signal::{Signal, Signals};
-use super::staging::{OnCard, Staging};
+use super::staging::Staging;
 use super::{CudaOptions, KERNEL, KERNEL_HEADER, nvrtc};
 use crate::contract::Error;
 
-/// Threads of a CTA at most, as in copy.cu. There is one CTA to a multiprocessor.
-const MOST_THREADS: u32 = 768;
+/// Threads of a CTA, as in copy.cu: of a launch that has most of the card's multiprocessors, and of one that
+/// has fewer. There is one CTA to a multiprocessor.
+pub(super) const WIDE: u32 = 384;
+pub(super) const DENSE: u32 = 768;
 /// Programs up to the last of these sizes travel with the launch; as in copy.cu.
 pub(super) const INLINE: [usize; 3] = [1000, 4000, 8000];
+/// The oldest architecture on which a launch may overlap the one before it.
+const OVERLAPS_FROM: u32 = 90;
 
 /// Which part of the card a launch takes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Extent {
     /// Multiprocessors.
     sms: u32,
-    /// Threads on each.
-    threads: u32,
+    /// Whether they are a bound. Where they are not, a launch may begin before the one before it has ended.
+    bound: bool,
+    /// Whether they are most of the card's.
+    wide: bool,
 }
 
 impl Extent {
-    /// `sms` of `all` multiprocessors. The card's memory is served best by few threads on each of all of
-    /// them; where they are few, each has to keep more loads under way.
-    pub(super) fn new(sms: u32, all: u32) -> Self {
-        Self { sms, threads: if sms > all / 2 { 512 } else { MOST_THREADS } }
+    /// At most `asked` of `all` multiprocessors; five sixths where nothing is asked for.
+    pub(super) fn new(asked: Option<u32>, all: u32) -> Self {
+        let sms = asked.unwrap_or(all * 5 / 6).clamp(1, all);
+        Self { sms, bound: asked.is_some(), wide: sms * 3 >= all * 2 }
+    }
+
+    /// On each of them.
+    fn threads(self) -> u32 {
+        if self.wide { WIDE } else { DENSE }
     }
 
     pub(super) fn warps(self) -> u64 {
-        u64::from(self.sms) * u64::from(self.threads / 32)
+        u64::from(self.sms) * u64::from(self.threads() / 32)
+    }
+}
+
+/// One kernel, for programs of any length.
+struct Kernels {
+    /// Takes the address of a program.
+    uploaded: Kernel,
+    /// Take a program of at most as many bytes as [`INLINE`] has in the same place.
+    inline: Vec<Kernel>,
+}
+
+impl Kernels {
+    fn load(module: &Module, threads: u32) -> Result<Self, Error> {
+        let kernel = |name: &str| module.kernel(name, tiles(threads));
+        let inline = |bytes: &usize| kernel(&format!("kvferry_copy_{threads}_{bytes}"));
+        Ok(Self {
+            uploaded: kernel(&format!("kvferry_copy_{threads}"))?,
+            inline: INLINE.iter().map(inline).collect::<Result<_, _>>()?,
+        })
     }
 }
 
 /// What launches need.
 pub(super) struct Line {
     stream: Arc<Stream>,
-    copy: Kernel,
-    /// For each of [`INLINE`].
-    copy_inline: Vec<Kernel>,
+    /// Where programs are uploaded while a launch is under way, and what marks their end.
+    uploads: (Stream, Event),
+    /// The last launch.
+    last: Option<Arc<dyn Landing>>,
+    /// Whether a launch may overlap the one before it on this card.
+    overlaps: bool,
+    wide: Kernels,
+    dense: Kernels,
     /// A program that travels with a launch, as many times 16 bytes as the longest may have.
     inline: Box<[u128]>,
     staging: Staging,
-    /// What launches count in, one after the other.
-    counts: OnCard,
     signals: Signals,
     /// Keeps the kernels loaded.
     _module: Module,
@@ -59,24 +92,23 @@ pub(super) struct Line {
 
 impl Line {
     pub(super) fn new(card: &Card, options: &CudaOptions) -> Result<Self, Error> {
+        let capability = card.capability()?;
         let image = match &options.kernel {
-            None => compiled(card.capability()?, &options.site_packages)?,
+            None => compiled(capability, &options.site_packages)?,
             Some(path) => Arc::new(std::fs::read(path).map_err(|error| {
                 Error::system(format!("reading the kernel {}", path.display()), &error)
             })?),
         };
         let module = card.module(&image)?;
-        let tiles = TILE_BYTES as u32 * (MOST_THREADS / 32);
         Ok(Self {
             stream: Arc::new(card.stream(true)?),
-            copy: module.kernel("kvferry_copy", tiles)?,
-            copy_inline: INLINE
-                .iter()
-                .map(|bytes| module.kernel(&format!("kvferry_copy_{bytes}"), tiles))
-                .collect::<Result<_, _>>()?,
+            uploads: (card.stream(true)?, card.event(false)?),
+            last: None,
+            overlaps: capability >= OVERLAPS_FROM,
+            wide: Kernels::load(&module, WIDE)?,
+            dense: Kernels::load(&module, DENSE)?,
             inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
             staging: Staging::new(card)?,
-            counts: OnCard::zeroed(card, COUNTS as usize)?,
             signals: Signals::new(card),
             _module: module,
         })
@@ -84,7 +116,7 @@ impl Line {
 
     /// What tells of the end of a launch: its signal, and the stream that it is in.
     pub(super) fn tidings(&self) -> Result<(Signal, Arc<Stream>), Error> {
-        Ok((self.signals.take()?, self.stream.clone()))
+        Ok((self.signals.take(&self.stream)?, self.stream.clone()))
     }
 
     /// Launches the kernel for a program. Where the card refuses, nothing runs when this returns.
@@ -100,10 +132,13 @@ impl Line {
     ) {
         // SAFETY: the caller's promise.
         let launched = unsafe { self.launch(program, extent, launch) };
-        if let Err(error) = launched {
-            // An upload may be in the stream, and no kernel behind it that tells of its end.
-            let _ = self.stream.synchronize();
-            launch.refused(error);
+        match launched {
+            Ok(()) => self.last = Some(launch.clone()),
+            Err(error) => {
+                // An upload may be under way, and no kernel behind it that tells of its end.
+                let _ = (self.uploads.0.synchronize(), self.stream.synchronize());
+                launch.refused(error);
+            }
         }
     }
 
@@ -113,28 +148,42 @@ impl Line {
     unsafe fn launch(
         &mut self,
         program: &Program<'_>,
-        Extent { sms, threads }: Extent,
+        extent: Extent,
         launch: &Arc<dyn Landing>,
     ) -> Result<(), Error> {
-        let ctas = u64::from(sms).min(program.batches()) as u32;
-        let shared = if program.uses_tiles() { TILE_BYTES as u32 * (threads / 32) } else { 0 };
-        let ends = Ends { counts: self.counts.address(), signal: launch.signal() };
-        let fits = std::iter::zip(INLINE, &self.copy_inline).find(|fit| program.bytes() <= fit.0);
-        if let Some((_, kernel)) = fits {
+        let threads = extent.threads();
+        let grid = Grid {
+            ctas: u64::from(extent.sms).min(program.batches()) as u32,
+            threads,
+            shared: if program.uses_tiles() { tiles(threads) } else { 0 },
+            overlaps: self.overlaps && !extent.bound,
+        };
+        let kernels = if extent.wide { &self.wide } else { &self.dense };
+        let fits = |fit: &(usize, &Kernel)| program.bytes() <= fit.0;
+        if let Some((_, kernel)) = std::iter::zip(INLINE, &kernels.inline).find(fits) {
             let inline = self.inline.as_mut_ptr();
             let mut arguments = [inline.cast::<c_void>()];
             // SAFETY: there is room; the kernel takes one argument, not longer than that, which CUDA
-            // copies during the call; the caller vouches for the addresses.
+            // copies during the call; the caller vouches for the addresses. Launches of this stream have
+            // nothing to do with each other.
             return unsafe {
-                program.write(inline.cast(), ends);
-                self.stream.launch(kernel, (ctas, threads), shared, &mut arguments)
+                program.write(inline.cast(), launch.ends());
+                self.stream.launch_grid(kernel, grid, &mut arguments)
             };
         }
-        let mut address = self.staging.put(program, ends, &self.stream, launch)?;
+        let (uploads, uploaded) = &self.uploads;
+        let busy = self.last.as_ref().is_some_and(|last| !last.landed());
+        let by = if busy { uploads } else { &*self.stream };
+        let mut address = self.staging.put(program, launch.ends(), by, launch)?;
+        if busy {
+            uploads.record(uploaded)?;
+            self.stream.wait_for(uploaded)?;
+        }
         let mut arguments = [(&raw mut address).cast::<c_void>()];
-        // SAFETY: the kernel takes one address, of the program that the stream has uploaded by then;
-        // the caller vouches for the addresses in it.
-        unsafe { self.stream.launch(&self.copy, (ctas, threads), shared, &mut arguments) }
+        let grid = Grid { overlaps: false, ..grid };
+        // SAFETY: the kernel takes one address, of a program that is uploaded by then: the stream has done so,
+        // or waits for it. The caller vouches for the addresses in it.
+        unsafe { self.stream.launch_grid(&kernels.uploaded, grid, &mut arguments) }
     }
 
     /// Marks this point of the stream, for measurements.
@@ -146,6 +195,11 @@ impl Line {
     pub(super) fn finish(&self) -> Result<(), Error> {
         self.stream.synchronize()
     }
+}
+
+/// Bytes of shared memory that the tiles of a CTA take.
+fn tiles(threads: u32) -> u32 {
+    TILE_BYTES as u32 * (threads / 32)
 }
 
 /// The kernel for an architecture, compiled once per process.

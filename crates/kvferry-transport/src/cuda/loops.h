@@ -56,7 +56,7 @@ typedef struct {
     uint32_t source, destination;
 } kv_pair;
 
-/* Counts of the launches of one stream, in the card's memory; all zero between two launches. */
+/* Counts of one launch, in the card's memory; all zero before and after. */
 typedef struct {
     uint32_t dealt; /* batches, after the first of each warp */
     uint32_t unused[31];
@@ -66,7 +66,7 @@ typedef struct {
 /* At the start of a program; then nests, dimensions and pairs. */
 typedef struct {
     uint32_t nests, dimensions, pairs, batches;
-    uint64_t counts; /* of the stream */
+    uint64_t counts; /* of this launch */
     uint64_t signal; /* a word of the host's memory that becomes 1 when everything is in place */
 } kv_header;
 

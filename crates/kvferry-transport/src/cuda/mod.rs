@@ -7,7 +7,7 @@
 //! the kernel's body, which the tests run on the CPU too.
 //!
 //! Launches go to a stream of their own, of the lowest priority, and occupy at most
-//! [`CudaOptions::sms`] multiprocessors. A kernel that runs cannot be called back: an operation whose
+//! [`CudaOptions::sms`] multiprocessors where that is given. A kernel that runs cannot be called back: an operation whose
 //! deadline passes, that is cancelled or whose peer is disconnected is quarantined until the kernel
 //! has ended, which is soon. A peer that dies does no harm: its memory stays valid as long as it is
 //! open here, until [`Transport::disconnect`].
@@ -21,7 +21,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use kvferry_layout::{ByteCopy, Loops, Price, Region};
@@ -72,9 +71,10 @@ pub const KERNEL_HEADER: (&str, &str) = ("loops.h", include_str!("loops.h"));
 pub struct CudaOptions {
     /// The card whose memory is registered, and whose kernels read.
     pub gpu: u32,
-    /// How many multiprocessors a transfer may occupy; `None` for half of them. On an H200 half of them
-    /// move as much as all, and a model that runs meanwhile loses least for each byte that is loaded:
-    /// with fewer, loads take longer, and the model waits for the multiprocessors that it does not get.
+    /// How many multiprocessors a transfer may occupy; `None` for five sixths of them, and all where
+    /// several transfers overlap: the next begins when nothing is left to hand out of one. On an H200 that moves as much as all of them, and a model
+    /// that runs meanwhile loses least for each byte that is loaded: with fewer, loads take longer, and
+    /// the model waits for the multiprocessors that it does not get.
     pub sms: Option<u32>,
     /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
     pub kernel: Option<PathBuf>,
@@ -90,9 +90,9 @@ pub struct Cuda {
     desk: Desk,
     exports: Mutex<BTreeMap<RegionId, Arc<Export>>>,
     peers: Mutex<Vec<CudaPeer>>,
-    /// Multiprocessors of the card, and how many of them to use.
+    /// Multiprocessors of the card, and which part of them transfers take.
     all_sms: u32,
-    sms: AtomicU32,
+    extent: Mutex<Extent>,
     /// Ends with the last launch, before what launches need does.
     watch: Watch,
     line: Mutex<Line>,
@@ -119,7 +119,7 @@ impl Cuda {
             exports: Mutex::default(),
             peers: Mutex::default(),
             all_sms,
-            sms: AtomicU32::new(bounded(options.sms, all_sms)),
+            extent: Mutex::new(Extent::new(options.sms, all_sms)),
             line: Mutex::new(line),
             watch: Watch::start()?,
         };
@@ -134,7 +134,7 @@ impl Cuda {
 
     /// How many multiprocessors transfers may occupy from now on, as in [`CudaOptions::sms`].
     pub fn set_sms(&self, sms: Option<u32>) {
-        self.sms.store(bounded(sms, self.all_sms), Ordering::Relaxed);
+        *self.extent.lock() = Extent::new(sms, self.all_sms);
     }
 
     /// Where this process sees an address of a peer's region, for measurements.
@@ -176,7 +176,7 @@ impl Cuda {
         }
         let whole = Whole { asked, bytes: loops.bytes(), began };
         let custody = self.desk.open_whole(&whole, &written, deadline, None, peer.rate())?;
-        let extent = Extent::new(self.sms.load(Ordering::Relaxed), self.all_sms);
+        let extent = *self.extent.lock();
         let program = Program::new(loops, extent.warps(), |nest| shifts[nest]);
         let mut line = self.line.lock();
         // Nothing to move is done already.
@@ -197,11 +197,6 @@ impl Cuda {
         self.watch.add(flight.clone());
         Ok(CudaTransfer::posted(custody, Some(flight)))
     }
-}
-
-/// How many of `all` multiprocessors to occupy.
-fn bounded(asked: Option<u32>, all: u32) -> u32 {
-    asked.unwrap_or(all / 2).clamp(1, all)
 }
 
 impl Transport for Cuda {

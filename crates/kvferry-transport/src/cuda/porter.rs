@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use kvferry_layout::Loops;
 use parking_lot::Mutex;
 
+use super::CudaOptions;
 use super::driver::{Card, Pinned, Stream};
 use super::landing::Landing;
 use super::line::{Extent, Line};
-use super::program::Program;
+use super::program::{Ends, Program};
 use super::signal::Signal;
 use super::staging::OnCard;
-use super::{CudaOptions, bounded};
 use crate::contract::Error;
 
 /// Carries loops out on one card.
@@ -31,7 +31,7 @@ impl Porter {
         let card = Card::open(options.gpu)?;
         let all = card.multiprocessors()?;
         let line = Mutex::new(Line::new(&card, options)?);
-        Ok(Self { extent: Extent::new(bounded(options.sms, all), all), card, line })
+        Ok(Self { extent: Extent::new(options.sms, all), card, line })
     }
 
     /// Bytes of the card's memory that nobody has.
@@ -55,9 +55,9 @@ impl Porter {
         let program = Program::new(loops, self.extent.warps(), |_| 0);
         let mut line = self.line.lock();
         let (signal, stream) = line.tidings()?;
-        let address = signal.address();
+        let ends = signal.ends();
         let state = Mutex::new(State::Aloft { signal, stream, kept: None });
-        let launch = Arc::new(Launch { signal: address, state });
+        let launch = Arc::new(Launch { ends, state });
         let landing: Arc<dyn Landing> = launch.clone();
         // SAFETY: the caller's promise.
         unsafe { line.start(&program, self.extent, &landing) };
@@ -116,7 +116,7 @@ impl Errand {
 }
 
 struct Launch {
-    signal: u64,
+    ends: Ends,
     state: Mutex<State>,
 }
 
@@ -165,8 +165,8 @@ impl Launch {
 }
 
 impl Landing for Launch {
-    fn signal(&self) -> u64 {
-        self.signal
+    fn ends(&self) -> Ends {
+        self.ends
     }
 
     fn landed(&self) -> bool {

@@ -41,7 +41,7 @@ impl Staging {
         stream: &Stream,
         launch: &Arc<dyn Landing>,
     ) -> Result<u64, Error> {
-        // The stream is in order, so are they.
+        // Launches of a stream end in order, so do they.
         while self.used.front().is_some_and(|(_, launch)| launch.landed()) {
             self.used.pop_front();
         }
@@ -96,13 +96,6 @@ pub(super) struct OnCard(u64, Card);
 impl OnCard {
     pub(super) fn new(card: &Card, bytes: usize) -> Result<Self, Error> {
         Ok(Self(card.allocate(bytes as u64)?, card.clone()))
-    }
-
-    /// Memory of zeroes.
-    pub(super) fn zeroed(card: &Card, bytes: usize) -> Result<Self, Error> {
-        let made = Self::new(card, bytes)?;
-        card.upload(made.0, &vec![0; bytes])?;
-        Ok(made)
     }
 
     pub(super) fn address(&self) -> u64 {

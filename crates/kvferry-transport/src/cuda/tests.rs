@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use kvferry_layout::{BlockPair, Loop, Place};
 use proptest::prelude::*;
 
-use super::line::INLINE;
+use super::line::{DENSE, INLINE, WIDE};
 use super::*;
 use crate::shared::spans::Spans;
 
@@ -285,11 +285,17 @@ fn the_kernel_compiles_for_cards() {
     {
         let image = nvrtc.compile("copy.cu", KERNEL, &[KERNEL_HEADER], architecture, machine_code);
         let image = image.unwrap_or_else(|error| panic!("{architecture}: {error}"));
-        let found = |name: &[u8]| image.windows(name.len()).any(|part| part == name);
-        assert!(found(b"kvferry_copy"), "{architecture}");
-        for size in INLINE {
-            let name = format!("kvferry_copy_{size}");
-            assert!(found(name.as_bytes()), "{architecture}: {name}");
+        // The whole name: others begin alike.
+        let found = |name: &str| {
+            let begins = |part: &[u8]| part.starts_with(name.as_bytes());
+            image.windows(name.len() + 1).any(|part| begins(part) && part[name.len()] != b'_')
+        };
+        for threads in [WIDE, DENSE] {
+            let uploaded = format!("kvferry_copy_{threads}");
+            let inline = INLINE.map(|bytes| format!("{uploaded}_{bytes}"));
+            for name in inline.into_iter().chain([uploaded]) {
+                assert!(found(&name), "{architecture}: {name}");
+            }
         }
     }
     let broken = nvrtc.compile("broken.cu", "int x = ;", &[], "sm_90", true);

@@ -1,10 +1,12 @@
 /*
  * Enough of CUDA's driver to run the cuda back end without a GPU: memory that other processes can open,
- * streams that work in order in threads of their own, and one kernel, whose body is loops.h. What a card does is
- * done by the CPU; everything around it is the back end's own code.
+ * streams that work in order in threads of their own, and one kernel, whose body is loops.h. A kernel that may
+ * overlap the one before it runs first if both are queued. What a card does is done by the CPU; everything around
+ * it is the back end's own code.
  *
  * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
  * KVFERRY_TWIN_REFUSES=launch kernels do not start
+ * KVFERRY_TWIN_REFUSES=next   nor do those that find another one under way
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
  * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
@@ -177,15 +179,17 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t bytes)
 
 /* Streams. */
 struct work {
-    enum { COPY, FILL, KERNEL, FREE_KERNEL, EVENT } kind;
+    enum { COPY, FILL, KERNEL, FREE_KERNEL, EVENT, WAIT } kind;
     uint64_t to, from;
     size_t bytes;
     struct event *event;
+    int overlaps;
     struct work *next;
 };
 
+/* How often it was recorded, and how many of those were passed. */
 struct event {
-    int pending;
+    uint64_t recorded, passed;
 };
 
 struct stream {
@@ -195,6 +199,9 @@ struct stream {
     struct work *first, **last;
     int busy, closing, code;
 };
+
+/* Kernels that are queued or run. */
+static int kernels;
 
 static void carry_out_work(struct stream *stream, struct work *work)
 {
@@ -219,12 +226,19 @@ static void carry_out_work(struct stream *stream, struct work *work)
         }
         if (work->kind == FREE_KERNEL)
             free((void *)work->from);
+        __atomic_fetch_sub(&kernels, 1, __ATOMIC_RELEASE);
         break;
     case EVENT:
-        __atomic_store_n(&work->event->pending, 0, __ATOMIC_RELEASE);
+        __atomic_fetch_add(&work->event->passed, 1, __ATOMIC_RELEASE);
+        break;
+    case WAIT:
+        while (__atomic_load_n(&work->event->passed, __ATOMIC_ACQUIRE) < work->from)
+            usleep(10);
     }
     free(work);
 }
+
+static int is_kernel(const struct work *work) { return work->kind == KERNEL || work->kind == FREE_KERNEL; }
 
 static void *run(void *argument)
 {
@@ -236,8 +250,13 @@ static void *run(void *argument)
             pthread_cond_wait(&stream->changed, &stream->lock);
             continue;
         }
-        if (!(stream->first = work->next))
-            stream->last = &stream->first;
+        struct work **at = &stream->first;
+        if (is_kernel(work) && work->next && is_kernel(work->next) && work->next->overlaps) {
+            at = &work->next;
+            work = work->next;
+        }
+        if (!(*at = work->next))
+            stream->last = at;
         stream->busy = 1;
         pthread_mutex_unlock(&stream->lock);
         carry_out_work(stream, work);
@@ -331,11 +350,22 @@ int cuEventDestroy_v2(struct event *event)
 
 int cuEventRecord(struct event *event, struct stream *stream)
 {
-    __atomic_store_n(&event->pending, 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&event->recorded, 1, __ATOMIC_RELEASE);
     return push(stream, (struct work){.kind = EVENT, .event = event});
 }
 
-int cuEventQuery(struct event *event) { return __atomic_load_n(&event->pending, __ATOMIC_ACQUIRE) ? NOT_READY : OK; }
+int cuEventQuery(struct event *event)
+{
+    uint64_t recorded = __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&event->passed, __ATOMIC_ACQUIRE) < recorded ? NOT_READY : OK;
+}
+
+int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags)
+{
+    (void)flags;
+    uint64_t recorded = __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE);
+    return push(stream, (struct work){.kind = WAIT, .event = event, .from = recorded});
+}
 
 int cuEventElapsedTime(float *time, struct event *from, struct event *to)
 {
@@ -362,7 +392,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name)
 {
     unsigned long bytes = sizeof(uint64_t);
     (void)module;
-    sscanf(name, "kvferry_copy_%lu", &bytes);
+    sscanf(name, "kvferry_copy_%*u_%lu", &bytes);
     *function = (void *)bytes;
     return OK;
 }
@@ -373,19 +403,33 @@ int cuFuncSetAttribute(void *function, int attribute, int value)
     return OK;
 }
 
-int cuLaunchKernel(void *function, unsigned ctas, unsigned y, unsigned z, unsigned threads, unsigned v, unsigned w,
-                   unsigned shared, struct stream *stream, void **arguments, void **extra)
+struct attribute {
+    int id, unused, value[16];
+};
+
+struct config {
+    unsigned grid[3], block[3], shared;
+    struct stream *stream;
+    const struct attribute *attributes;
+    unsigned count;
+};
+
+int cuLaunchKernelEx(const struct config *config, void *function, void **arguments, void **extra)
 {
-    (void)ctas, (void)y, (void)z, (void)threads, (void)v, (void)w, (void)shared, (void)extra;
+    (void)extra;
     size_t bytes = (size_t)function;
-    if (refuses("launch"))
+    /* 6: may overlap the kernel before it. */
+    int overlaps = config->count == 1 && config->attributes[0].id == 6 && config->attributes[0].value[0];
+    if (refuses("launch") || (refuses("next") && __atomic_load_n(&kernels, __ATOMIC_ACQUIRE)))
         return NO_MEMORY;
+    __atomic_fetch_add(&kernels, 1, __ATOMIC_RELEASE);
     if (bytes == sizeof(uint64_t))
-        return push(stream, (struct work){.kind = KERNEL, .from = *(uint64_t *)arguments[0]});
+        return push(config->stream,
+                    (struct work){.kind = KERNEL, .from = *(uint64_t *)arguments[0], .overlaps = overlaps});
     /* A parameter is copied before the call returns. */
     void *copy = aligned_alloc(16, (bytes + 15) / 16 * 16);
     memcpy(copy, arguments[0], bytes);
-    return push(stream, (struct work){.kind = FREE_KERNEL, .from = (uint64_t)copy});
+    return push(config->stream, (struct work){.kind = FREE_KERNEL, .from = (uint64_t)copy, .overlaps = overlaps});
 }
 
 /* The card. */

@@ -137,7 +137,7 @@ fn measure_rows(
     failures: &mut Vec<String>,
 ) {
     println!(
-        "us: from block ids to the last byte, with half of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post)"
+        "us: from block ids to the last byte, with five sixths of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post)"
     );
     println!(
         "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>6}",

@@ -4,13 +4,14 @@ use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr;
 
 use super::Card;
-use super::load::{Code, Handle};
+use super::load::{Code, Handle, LaunchAttribute, LaunchConfig};
 use crate::contract::Error;
 
 const NOT_READY: Code = 600;
 const NON_BLOCKING: c_uint = 1;
 const NO_TIMING: c_uint = 2;
 const MAX_DYNAMIC_SHARED: c_int = 8;
+const PROGRAMMATIC_SERIALIZATION: c_int = 6;
 
 impl Card {
     /// A stream that waits for no other: of the lowest priority, or of the usual one.
@@ -104,6 +105,14 @@ impl Stream {
         unsafe { call!(self.card, "recording an event", event_record(event.event, self.stream)) }
     }
 
+    /// What comes after this in the stream waits for what was marked last.
+    pub(crate) fn wait_for(&self, event: &Event) -> Result<(), Error> {
+        // SAFETY: both are live.
+        unsafe {
+            call!(self.card, "waiting for an event", stream_wait(self.stream, event.event, 0))
+        }
+    }
+
     /// Whether all of it has ended.
     pub(crate) fn has_ended(&self) -> Result<bool, Error> {
         let driver = self.card.enter()?;
@@ -133,17 +142,55 @@ impl Stream {
         shared: u32,
         arguments: &mut [*mut c_void],
     ) -> Result<(), Error> {
-        let (grid, block, stream) = (ctas, threads, self.stream);
-        let (function, values) = (kernel.function, arguments.as_mut_ptr());
-        // SAFETY: the caller's promise; the handles are live.
+        let grid = Grid { ctas, threads, shared, overlaps: false };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_grid(kernel, grid, arguments) }
+    }
+
+    /// The same for any grid.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`](Self::launch); and where it overlaps the kernel before it in the stream, the two
+    /// must have nothing to do with each other.
+    pub(crate) unsafe fn launch_grid(
+        &self,
+        kernel: &Kernel,
+        grid: Grid,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        let mut value = [0; 16];
+        value[0] = 1;
+        let overlap = LaunchAttribute { id: PROGRAMMATIC_SERIALIZATION, unused: 0, value };
+        let config = LaunchConfig {
+            grid: [grid.ctas, 1, 1],
+            block: [grid.threads, 1, 1],
+            shared: grid.shared,
+            stream: self.stream,
+            attributes: &raw const overlap,
+            attribute_count: u32::from(grid.overlaps),
+        };
+        let (config, values) = (&raw const config, arguments.as_mut_ptr());
+        // SAFETY: the caller's promise; the handles and what is pointed to are live.
         unsafe {
             call!(
                 self.card,
                 "starting a kernel",
-                launch(function, grid, 1, 1, block, 1, 1, shared, stream, values, ptr::null_mut())
+                launch(config, kernel.function, values, ptr::null_mut())
             )
         }
     }
+}
+
+/// How a kernel is spread over the card.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    pub(crate) ctas: u32,
+    pub(crate) threads: u32,
+    /// Bytes of dynamic shared memory for each CTA.
+    pub(crate) shared: u32,
+    /// Whether it may begin as soon as the kernel before it says so, which need not have ended.
+    pub(crate) overlaps: bool,
 }
 
 impl Drop for Stream {

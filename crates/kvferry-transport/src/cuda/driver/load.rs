@@ -44,6 +44,27 @@ pub(super) struct Access {
     pub(super) flags: c_int,
 }
 
+/// CUlaunchConfig, and CUlaunchAttribute beside it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct LaunchConfig {
+    pub(super) grid: [c_uint; 3],
+    pub(super) block: [c_uint; 3],
+    pub(super) shared: c_uint,
+    pub(super) stream: Handle,
+    pub(super) attributes: *const LaunchAttribute,
+    pub(super) attribute_count: c_uint,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+pub(super) struct LaunchAttribute {
+    pub(super) id: c_int,
+    pub(super) unused: c_int,
+    /// A union as large as that, whose first word is all that is used here.
+    pub(super) value: [c_int; 16],
+}
+
 /// As `cuIpcOpenMemHandle` takes it: by value.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -88,6 +109,7 @@ functions! {
     stream_destroy = "cuStreamDestroy_v2": fn(Handle);
     stream_synchronize = "cuStreamSynchronize": fn(Handle);
     stream_query = "cuStreamQuery": fn(Handle);
+    stream_wait = "cuStreamWaitEvent": fn(Handle, Handle, c_uint);
     event_create = "cuEventCreate": fn(*mut Handle, c_uint);
     event_destroy = "cuEventDestroy_v2": fn(Handle);
     event_record = "cuEventRecord": fn(Handle, Handle);
@@ -97,10 +119,8 @@ functions! {
     module_unload = "cuModuleUnload": fn(Handle);
     module_function = "cuModuleGetFunction": fn(*mut Handle, Handle, *const c_char);
     function_set = "cuFuncSetAttribute": fn(Handle, c_int, c_int);
-    launch = "cuLaunchKernel": fn(
-        Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle,
-        *mut *mut c_void, *mut *mut c_void
-    );
+    launch = "cuLaunchKernelEx":
+        fn(*const LaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
     memory_info = "cuMemGetInfo_v2": fn(*mut usize, *mut usize);
     allocate = "cuMemAlloc_v2": fn(*mut u64, usize);
     free = "cuMemFree_v2": fn(u64);

@@ -25,6 +25,7 @@ mod launch;
 mod load;
 mod memory;
 
+pub(crate) use launch::Grid;
 pub use launch::{Event, Kernel, Module, Stream};
 pub(super) use load::reason;
 use load::{Driver, Handle};

@@ -106,6 +106,34 @@ pub(super) fn kernels_that_do_not_start_fail() {
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
 }
 
+/// A launch that is refused while another is under way, its program uploaded beside it, disturbs no other.
+pub(super) fn kernels_that_do_not_start_disturb_no_other() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    // Too many pairs of blocks to travel with the launch.
+    let mut loops = Loops::default();
+    let blocks = (MIB / 512) as u32;
+    let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
+    let table = loops.add_table((0..blocks).map(pair_of));
+    loops.add_nest((pair.process.base, pair.ours.base()), 512, (512, 512), &[], table).unwrap();
+    // SAFETY: as in `twin_refuses`.
+    unsafe { std::env::set_var("KVFERRY_TWIN_LATE_MS", "300") };
+    twin_refuses("next");
+    let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
+    let second = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap().wait(soon());
+    assert!(matches!(second, Status::Failed(Error::Cuda { .. })), "{second:?}");
+    done(&first);
+    twin_refuses("nothing");
+    let (one, other) = (
+        pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap(),
+        pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap(),
+    );
+    done(&one);
+    done(&other);
+    let (theirs, ours) = (pattern(PEER_SEED, MIB), pair.ours.snapshot());
+    let backwards: Vec<u8> = theirs.chunks_exact(512).rev().flatten().copied().collect();
+    assert!(ours == backwards, "loops are not exact");
+}
+
 /// A kernel that an error ends sets no signal: the transport asks the card, and nothing waits for ever.
 pub(super) fn kernels_that_break_fail() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);

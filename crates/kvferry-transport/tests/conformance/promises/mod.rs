@@ -77,6 +77,10 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
+        (
+            "kernels_that_do_not_start_disturb_no_other",
+            cuda::kernels_that_do_not_start_disturb_no_other,
+        ),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
     ]
 }
