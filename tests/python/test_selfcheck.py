@@ -1,6 +1,7 @@
 """`python -m kvferry.vllm.selfcheck` says what works here, and notices what does not."""
 
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -28,6 +29,16 @@ def test_it_finds_this_environment_ready():
     assert "CPU_ATTN" not in kernels
     wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
     assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
+
+
+def test_what_an_environment_below_brings_is_found():
+    """NIXL is in the environment that this one lies over, and no variable says where anything is."""
+    assert not importlib.util.find_spec("nixl").origin.startswith(sys.prefix)
+    run = [sys.executable, "-m", "kvferry.vllm.selfcheck", "--mib", "4", "--json"]
+    answer = subprocess.run(run, capture_output=True, timeout=300, text=True, env={})
+    said = json.loads(answer.stdout.splitlines()[-1])
+    (found,) = [finding for finding in said["findings"] if finding["what"] == "nixl"]
+    assert found["fits"] == "yes", found
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2+cpu", "0.32.1.dev3"])

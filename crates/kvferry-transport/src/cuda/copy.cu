@@ -80,8 +80,9 @@ template <uint32_t THREADS> static __device__ __forceinline__ void kv_run(const 
 }
 
 // A program that is not too long travels with the launch itself: nothing is uploaded, and each CTA
-// copies it to shared memory, where looking it up costs next to nothing. Every launch carries all of its parameter, so there
-// are several lengths. Longer ones are uploaded: that takes less time from 12,000 bytes on.
+// copies it to shared memory, where looking it up costs next to nothing. Every launch carries all of
+// its parameter, so there are several lengths. Longer ones are uploaded: that takes less time from
+// 12,000 bytes on.
 template <uint32_t BYTES> struct alignas(16) kv_inline {
     unsigned char bytes[BYTES];
 };

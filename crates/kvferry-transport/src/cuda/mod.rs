@@ -7,9 +7,9 @@
 //! the kernel's body, which the tests run on the CPU too.
 //!
 //! Launches go to a stream of their own, of the lowest priority, and occupy at most
-//! [`CudaOptions::sms`] multiprocessors where that is given. A kernel that runs cannot be called back: an operation whose
-//! deadline passes, that is cancelled or whose peer is disconnected is quarantined until the kernel
-//! has ended, which is soon. A peer that dies does no harm: its memory stays valid as long as it is
+//! [`CudaOptions::sms`] multiprocessors where that is given. A kernel that runs cannot be called back:
+//! an operation whose deadline passes, that is cancelled or whose peer is disconnected is quarantined
+//! until the kernel has ended, which is soon. A peer that dies does no harm: its memory stays valid as long as it is
 //! open here, until [`Transport::disconnect`].
 //!
 //! Nothing here needs CUDA to build. The driver is loaded when a [`Cuda`] is made, and NVRTC with it:
@@ -72,9 +72,9 @@ pub struct CudaOptions {
     /// The card whose memory is registered, and whose kernels read.
     pub gpu: u32,
     /// How many multiprocessors a transfer may occupy; `None` for five sixths of them, and all where
-    /// several transfers overlap: the next begins when nothing is left to hand out of one. On an H200 that moves as much as all of them, and a model
-    /// that runs meanwhile loses least for each byte that is loaded: with fewer, loads take longer, and
-    /// the model waits for the multiprocessors that it does not get.
+    /// several transfers overlap: the next begins when nothing is left to hand out of one. On an H200
+    /// that moves as much as all of them. With few, a model that runs meanwhile loses more for each byte
+    /// that is loaded: loads take longer, and it waits for the multiprocessors that it does not get.
     pub sms: Option<u32>,
     /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
     pub kernel: Option<PathBuf>,
