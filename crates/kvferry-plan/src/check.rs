@@ -3,6 +3,11 @@
 use crate::compile::{DestinationGroup, Plan};
 use crate::request::{Request, RequestError, Side, Table};
 
+/// How many blocks a pool has at most for each id of a request, for these to be marked by bytes, and by bits:
+/// beyond that it takes longer to clear and count the marks than it saves.
+const BLOCKS_BY_BYTES: usize = 32;
+const BLOCKS_BY_BITS: usize = 256;
+
 impl Plan {
     /// Checks all that can be checked before the tables are walked.
     pub(crate) fn check(&self, request: &Request<'_>) -> Result<(), RequestError> {
@@ -72,21 +77,13 @@ fn check_table(
 
 /// No block of a pool may appear twice in the destination's tables.
 fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<(), RequestError> {
-    let mut seen: Vec<u64> = vec![];
     for pool in 0..groups.len() {
         let members = || (0..groups.len()).filter(move |&g| groups[g].pool == pool);
         let members = || members().filter(|&g| !groups[g].holdings.is_empty());
         let lists = || members().map(|group| (tables[group].blocks, groups[group].null_block));
         let blocks = members().map(|group| groups[group].blocks).max().unwrap_or(0);
-        let entries: usize = lists().map(|(ids, _)| ids.len()).sum();
-        // By a bit for every block, where that is quicker than to sort them.
-        let words = blocks as usize / 64 + 1;
-        if words <= entries.saturating_mul(4) {
-            seen.clear();
-            seen.resize(words, 0);
-            if all_differ(lists(), &mut seen) {
-                continue;
-            }
+        if all_differ(lists(), blocks as usize) {
+            continue;
         }
         let live = lists().flat_map(|(ids, null)| ids.iter().filter(move |id| null != Some(**id)));
         let mut used: Vec<u32> = live.copied().collect();
@@ -103,24 +100,37 @@ fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<
     Ok(())
 }
 
-/// Whether the live ids of some tables differ, by a bit of `seen` for each: all are clear at first. There is
-/// no branch on what was found: as many bits are set in the end as there are ids, or two were the same.
+/// Whether the live ids of some tables are known to differ, of a pool of so many blocks: each is marked, and in
+/// the end as many marks are set as there are ids, or two were the same. By a byte for every block, or by a bit
+/// where the pool is large; `false` where it is so large that it is quicker to sort the ids.
 fn all_differ<'t>(
     tables: impl Iterator<Item = (&'t [u32], Option<u32>)> + Clone,
-    seen: &mut [u64],
+    blocks: usize,
 ) -> bool {
-    for (ids, _) in tables.clone() {
-        // Ids beyond the last block have been refused, unless they mark dead entries.
-        kvferry_scan::mark(ids, seen);
+    let (mut entries, mut live) = (0, 0);
+    for (ids, null_block) in tables.clone() {
+        entries += ids.len();
+        live += ids.len() - null_block.map_or(0, |null| kvferry_scan::count(ids, null));
     }
-    let mut live = 0;
-    for (ids, null_block) in tables {
-        live += ids.len();
-        let Some(null) = null_block else { continue };
-        live -= kvferry_scan::count(ids, null);
-        if let Some(word) = seen.get_mut(null as usize / 64) {
-            *word &= !(1 << (null % 64));
+    let dead = tables.clone().filter_map(|(_, null_block)| null_block);
+    // Ids beyond the last block have been refused, unless they mark dead entries: those have no mark.
+    if blocks <= entries.saturating_mul(BLOCKS_BY_BYTES) {
+        let mut seen = vec![0u8; blocks];
+        tables.for_each(|(ids, _)| kvferry_scan::mark_bytes(ids, &mut seen));
+        for null in dead {
+            seen.get_mut(null as usize).into_iter().for_each(|mark| *mark = 0);
         }
+        return kvferry_scan::sum(&seen) == live;
     }
-    kvferry_scan::ones(seen) == live
+    if blocks <= entries.saturating_mul(BLOCKS_BY_BITS) {
+        let mut seen = vec![0u64; blocks / 64 + 1];
+        tables.for_each(|(ids, _)| kvferry_scan::mark(ids, &mut seen));
+        for null in dead {
+            seen.get_mut(null as usize / 64)
+                .into_iter()
+                .for_each(|word| *word &= !(1 << (null % 64)));
+        }
+        return kvferry_scan::ones(&seen) == live;
+    }
+    false
 }

@@ -50,15 +50,31 @@ scan! {
     }
 }
 
-scan! {
-    /// Sets a bit for every id, from the lowest bit of the first word on. Ids that there is no bit for are left
-    /// out.
-    mark(ids: &[u32], bits: &mut [u64]) -> () {
-        for id in ids {
-            if let Some(word) = bits.get_mut(*id as usize / 64) {
-                *word |= 1 << (id % 64);
-            }
+/// Sets a bit for every id, from the lowest bit of the first word on. Ids that there is no bit for are left out.
+pub fn mark(ids: &[u32], bits: &mut [u64]) {
+    for id in ids {
+        if let Some(word) = bits.get_mut(*id as usize / 64) {
+            *word |= 1 << (id % 64);
         }
+    }
+}
+
+/// Sets a byte to 1 for every id. Ids that there is no byte for are left out. Unlike bits, bytes need not be read
+/// before they are set.
+pub fn mark_bytes(ids: &[u32], bytes: &mut [u8]) {
+    for id in ids {
+        if let Some(byte) = bytes.get_mut(*id as usize) {
+            *byte = 1;
+        }
+    }
+}
+
+scan! {
+    /// What bytes add up to.
+    sum(bytes: &[u8]) -> usize {
+        // Few enough at a time to be added up in 32 bits.
+        let sum = |bytes: &[u8]| bytes.iter().map(|byte| u32::from(*byte)).sum::<u32>();
+        bytes.chunks(1 << 20).map(|bytes| sum(bytes) as usize).sum()
     }
 }
 
@@ -140,6 +156,12 @@ mod tests {
             let set = |id: &u32| bits[*id as usize / 64] >> (id % 64) & 1 == 1;
             prop_assert_eq!((0..128).filter(set).collect::<BTreeSet<_>>(), marked.clone());
             prop_assert_eq!(ones(&bits), marked.len());
+
+            let mut bytes = [0; 128];
+            mark_bytes(&ids, &mut bytes);
+            let set = |id: &u32| bytes[*id as usize] == 1;
+            prop_assert_eq!((0..128).filter(set).collect::<BTreeSet<_>>(), marked.clone());
+            prop_assert_eq!(sum(&bytes), marked.len());
 
             let follows = |pair: &[u32]| pair[0].wrapping_add(1) == pair[1];
             let mut both = ids.windows(2).zip(others.windows(2));

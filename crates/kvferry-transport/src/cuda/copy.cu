@@ -104,8 +104,9 @@ template <uint32_t BYTES> struct alignas(16) kv_inline {
     {                                                                                               \
         kv_run<THREADS>(program);                                                                   \
     }                                                                                               \
-    KV_INLINE(THREADS, 1000)                                                                        \
-    KV_INLINE(THREADS, 4000)                                                                        \
+    KV_INLINE(THREADS, 1008)                                                                        \
+    KV_INLINE(THREADS, 2944)                                                                        \
+    KV_INLINE(THREADS, 5008)                                                                        \
     KV_INLINE(THREADS, 8000)
 
 // By the threads of a CTA, as in line.rs. A launch that has most of the card's multiprocessors serves

@@ -177,7 +177,7 @@ impl Cuda {
         let whole = Whole { asked, bytes: loops.bytes(), began };
         let custody = self.desk.open_whole(&whole, &written, deadline, None, peer.rate())?;
         let extent = *self.extent.lock();
-        let program = Program::new(loops, extent.warps(), |nest| shifts[nest]);
+        let program = Program::new(loops, extent.batch_bytes(loops.bytes()), |nest| shifts[nest]);
         let mut line = self.line.lock();
         // Nothing to move is done already.
         let Some(part) = custody.take() else { return Ok(CudaTransfer::posted(custody, None)) };

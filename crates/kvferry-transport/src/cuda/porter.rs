@@ -52,7 +52,7 @@ impl Porter {
     /// Every byte within the extents of the loops must be memory that this card reaches, and stay so until
     /// the errand has ended.
     pub(crate) unsafe fn start(&self, loops: &Loops) -> Result<Errand, Error> {
-        let program = Program::new(loops, self.extent.warps(), |_| 0);
+        let program = Program::new(loops, self.extent.batch_bytes(loops.bytes()), |_| 0);
         let mut line = self.line.lock();
         let (signal, stream) = line.tidings()?;
         let ends = signal.ends();

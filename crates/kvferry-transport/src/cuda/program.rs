@@ -12,10 +12,6 @@ use kvferry_layout::{BlockPair, Loop, LoopNest, Loops, MAX_LOOPS};
 const WARP: u64 = 32;
 const CHUNK_WORDS: u64 = WARP * 8;
 pub(crate) const TILE_BYTES: u64 = 2176;
-/// A warp takes up to this many bytes at a time: enough to be worth looking up where they are, and to be
-/// worth asking which are next. (All warps ask one counter, which answers every 2.5 ns.)
-const MOST_BATCH_BYTES: u64 = 16 << 10;
-const LEAST_BATCH_BYTES: u64 = 4 << 10;
 /// Numbers that are divided must be below this.
 const MAX_ITEMS: u64 = 1 << 31;
 
@@ -112,12 +108,11 @@ pub(crate) struct Program<'l> {
 }
 
 impl<'l> Program<'l> {
-    /// Writes loops for `warps` warps. `shift` is added to the source addresses of a nest, by its
-    /// index: the way from where the peer sees its memory to where this process does.
-    pub(crate) fn new(loops: &'l Loops, warps: u64, shift: impl Fn(usize) -> u64) -> Self {
+    /// Writes loops, for warps that take `batch_bytes` bytes at a time. `shift` is added to the source
+    /// addresses of a nest, by its index: the way from where the peer sees its memory to where this
+    /// process does.
+    pub(crate) fn new(loops: &'l Loops, batch_bytes: u64, shift: impl Fn(usize) -> u64) -> Self {
         let mut program = Self { pairs: loops.pairs(), ..Self::default() };
-        let batch_bytes =
-            (loops.bytes() / (warps.max(1) * 4)).clamp(LEAST_BATCH_BYTES, MOST_BATCH_BYTES);
         for (index, nest) in loops.nests().enumerate() {
             let first_pair = loops.table(nest.table).start as u64;
             let source = nest.source.wrapping_add(shift(index));

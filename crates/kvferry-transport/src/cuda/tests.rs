@@ -53,8 +53,8 @@ impl Host {
     /// # Safety
     ///
     /// As for the twin.
-    unsafe fn carry_out(&self, loops: &Loops, warps: u64) {
-        let program = Program::new(loops, warps, |_| 0);
+    unsafe fn carry_out(&self, loops: &Loops, batch_bytes: u64) {
+        let program = Program::new(loops, batch_bytes, |_| 0);
         // Words, for the alignment.
         let mut words = vec![0u128; program.bytes().div_ceil(16)];
         // SAFETY: there is room for the program, and the caller vouches for the addresses.
@@ -162,7 +162,7 @@ proptest! {
     #[test]
     fn the_kernel_does_what_the_twin_does(
         nests in prop::collection::vec(drawn(), 1..4),
-        warps in prop::sample::select(vec![1u64, 32, 4224]),
+        batch_bytes in prop::sample::select(vec![4u64 << 10, 13 << 10, 64 << 10]),
         seed in any::<u64>(),
     ) {
         let sizes = |side: fn(&Drawn) -> u64| -> Vec<u64> {
@@ -196,7 +196,7 @@ proptest! {
         // SAFETY: the vectors hold everything that the nests reach.
         unsafe {
             carry_out(&loops(to_expected, source));
-            Host::get().carry_out(&loops(to_found, source), warps);
+            Host::get().carry_out(&loops(to_found, source), batch_bytes);
         }
         let bytes = |memory: &[u128], start: u64| {
             let skipped = (start - memory.as_ptr() as u64) as usize;
@@ -240,7 +240,7 @@ fn conv_columns_and_channels_that_change_places_are_tiles() {
     let columns = Loop { count: 3, source: 4096, destination: 2 };
     let channels = Loop { count: 2048, source: 2, destination: 6 };
     loops.add_nest((0, 0), 2, (1 << 20, 1 << 20), &[channels, columns], table).unwrap();
-    assert!(Program::new(&loops, 4224, |_| 0).uses_tiles());
+    assert!(Program::new(&loops, 4 << 10, |_| 0).uses_tiles());
 }
 
 #[test]
