@@ -1,7 +1,5 @@
 //! A ticket, or an operator, that names an address where something else listens: what was found is said.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -9,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::certificates::certificates;
-use common::*;
+use crate::common::certificates::certificates;
+use crate::common::*;
 use kvferry_agent::{Failure, Key, Outcome, PeerError, Tls, Trust, ask_status};
 
 /// For whoever waits until the end of it.

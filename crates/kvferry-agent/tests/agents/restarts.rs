@@ -1,11 +1,9 @@
 //! Engines that restart, come back with other memory, or were never there.
 
-mod common;
-
 use std::time::Duration;
 
-use common::memory::UNTOUCHED;
-use common::*;
+use crate::common::memory::UNTOUCHED;
+use crate::common::*;
 use kvferry_agent::{Ended, Failure, Outcome};
 
 /// A peer restarts under the same name and address, with other memory: its old memory is never read

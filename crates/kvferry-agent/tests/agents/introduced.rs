@@ -1,8 +1,6 @@
 //! Engines that run no agent: they are read, and nobody there is asked.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvferry_agent::{Audit, Error, Failure, Incarnation, IntroducedRank, Outcome, Ticket};
 use kvferry_layout::Manifest;
 use kvferry_transport::Instance;

@@ -1,12 +1,10 @@
 //! The worst day, step by step. The transport and the network do what each test says, so that every
 //! danger is shown before it is shown to be averted.
 
-mod common;
-
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use kvferry_agent::{Ended, Failure, Loss, Notice, Outcome};
 use kvferry_transport::Error;
 

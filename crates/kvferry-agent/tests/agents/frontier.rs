@@ -1,13 +1,11 @@
 //! A lease that grows: what is read while prefill computes, and what can go wrong meanwhile.
 
-mod common;
-
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use kvferry_agent::lease::NotGrown;
 use kvferry_agent::{
     Ended, Error, Failure, Following, InFlight, Load, Loss, Lost, LostWhy, Notice, Outcome,

@@ -1,10 +1,8 @@
 //! Writes down what two agents of this release say to each other, for the tests of the next one:
 //!
-//! `RECORD=FILE cargo test -p kvferry-agent --test record -- --ignored`
+//! `RECORD=FILE cargo test -p kvferry-agent --test agents -- --ignored record`
 //!
-//! `fixtures/README.md` says what is in the file, and `older.rs` what it is for.
-
-mod common;
+//! `../fixtures/README.md` says what is in the file, and `older.rs` what it is for.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -12,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use common::{By, Engine, LONG, Recipe, blocks_for, eventually};
+use crate::common::{By, Engine, LONG, Recipe, blocks_for, eventually};
 use kvferry_agent::{Ticket, Trust, ask_status};
 
 type Lines = Arc<Mutex<Vec<String>>>;

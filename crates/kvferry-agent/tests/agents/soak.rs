@@ -1,10 +1,8 @@
 //! Much work, under which nothing is lost, mixed up or left behind.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use kvferry_agent::{Ended, Following, Load, Notice, Outcome};
 
 /// A thousand requests at once, one in twenty of them aborted: each ends, and each block comes back.
@@ -83,7 +81,7 @@ fn a_soak_leaves_nothing_behind() {
     if std::env::var_os("KVFERRY_SOAK_CHILD").is_none() {
         // In a process of its own: other tests' descriptors are not counted.
         let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["a_soak_leaves_nothing_behind", "--exact", "--nocapture"])
+            .args(["soak::a_soak_leaves_nothing_behind", "--exact", "--nocapture"])
             .env("KVFERRY_SOAK_CHILD", "1")
             .status();
         assert!(status.unwrap().success());

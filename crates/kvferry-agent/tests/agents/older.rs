@@ -1,8 +1,6 @@
 //! The release before, which spoke protocol 1.2: what it said is played to today's agents byte for byte, once as D
 //! and once as P. Fails when today's agents no longer understand it, or answer what it would not understand.
-//! `fixtures/README.md` says how it was written down.
-
-mod common;
+//! `../fixtures/README.md` says how it was written down.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -11,10 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
-use common::{By, Engine, LONG, Recipe, blocks_for, eventually};
+use crate::common::{By, Engine, LONG, Recipe, blocks_for, eventually};
 use kvferry_agent::{Ended, Failure, Loss, Outcome, Ticket, Trust, Version, ask_status};
 
-const RECORD: &str = include_str!("fixtures/protocol-1.2.txt");
+const RECORD: &str = include_str!("../fixtures/protocol-1.2.txt");
 /// How many tokens its requests had, by name.
 const TOKENS: [(&str, u64); 3] = [("wanted", 22), ("unwanted", 2), ("lost", 2)];
 /// Questions and answers of that version, by their numbers on the wire.
@@ -122,7 +120,7 @@ fn a_prefill_engine_of_the_release_before_is_read() {
     assert_eq!(*player.unknown.lock().unwrap(), [] as [u64; 0]);
 }
 
-/// The record is of the release before, not of an older one: see `fixtures/README.md`.
+/// The record is of the release before, not of an older one: see `../fixtures/README.md`.
 #[test]
 fn the_record_is_of_the_minor_version_before() {
     let record = Record::read();

@@ -1,10 +1,8 @@
 //! However a request is read, the same bytes arrive, under the same rules.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, load};
+use crate::common::{By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, granted, load};
 use kvferry_agent::lease::Ended;
 use kvferry_agent::{Choice, Failure, Load, Outcome, Way};
 
@@ -81,7 +79,7 @@ fn a_source_that_dies_while_it_packs_fails_the_request() {
     drop(p);
     let load = Load {
         patience: Duration::from_secs(3),
-        ..load("r", &ticket, common::granted(&source, tokens), &destination)
+        ..load("r", &ticket, granted(&source, tokens), &destination)
     };
     d.load(&load);
     let outcome = d.wait_ends("r").remove(0);

@@ -1,13 +1,11 @@
 //! The main job, and what can be seen of it.
 
-mod common;
-
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::held::HeldRead;
-use common::*;
+use crate::common::held::HeldRead;
+use crate::common::*;
 use kvferry_agent::{
     Ended, Failure, Load, Lost, LostWhy, Outcome, PeerError, Trust, Version, ask_status,
 };

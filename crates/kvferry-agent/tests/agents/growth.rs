@@ -3,16 +3,14 @@
 //! say that they have written them, and a restart may come in between. Whatever happens in between,
 //! every byte of decode's memory is in the end what a model of the truth says, and nothing else has changed.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::looping::Looping;
-use common::memory::{Memory, UNTOUCHED};
-use common::*;
+use crate::common::looping::Looping;
+use crate::common::memory::{Memory, UNTOUCHED};
+use crate::common::*;
 use kvferry_agent::{
     Carrier, Ended, Ending, Grant, InFlight, Load, Notice, Outcome, Scheduler, SchedulerOptions,
     Worker, WorkerOptions, carry,

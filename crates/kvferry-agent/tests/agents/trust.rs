@@ -1,13 +1,11 @@
 //! Who is let in, and what the others learn: nothing.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use common::certificates::certificates;
-use common::*;
+use crate::common::certificates::certificates;
+use crate::common::*;
 use kvferry_agent::{
     Ended, Error, Failure, Key, Outcome, PeerError, Scheduler, SchedulerOptions, Tls, TlsFiles,
     Trust, Version, ask_status,

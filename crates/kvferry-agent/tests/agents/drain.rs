@@ -1,14 +1,12 @@
 //! An engine that is about to go: nothing new is promised, what was promised is kept, and it is said when
 //! nothing is left.
 
-mod common;
-
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
 use kvferry_agent::{
     Ended, Error, Following, Left, Loss, LostWhy, Outcome, PeerError, Trust, Version, ask_drain,
     ask_status,

@@ -1,0 +1,21 @@
+//! Agents that hand requests over to each other: real memory, real connections.
+//!
+//! One program for all of these: each on its own would compile the agent's generic parts again. Those that
+//! change the process, its environment or its log, are programs of their own beside this folder.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod drain;
+mod faults;
+mod frontier;
+mod growth;
+mod handover;
+mod introduced;
+mod lowering;
+mod not_an_agent;
+mod older;
+mod record;
+mod restarts;
+mod soak;
+mod trust;
