@@ -37,8 +37,8 @@ const KINDS: [Kind; 2] = [
 #[derive(Debug, Serialize)]
 pub(super) struct Beside {
     kind: &'static str,
-    /// Multiprocessors that loads may take.
-    sms: u32,
+    /// Multiprocessors that loads may take; `None`: as many as they do when nothing is asked for.
+    sms: Option<u32>,
     alone_us: f64,
     step_us: f64,
     slowest_us: f64,
@@ -59,14 +59,14 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failu
         WEIGHTS as f64 / 1e9
     );
     println!(
-        "{:<36} {:>4} {:>9} {:>9} {:>6} {:>9} {:>12} {:>9}",
+        "{:<36} {:>7} {:>9} {:>9} {:>6} {:>9} {:>12} {:>9}",
         "kernels", "SMs", "alone us", "step us", "ratio", "slowest", "loaded GB/s", "ms per GB"
     );
     for kind in &KINDS {
         engine.steps(kind)?;
         let alone = median(engine.steps(kind)?);
-        for sms in [4, 8, 16, 32, 66, all] {
-            transport.set_sms(Some(sms));
+        for sms in [Some(4), Some(8), Some(16), Some(32), Some(66), None, Some(all)] {
+            transport.set_sms(sms);
             let (stop, loads) = (AtomicBool::new(false), AtomicU64::new(0));
             let (mut times, began, seconds) = std::thread::scope(|scope| -> Result<_, Failure> {
                 let loader = scope.spawn(|| {
@@ -107,9 +107,9 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failu
                 ms_per_gb: longer / loaded,
             };
             println!(
-                "{:<36} {:>4} {:>9.0} {:>9.0} {:>6.2} {:>9.0} {:>12.0} {:>9.3}",
+                "{:<36} {:>7} {:>9.0} {:>9.0} {:>6.2} {:>9.0} {:>12.0} {:>9.3}",
                 row.kind,
-                row.sms,
+                row.sms.map_or_else(|| "default".to_owned(), |sms| sms.to_string()),
                 row.alone_us,
                 row.step_us,
                 row.step_us / row.alone_us,
