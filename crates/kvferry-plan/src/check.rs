@@ -134,3 +134,40 @@ fn all_differ<'t>(
     }
     false
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// By bytes, by bits or not at all: what differs is known to, in every pool that is not too large, and
+        /// what does not never is.
+        #[test]
+        fn ids_that_differ_are_known_to(
+            ids in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1..40),
+            times in prop::sample::select(vec![1usize, 2, BLOCKS_BY_BYTES, 100, BLOCKS_BY_BITS, 300]),
+            null in prop::sample::select(vec![None, Some(0), Some(u32::MAX)]),
+            split in any::<prop::sample::Index>(),
+            dead in prop::collection::vec(any::<bool>(), 40),
+        ) {
+            let blocks = ids.len() * times;
+            // Low ids meet often, and are the same as others in small pools.
+            let id = |(low, any): &(prop::sample::Index, prop::sample::Index)| {
+                low.index(2) * any.index(blocks) + any.index(4.min(blocks))
+            };
+            let mut ids: Vec<u32> = ids.iter().map(|one| (id(one) % blocks) as u32).collect();
+            for (id, dead) in ids.iter_mut().zip(dead) {
+                *id = null.filter(|_| dead).unwrap_or(*id);
+            }
+            let live: Vec<u32> = ids.iter().copied().filter(|id| null != Some(*id)).collect();
+            let differ = live.iter().collect::<BTreeSet<_>>().len() == live.len();
+            let (some, others) = ids.split_at(split.index(ids.len()));
+            let known = all_differ([(some, null), (others, null)].into_iter(), blocks);
+            prop_assert_eq!(known, differ && times <= BLOCKS_BY_BITS);
+        }
+    }
+}
