@@ -4,6 +4,9 @@ import time
 
 from serving import sampled
 
+#: What no cache holds.
+BLANK = 7.0
+
 
 def begin(engine, name, prompt, tokens=12, params=None, salt=None, **options):
     asked = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
@@ -120,6 +123,31 @@ def where(engine):
 def waiting(engine):
     """Requests that wait for another engine, and the workers know nothing of."""
     return [name for name, wanted in side(engine).decode.wanted.items() if not wanted.loading]
+
+
+def blank(engine):
+    """The blocks that D has taken for a request that it reads hold nothing that anybody would compute."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for cache in get_kv_transfer_group().worker.kv_caches.values():
+        cache[_loading(engine)] = BLANK
+
+
+def filled(engine):
+    """How many of them, from the first one on, have been read since, in every layer."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    caches = get_kv_transfer_group().worker.kv_caches.values()
+    blocks = _loading(engine)
+    full = (all((cache[block] != BLANK).all() for cache in caches) for block in blocks)
+    return next((count for count, one in enumerate(full) if not one), len(blocks))
+
+
+def _loading(engine):
+    """The blocks of the one request that is read."""
+    (wanted,) = (it for it in side(engine).decode.wanted.values() if it.loading)
+    (blocks,) = wanted.blocks
+    return blocks
 
 
 def take_at_once(engine, at_once):

@@ -7,9 +7,10 @@ from environment import REMOTE_DECODE
 from .inside import begin, turn, where
 
 
-def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None):
-    """Names of requests that both engines have now, on P beginning with `on_p` where that is another."""
-    there = prefill.call(where)
+def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None, there=None):
+    """Names of requests that both engines have now, on P beginning with `on_p` where that is another. D looks for P
+    where it is, or where it is told to."""
+    there = there or prefill.call(where)
     names = []
     for at, prompt in enumerate(prompts):
         names.append(f"{prefix}{at}")

@@ -8,7 +8,7 @@ import pytest
 from exact import prompts
 
 from .common import eventually, more
-from .inside import counter, forget, pump, side, steps, take_at_once, waiting
+from .inside import blank, counter, filled, forget, pump, side, steps, take_at_once, waiting
 from .pushed import answers, push, start
 from .test_push import CHUNKS, STAGES, TWO, preempt
 
@@ -44,6 +44,26 @@ def test_layers_are_read_while_p_computes_the_others(pair, held, kind, length, p
     assert made == alone
     assert read_ahead(decode) > ahead
     decode.call(take_at_once, False)
+
+
+def test_what_p_holds_is_read_before_its_first_step_computes_anything(pair, held):
+    """P's own prefix hit, which is known when vLLM has scheduled that step."""
+    prefill, decode = pair("qwen3", {"prefix": True}, CHUNKS, {})
+    (prompt,) = prompts(random.Random("held by P"), [250])
+    alone = decode.generate(prompt)[0]
+    assert decode.call(forget) and prefill.call(forget)
+    # Four blocks, and two tokens that are in none that is full.
+    prefill.generate(prompt[:130], 1)
+    name, _ = begin_to_follow(prefill, decode, prompt)
+    decode.call(blank)
+    with held(prefill, None):
+        eventually(lambda: decode.call(filled) == 4)
+    ((made, _),) = answers(prefill, decode, [name])
+    assert made == alone
+    decode.call(take_at_once, False)
+    for engine in (prefill, decode):
+        assert engine.idle() == 0
+        assert engine.call(forget)
 
 
 def test_what_was_read_of_a_request_that_starts_over_counts_for_nothing(pair, held):
@@ -94,11 +114,11 @@ def test_where_vllm_says_nothing_of_layers(pair, p, d):
 
 @pytest.fixture
 def held(tmp_path):
-    """P takes a step, and stays behind a layer of it while the test looks at D."""
+    """P takes a step, and stays behind a layer of it, or before all of them, while the test looks at D."""
 
     class Held:
         def __init__(self, prefill, layer):
-            self.prefill, self.go_on = prefill, tmp_path / layer
+            self.prefill, self.go_on = prefill, tmp_path / f"{layer}"
             self.step = threading.Thread(target=prefill.call, args=(held_step, layer, str(self.go_on)))
 
         def __enter__(self):
@@ -117,16 +137,23 @@ def held_step(engine, layer, go_on):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = get_kv_transfer_group().worker
-    given, until = worker.wrote, time.monotonic() + 60
+    prepare, wrote, until = worker.prepare, worker.wrote, time.monotonic() + 60
 
-    def wrote(name):
-        given(name)
-        while name == layer and not os.path.exists(go_on) and time.monotonic() < until:
+    def stay(here):
+        while here and not os.path.exists(go_on) and time.monotonic() < until:
             time.sleep(0.005)
 
-    worker.wrote = wrote
+    def prepare_and_stay(orders):
+        prepare(orders)
+        stay(layer is None)
+
+    def write_and_stay(name):
+        wrote(name)
+        stay(name == layer)
+
+    worker.prepare, worker.wrote = prepare_and_stay, write_and_stay
     steps(engine, 1)
-    del worker.wrote
+    del worker.prepare, worker.wrote
 
 
 def layers_of_a_step(engine, prompt):

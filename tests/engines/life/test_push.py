@@ -1,18 +1,32 @@
 """A request that goes to both engines at once: D reads what P has computed while P goes on."""
 
+import dataclasses
 import random
 import time
 
 import pytest
 from environment import REMOTE_DECODE
 from exact import prompts, unbound
+from heard import forget_lines, listen, said
 
-from .common import USUAL, eventually, more
+from .between import (
+    end_of_less,
+    epoch_before,
+    fewer_blocks,
+    fewer_tokens,
+    other_blocks,
+    stand_aside,
+    stand_between,
+    tell,
+)
+from .common import AHEAD, USUAL, eventually, more
 from .inside import (
     abort,
     begin,
+    blank,
     count_preemptions,
     counter,
+    filled,
     forget,
     preemptions,
     pump,
@@ -37,7 +51,7 @@ FEW = {"qwen3": 13, "nemotron_h": 7}
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 #: Options of a D that does not wait for long.
-HASTY = {"extra": {"meet": 1.0, "handshake": 1.0, "patience": 20.0}}
+HASTY = {"extra": AHEAD["extra"] | {"meet": 1.0, "handshake": 1.0, "patience": 20.0}}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +60,9 @@ HASTY = {"extra": {"meet": 1.0, "handshake": 1.0, "patience": 20.0}}
         ("qwen3", {}, {"block_size": 64}),
         ("gemma3", {}, {}),
         ("nemotron_h", {}, {}),
+        ("qwen3", TWO, {}),
         more("qwen3", {"block_size": 96}, {}),
         more("qwen3", {"async_scheduling": True}, {"async_scheduling": True}),
-        more("qwen3", TWO, {}),
         more("qwen3", {}, TWO),
         more("qwen3", STAGES, TWO),
         more("gemma3", {"block_size": 64}, TWO),
@@ -355,6 +369,63 @@ def test_a_name_of_somebody_else(pair, policy):
     assert decode.idle() == prefill.idle() == 0
 
 
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_time_counts_from_when_p_has_something(pair, policy):
+    """A deadline is for what there is to read. How long D waits for more is another matter, which ends, too."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    some = prompts(random.Random(43), [300, 200])
+    alone = [decode.generate(prompt)[0] for prompt in some]
+    eventually(knows, prefill, decode, some[0])
+    # P has some of the first one and nothing of the second when it rests, for longer than the deadline.
+    before, ended = read(decode), decode.call(counter, "kvferry_loads_ended_total")
+    names = begin_to_read(prefill, decode, some[0], "first", deadline=5.0, patience=90.0)
+    prefill.call(steps, 3)
+    names += begin_to_read(prefill, decode, some[1], "second", deadline=5.0, patience=90.0)
+    time.sleep(6)
+    assert decode.call(counter, "kvferry_loads_ended_total") == ended
+    assert answers(prefill, decode, names) == [(tokens, "length") for tokens in alone]
+    # D has computed neither: 2,048 bytes a token.
+    assert read(decode) - before >= 2048 * (299 + 199)
+    assert prefill.idle() == decode.idle() == 0
+    # P stops half way, and D does not wait for ever.
+    decode.call(listen)
+    decode.call(forget_lines)
+    begin_to_read(prefill, decode, some[0], "still", patience=5.0)
+    prefill.call(steps, 3)
+    ((made, _, how),) = decode.call(pump, 90).values()
+    assert (how == "error") if policy == "fail" else (made == alone[0])
+    assert decode.call(said, "the load failed failure=the deadline passed while it was following")
+    prefill.call(pump)
+    assert prefill.idle() == decode.idle() == 0
+
+
+def knows(prefill, decode, prompt, there=None):
+    """Whether D reads from P: it does not where a busy machine takes longer than D gives it to shake hands."""
+    before = read(decode)
+    answers(prefill, decode, start(prefill, decode, [prompt], prefix="met", there=there))
+    return read(decode) > before
+
+
+def begin_to_read(prefill, decode, prompt, prefix="r", there=None, **given):
+    """Both engines have it, and D has blocks for it, with other options than it has for others."""
+    given = {"meet": 90.0, "patience": 90.0} | given
+    before = decode.call(set_options, given)
+    decode.call(take_at_once, True)
+    names = start(prefill, decode, [prompt], prefix=prefix, there=there)
+    eventually(lambda: decode.call(steps, 1) or not decode.call(waiting))
+    decode.call(take_at_once, False)
+    decode.call(set_options, before)
+    return names
+
+
+def set_options(engine, given):
+    """From now on. Answers what they were."""
+    decode = side(engine).decode
+    before = {name: getattr(decode.options, name) for name in given}
+    decode.options = dataclasses.replace(decode.options, **given)
+    return before
+
+
 def twins(engine, prompt, there):
     """Two requests whose names differ in what vLLM adds to them."""
     for name in ("twin-1", "twin-2"):
@@ -400,6 +471,46 @@ def contradict(engine):
         except kvferry.AgentError as error:
             kinds.append(error.kind)
     return kinds
+
+
+@pytest.mark.parametrize("policy", [more("fail"), "recompute"])
+def test_an_agent_that_passes_contradictions_on(pair, policy):
+    """What D has heard does not shrink, does not change, and does not go back to an epoch that is over. From whoever
+    says so nothing is read any more, and nothing that was read is used."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prompt, other = prompts(random.Random(42), [300, 64])
+    alone = decode.generate(prompt)[0]
+    decode.call(listen)
+    there = prefill.call(where) | {"remote_port": prefill.call(stand_between)}
+    eventually(knows, prefill, decode, prompt, there)
+    for change, why in (
+        (fewer_tokens, "had granted 128 tokens in epoch 1, and now grants 64 "),
+        (fewer_blocks, "had granted 128 tokens in epoch 1, and now grants 129 "),
+        (other_blocks, "had granted 128 tokens in epoch 1, and now grants 129 "),
+        (end_of_less, "had granted 128 tokens in epoch 1, and now grants 64 "),
+        (epoch_before, "speaks of epoch 0 after epoch 1"),
+    ):
+        begin_to_read(prefill, decode, prompt, there=there)
+        # Twice, because P starts over: three chunks, of which D knows that two are complete, and reads all.
+        for again in (False, True):
+            if again:
+                prefill.call(preempt, other)
+            decode.call(blank)
+            eventually(lambda: prefill.call(steps, 1) or prefill.call(followed) == [128])
+            eventually(lambda: decode.call(filled) == 6)
+        decode.call(forget_lines)
+        # P computes nothing meanwhile: D hears of it because it asks.
+        prefill.call(tell, change)
+        ((made, _, how),) = decode.call(pump, 90).values()
+        prefill.call(tell, None)
+        assert (how == "error") if policy == "fail" else (made == alone), why
+        assert why in decode.call(said, "the load failed"), why
+        prefill.call(pump)
+        assert prefill.idle() == decode.idle() == 0
+    # It was what is said in between, and nothing else.
+    names = begin_to_read(prefill, decode, prompt, there=there)
+    assert answers(prefill, decode, names) == [(alone, "length")]
+    assert prefill.call(stand_aside) == []
 
 
 def test_routers_that_ask_p_first_keep_working(pair):
