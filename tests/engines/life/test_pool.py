@@ -33,28 +33,24 @@ def test_blocks_are_taken_when_they_are_needed(pair):
     made, at_once = usage(prefill, decode, some)
     decode.call(take_at_once, False)
     assert made == alone
-    for name, seen in (("when needed", late), ("at once", at_once)):
-        print(f"D's blocks {name}: " + " ".join(f"{used}" for _, used in seen))
+    for name, used in (("when needed", late), ("at once", at_once)):
+        print(f"D's blocks {name}: " + " ".join(map(str, used)))
     # Fifteen blocks a request; each waits for its turn on P.
-    assert area(late) < 0.6 * area(at_once)
-    # And nobody waits longer for it.
-    assert late[-1][0] < at_once[-1][0] + 3 * STEP
+    assert sum(late) < 0.6 * sum(at_once)
+    # And nobody waits longer for it: the last answer comes at about the same step of P.
+    assert len(late) < 1.5 * len(at_once)
 
 
 def usage(prefill, decode, prompts):
-    """The answers, and D's blocks in use before each step of P, by the time."""
+    """The answers, and D's blocks in use after each step of P."""
     names = start(prefill, decode, prompts, 2)
-    done, seen, began = {}, [], time.monotonic()
+    done, used, began = {}, [], time.monotonic()
     while len(done) < len(names):
         assert time.monotonic() < began + 90
         prefill.call(turn)
         until = time.monotonic() + STEP
         while time.monotonic() < until and len(done) < len(names):
             done |= decode.call(turn)
-        seen.append((time.monotonic() - began, decode.used_blocks()))
+        used.append(decode.used_blocks())
     assert prefill.idle() == decode.idle() == 0
-    return [done[name][0] for name in names], seen
-
-
-def area(seen):
-    return sum(used for _, used in seen)
+    return [done[name][0] for name in names], used
