@@ -1,6 +1,8 @@
 """Two vLLM engines in processes of their own, forked from one that has imported vLLM once."""
 
 import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -16,6 +18,15 @@ import patches  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
+# What every engine would otherwise import for itself; not in every version of vLLM.
+for module in (
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.worker.cpu_worker",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
+
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
 PATIENCE = 240
 
@@ -25,6 +36,8 @@ class Server:
     no connector."""
 
     def __init__(self, model, role, **options):
+        # An engine that starts collects garbage several times: not in what was there before it.
+        gc.freeze()
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, model, role, options))
