@@ -14,6 +14,11 @@ at once, as `vllm-router` sends them, and D reads while P computes. With `@40` b
 the two, which is this machine's loopback, carries 40 MB/s meanwhile; all runs in a network of its own then,
 which wants root. Ratios are to the contender that `--against` names.
 
+The contender `again` is one engine that has answered the same prompt before and holds all of it but the last
+block: D's own first step, which no way to hand over avoids.
+
+Every first token of D is compared with the one that P made of the same prompt.
+
 Each engine steps as vLLM's own loop does: it blocks when idle, and sleeps a millisecond after a step
 that ran nothing while a request waits.
 """
@@ -53,6 +58,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 RIVAL = "NixlConnector"
 TRANSPORTS = ("nixl", "tcp", "cuda" if current_platform.is_cuda() else "local")
+AGAIN = "again"
 CONTENDERS = [f"{transport}{way}" for transport in TRANSPORTS for way in ("", "+push")] + [RIVAL]
 #: Seconds to wait for an engine.
 PATIENCE = 300
@@ -124,7 +130,7 @@ class Engine:
         self.answer()
 
     def answer(self):
-        """For a request: its name, when it had its token, and what goes to the router."""
+        """For a request: its name, when it had its token, which, and what goes to the router."""
         if not self.pipe.poll(PATIENCE):
             raise TimeoutError(f"no answer within {PATIENCE} s")
         answer = self.pipe.recv()
@@ -150,11 +156,12 @@ def _serve(pipe, contender, role, model, arguments):
 
 
 def _engine(contender, role, model, arguments):
+    how = None
     if contender == RIVAL:
         port = 5600 if role == "kv_producer" else 5700
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port + os.getpid() % 90)
         how = dict(kv_connector=RIVAL, kv_buffer_device="cuda" if current_platform.is_cuda() else "cpu")
-    else:
+    elif contender != AGAIN:
         transport, _, push = contender.partition("+")
         how = dict(
             kv_connector="FerryConnector",
@@ -177,11 +184,11 @@ def _engine(contender, role, model, arguments):
         max_model_len=longest + 64,
         max_num_seqs=max(4, count),
         disable_log_stats=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=contender == AGAIN,
         num_gpu_blocks_override=max(48, 8 * count) if hybrid else (count + 1) * each + 16,
         **({} if hybrid else {"block_size": BLOCK}),
         **({"max_num_batched_tokens": arguments.chunk} if arguments.chunk else {}),
-        kv_transfer_config=KVTransferConfig(kv_role=role, **how),
+        **({"kv_transfer_config": KVTransferConfig(kv_role=role, **how)} if how else {}),
     )
 
 
@@ -220,7 +227,7 @@ def _loop(pipe, engine):
                 max_tokens=1,
                 temperature=0.0,
                 detokenize=False,
-                extra_args={"kv_transfer_params": params},
+                extra_args={"kv_transfer_params": params} if params else None,
             )
             engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         if not core.scheduler.has_requests():
@@ -231,7 +238,8 @@ def _loop(pipe, engine):
                 raise RuntimeError(f"the request ended without a token: {output.finish_reason}")
             # The clock of the machine: the same for all.
             name = output.request_id.rpartition("-")[0]
-            pipe.send((name, time.monotonic(), output.kv_transfer_params))
+            (token,) = output.new_token_ids
+            pipe.send((name, time.monotonic(), token, output.kv_transfer_params))
             engine.llm_engine.output_processor.abort_requests([output.request_id], internal=True)
         core.post_step(executed)
         if not executed and core.scheduler.has_requests():
@@ -271,7 +279,7 @@ class Pair:
         self.pushes = self.contender.endswith("+push")
         self.prefill = Engine(self.contender, "kv_producer", model, arguments)
         self.decode = Engine(self.contender, "kv_consumer", model, arguments)
-        self.where, self.asked = None, 0
+        self.where, self.asked, self.differ = None, 0, 0
 
     def ready(self):
         self.where, _ = [engine.ready() for engine in (self.prefill, self.decode)]
@@ -281,7 +289,7 @@ class Pair:
         """For each prompt, all asked at once: seconds from P's end to D's first token, and from asking."""
         self._signal(signal.SIGCONT)
         began, ended, firsts = {}, {}, {}
-        by_name = {}
+        by_name, tokens = {}, {}
         for prompt in prompts:
             self.asked += 1
             name = f"r{self.asked}"
@@ -295,7 +303,8 @@ class Pair:
             if not ready:
                 raise TimeoutError(f"{self.contender}: no answer within {PATIENCE} s")
             for pipe in ready:
-                name, at, params = engines[pipe].answer()
+                name, at, token, params = engines[pipe].answer()
+                self.differ += tokens.setdefault(name, token) != token
                 if pipe is self.decode.pipe:
                     firsts[name] = at
                     continue
@@ -321,10 +330,41 @@ class Pair:
         self.prefill.close()
 
 
+class Again:
+    """One engine, asked everything twice."""
+
+    def __init__(self, model, arguments):
+        self.engine = Engine(AGAIN, None, model, arguments)
+        self.differ = 0
+
+    def ready(self):
+        self.engine.ready()
+
+    def first_tokens(self, prompts):
+        """For each prompt: seconds from asking for the second time to the first token, twice."""
+        tokens = []
+        for _ in range(2):
+            began, firsts = {}, {}
+            for at, prompt in enumerate(prompts):
+                began[f"r{at}"] = time.monotonic()
+                self.engine.ask(f"r{at}", prompt, None)
+            for _ in prompts:
+                name, at, token, _ = self.engine.answer()
+                firsts[name] = at - began[name], token
+            tokens.append([firsts[name][1] for name in began])
+            self.engine.rest()
+        self.differ += sum(first != second for first, second in zip(*tokens))
+        return [(firsts[name][0],) * 2 for name in began]
+
+    def close(self):
+        self.engine.close()
+
+
 def measure(arguments, model, draw):
     """By contender and length: seconds of each round, after P's end and in all. The length 0 stands for a
-    pair's first request; of several at once the median counts."""
+    pair's first request; of several at once the median counts. And how many first tokens differ from P's."""
     measured = {contender: {} for contender in arguments.contenders}
+    differ = dict.fromkeys(arguments.contenders, 0)
     link = Link(arguments.contenders)
 
     def ask(pairs, contender, length, prompts, count):
@@ -342,7 +382,12 @@ def measure(arguments, model, draw):
         return [[draw.randrange(1, 500) for _ in range(length)] for _ in range(count)]
 
     for start in range(arguments.starts):
-        pairs = {contender: Pair(contender, model, arguments) for contender in arguments.contenders}
+        pairs = {
+            contender: Again(model, arguments)
+            if contender == AGAIN
+            else Pair(contender, model, arguments)
+            for contender in arguments.contenders
+        }
         try:
             for pair in pairs.values():
                 pair.ready()
@@ -356,9 +401,10 @@ def measure(arguments, model, draw):
                     for contender in in_turn():
                         ask(pairs, contender, length, asked, True)
         finally:
-            for pair in pairs.values():
+            for contender, pair in pairs.items():
+                differ[contender] += pair.differ
                 pair.close()
-    return measured
+    return measured, differ
 
 
 def spread(seconds):
@@ -404,10 +450,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / arguments.model
         MODELS[arguments.model]().save_pretrained(model)
-        measured = measure(arguments, model, draw)
+        measured, differ = measure(arguments, model, draw)
     if arguments.json:
         print(json.dumps(measured))
+    wrong = {contender: count for contender, count in differ.items() if count}
+    if wrong:
+        sys.exit(f"first tokens that differ from P's: {wrong}")
+    if arguments.json:
         return
+    print("Every first token of D is P's.")
     at_once = f", {arguments.concurrent} at once" if arguments.concurrent > 1 else ""
     for which, what in enumerate(("P's end to D's first token", "request to first token")):
         print(f"{arguments.model}{at_once}: {what}, ms: median (quartiles)")
@@ -417,8 +468,9 @@ def main():
 def wrong_with(contender):
     """Why there is no such contender, said before engines start for it; None where there is."""
     name, at, rate = contender.partition("@")
-    if name not in CONTENDERS:
-        return f"there are {', '.join(CONTENDERS)}, and {name or 'nothing'} is none of them"
+    there = [*CONTENDERS, AGAIN]
+    if name not in there:
+        return f"there are {', '.join(there)}, and {name or 'nothing'} is none of them"
     if not at:
         return None
     if name.partition("+")[0] != "tcp":
