@@ -419,7 +419,7 @@ class Decode:
         elif wanted.follows is None:
             if wanted.ticket is not None:
                 self.agent.abandon(wanted.ticket)
-        elif wanted.lost is None and self.agent.frontier(request) is None:
+        elif wanted.ticket is None and wanted.lost is None and self.agent.frontier(request) is None:
             self.unwanted[request] = time.monotonic() + self.options.meet
         else:
             self.agent.unfollow(request)

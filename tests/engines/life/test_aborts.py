@@ -30,7 +30,7 @@ def test_an_abort_before_it_is_scheduled(qwen):
     # P learns of it at once, not when the lease ends.
     began = time.monotonic()
     assert prefill.idle() == 0
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 def test_an_abort_while_it_loads(qwen):

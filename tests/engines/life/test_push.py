@@ -35,6 +35,7 @@ from .inside import (
     take_at_once,
     turn,
     waiting,
+    whats_left,
     where,
 )
 from .pushed import answers, push, start
@@ -84,7 +85,7 @@ def test_answers_are_those_of_one_engine(pair, kind, p, d):
         began = time.monotonic()
         assert push(prefill, decode, [prompt]) == [expected], len(prompt)
         # Nobody has waited for what does not come.
-        assert time.monotonic() - began < 15, len(prompt)
+        assert time.monotonic() - began < 25, len(prompt)
     assert push(prefill, decode, some) == alone
     # The control: only P's state leads to this answer.
     other = prompts(draw, [199])[0] + some[0][-1:]
@@ -286,7 +287,7 @@ def test_whoever_comes_late_or_never(pair, policy):
         began = time.monotonic()
         prefill.call(pump)
         assert prefill.idle() == 0
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 25
     # And it is tried again under the same name, at once, with another prompt.
     names = start(prefill, decode, [another], prefix="again")
     prefill.call(steps, 2)
@@ -392,11 +393,20 @@ def test_time_counts_from_when_p_has_something(pair, policy):
     decode.call(forget_lines)
     begin_to_read(prefill, decode, some[0], "still", patience=5.0)
     prefill.call(steps, 3)
+    # D's scheduler has heard that nothing comes any more when it hears how the load has ended.
+    eventually(lambda: not decode.call(frontiers))
     ((made, _, how),) = decode.call(pump, 90).values()
+    assert decode.call(whats_left)["unwanted"] == []
     assert (how == "error") if policy == "fail" else (made == alone[0])
     assert decode.call(said, "the load failed failure=the deadline passed while it was following")
     prefill.call(pump)
     assert prefill.idle() == decode.idle() == 0
+
+
+def frontiers(engine):
+    """Requests that D waits for, of which it knows how far they are."""
+    decode = side(engine).decode
+    return [name for name in decode.wanted if decode.agent.frontier(name) is not None]
 
 
 def knows(prefill, decode, prompt, there=None):

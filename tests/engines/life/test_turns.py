@@ -178,7 +178,7 @@ def test_an_answer_that_nobody_continues_from(pair):
     began = time.monotonic()
     assert decode.used_blocks() == 3
     assert decode.idle() == 0
-    assert 1 < time.monotonic() - began < 15
+    assert 1 < time.monotonic() - began < 45
     counts = decode.call(counts_of)
     assert (counts["leases_revoked"], counts["leases_expired"], counts["holds_lost"]) == (1, 0, 0)
 
