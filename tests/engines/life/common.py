@@ -15,8 +15,10 @@ USUAL = {
     "nemotron_h": AHEAD,
     "falcon_h1": AHEAD,
 }
-#: Options of a P whose leases are over soon.
+#: Options of a P whose leases are over soon: only for what is to come too late.
 SHORT = {"lease": 1.0}
+#: Options of a D that soon knows when nobody is there, and that a busy machine keeps up with all the same.
+HANDSHAKE = {"handshake": 4.0}
 
 
 def more(*case):

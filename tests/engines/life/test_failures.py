@@ -7,7 +7,7 @@ import pytest
 from exact import prompts
 from serving import Server
 
-from .common import SHORT, USUAL, eventually, expect, more
+from .common import HANDSHAKE, SHORT, USUAL, eventually, expect, more
 from .inside import begin, counter, give_up, leases, pump, side, steps
 
 POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
@@ -23,8 +23,9 @@ POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
     ],
 )
 def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
-    options = {"failure": policy, "extra": {"handshake": 1.0}}
-    prefill, decode = pair(kind, p={"extra": SHORT}, d=options)
+    options = {"failure": policy, "extra": HANDSHAKE}
+    prefill, decode = pair(kind, d=options)
+    hasty, _ = pair(kind, p={"extra": SHORT}, d=options)
     draw = random.Random(8)
     (prompt,) = prompts(draw, [70])
     alone = decode.generate(prompt)[0]
@@ -35,8 +36,8 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
     # It works.
     assert decode.generate(prompt, params=prefill.prefill([prompt])[0])[0] == alone
     # The lease has ended: nobody came, and nobody is asked to.
-    (params,) = prefill.prefill([prompt])
-    assert prefill.idle() == 0
+    (params,) = hasty.prefill([prompt])
+    assert hasty.idle() == 0
     fails(params)
     # It ends while the request waits.
     (params,) = prefill.prefill([prompt])
@@ -64,6 +65,7 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
         (params,) = prefill.prefill([prompt])
         params["kvferry"] |= {k: v for k, v in change.items() if k == "first"}
         fails(params | {k: v for k, v in change.items() if k != "first"})
+        prefill.call(give_up, params)
         assert prefill.idle() == 0
     # A ticket of another engine's lease, and one of none.
     for change in ({"nonce": "0"}, {"request": "no such"}, {"incarnation": "1"}):
@@ -76,7 +78,9 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
     # Another model.
     stranger = {"qwen3": "gemma3", "nemotron_h": "falcon_h1"}[kind]
     other = engines(stranger, "kv_producer", **USUAL[stranger])
-    fails(other.prefill([prompt])[0])
+    (params,) = other.prefill([prompt])
+    fails(params)
+    other.call(give_up, params)
     assert other.idle() == 0
 
 
@@ -89,8 +93,8 @@ def side_lost(engine):
 @POLICIES
 def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
     # A seed of its own, for an engine of its own to kill.
-    options = {"failure": policy, "extra": {"handshake": 1.0, "deadline": 5.0}}
-    prefill, decode = pair("qwen3", p={"extra": SHORT, "seed": len(policy)}, d=options)
+    options = {"failure": policy, "extra": HANDSHAKE | {"deadline": 5.0}}
+    prefill, decode = pair("qwen3", p={"seed": len(policy)}, d=options)
     draw = random.Random(9)
     (prompt,) = prompts(draw, [200])
     alone = decode.generate(prompt)[0]

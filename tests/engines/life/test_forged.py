@@ -7,7 +7,7 @@ import time
 import pytest
 from exact import without_hints, prompts
 
-from .common import SHORT, USUAL, expect, more
+from .common import HANDSHAKE, USUAL, expect, more
 from .inside import begin, give_up, leases, pump, side, turn
 
 #: The engines of `test_failures`, which are there already.
@@ -26,10 +26,10 @@ LENGTH = 150
 class Case:
     """A pair, a prompt of ours and one of somebody else, and what is right for each."""
 
-    def __init__(self, pair, kind, policy, extra=SHORT):
-        options = {"failure": policy, "extra": {"handshake": 1.0}}
-        self.prefill, self.decode = pair(kind, p={"extra": extra} if extra else {}, d=options)
-        self.policy = policy
+    def __init__(self, pair, kind, policy, p=None):
+        options = {"failure": policy, "extra": HANDSHAKE}
+        self.prefill, self.decode = pair(kind, p=p or {}, d=options)
+        self.policy, self.tickets = policy, []
         self.prompt, self.others = prompts(random.Random(f"forged {kind}"), [LENGTH, LENGTH])
         self.alone, _ = self.decode.generate(self.prompt)
         self.theirs, _ = self.decode.generate(self.others)
@@ -38,9 +38,16 @@ class Case:
     def fails(self, params):
         expect(self.decode, self.policy, self.prompt, params, self.alone)
 
-    def granted(self):
-        (params,) = self.prefill.prefill([self.prompt])
+    def granted(self, prompt=None):
+        (params,) = self.prefill.prefill([prompt or self.prompt])
+        self.tickets.append(copy.deepcopy(params))
         return params
+
+    def ends(self):
+        """Nobody holds anything, once P knows that nobody comes for what is left."""
+        for params in self.tickets:
+            self.prefill.call(give_up, params)
+        assert self.decode.idle() == self.prefill.idle() == 0
 
     def not_granted(self):
         return self.prefill.call(counts)["confirmations_not_granted"]
@@ -67,7 +74,7 @@ def test_other_blocks_than_were_granted(pair, kind, policy):
     assert case.decode.idle() == case.prefill.idle() == 0
 
     # Another request's blocks: whoever reads them answers from somebody else's prompt.
-    (victim,) = case.prefill.prefill([case.others])
+    victim = case.granted(case.others)
     before = case.not_granted()
     right = case.granted()
     stolen = victim["remote_block_ids"]
@@ -99,14 +106,13 @@ def test_other_blocks_than_were_granted(pair, kind, policy):
     # Another place.
     right = case.granted()
     case.fails(changed(right, first=[first + 1 for first in right["kvferry"]["first"]]))
-    assert case.prefill.idle() == 0
+    case.ends()
 
 
 @CASES
 def test_the_ticket_of_another_request(pair, kind, policy):
     """With all that belongs to it, and in the very same blocks: nothing is forged but whom it is for."""
-    # With leases as they usually are: none is to expire.
-    case = Case(pair, kind, policy, extra=None)
+    case = Case(pair, kind, policy)
     refused = case.not_granted()
     tables = []
     for prompt, alone in ((case.others, case.theirs), (case.prompt, case.alone)):
@@ -145,9 +151,7 @@ def use_blocks_in_order(engine):
 @CASES
 def test_other_tokens_than_were_computed(pair, kind, policy):
     case = Case(pair, kind, policy)
-    computed = case.granted()
-    case.prefill.call(give_up, computed)
-    computed = computed["kvferry"]["tokens"]
+    computed = case.granted()["kvferry"]["tokens"]
     for tokens in (computed - 1, computed - 32, 1):
         case.fails(changed(case.granted(), tokens=tokens))
     for tokens in (computed + 1, computed + 32, 2**63):
@@ -157,7 +161,7 @@ def test_other_tokens_than_were_computed(pair, kind, policy):
             assert case.decode.generate(case.prompt, params=params)[0] == case.alone
         else:
             case.fails(params)
-    assert case.prefill.idle() == 0
+    case.ends()
 
 
 @CASES
@@ -174,7 +178,7 @@ def test_tables_that_cannot_be(pair, kind, policy):
     ):
         right = case.granted()
         case.fails(changed(right, tables(right["remote_block_ids"])))
-    assert case.prefill.idle() == 0
+    case.ends()
 
 
 @CASES
@@ -189,20 +193,19 @@ def test_a_lease_that_is_over_or_never_was(pair, kind, policy):
     # Over, and then over with another prompt in its blocks.
     for overwritten in (False, True):
         right = case.granted()
-        assert case.prefill.idle() == 0
+        case.ends()
         if overwritten:
-            now = case.prefill.prefill([case.others] * 3)
+            now = [case.granted(case.others) for _ in range(3)]
             blocks = {b for params in now for table in params["remote_block_ids"] for b in table}
             assert all(set(table) & blocks for table in right["remote_block_ids"])
         case.fails(right)
-    assert case.prefill.idle() == 0
+    case.ends()
 
 
 @CASES
 def test_other_engines(engines, pair, kind, policy):
     case = Case(pair, kind, policy)
-    usual = USUAL[kind] | {"failure": policy, "extra": {"handshake": 1.0, **SHORT}}
-    other = engines(kind, "kv_both", **usual)
+    other = engines(kind, "kv_both", **USUAL[kind] | {"failure": policy, "extra": HANDSHAKE})
     # A ticket of another engine: with its own address, and with the one that it is not for.
     right = case.granted()
     (foreign,) = other.prefill([case.others])
@@ -227,13 +230,14 @@ def test_other_engines(engines, pair, kind, policy):
             assert tokens == case.alone or (policy == "fail" and how == "error")
         assert any(tokens == case.alone for tokens, _, _ in ends)
     # One of them reads by other tables: it has nothing.
-    (victim,) = case.prefill.prefill([case.others])
-    right = case.granted()
+    victim, right = case.granted(case.others), case.granted()
     before = case.not_granted()
     other.call(begin, "r", case.prompt, 12, changed(right, victim["remote_block_ids"]))
     ((tokens, _, how),) = other.call(pump).values()
     assert (how == "error") if policy == "fail" else (tokens == case.alone)
     assert case.not_granted() == before + 1
     assert case.decode.generate(case.others, params=victim)[0] == case.theirs
-    assert other.idle() == case.prefill.idle() == 0
+    case.ends()
+    other.call(give_up, foreign)
+    assert other.idle() == 0
     assert other.call(leases) == []

@@ -19,7 +19,7 @@ from .between import (
     stand_between,
     tell,
 )
-from .common import AHEAD, USUAL, eventually, more
+from .common import AHEAD, HANDSHAKE, USUAL, eventually, more
 from .inside import (
     abort,
     begin,
@@ -52,7 +52,7 @@ FEW = {"qwen3": 13, "nemotron_h": 7}
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 #: Options of a D that does not wait for long.
-HASTY = {"extra": AHEAD["extra"] | {"meet": 1.0, "handshake": 1.0, "patience": 20.0}}
+HASTY = {"extra": AHEAD["extra"] | HANDSHAKE | {"meet": 3.0, "patience": 20.0}}
 
 
 @pytest.mark.parametrize(
