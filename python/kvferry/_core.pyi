@@ -255,8 +255,8 @@ class Scheduler:
         has read by anything else it is told not to use. `origin` stands in 16 bytes for what the blocks were
         computed from: a peer that passes another one to `Worker.load`, or none, is told the same.
 
-        Where the request was opened, the ticket is the same as then (with an `epoch`, if the request has
-        started over), and tokens and tables must go on from those that it has advanced to. Raises
+        Where the request was opened, the ticket is the same as then, with an `epoch` that nobody could have
+        guessed before, and tokens and tables must go on from those that it has advanced to. Raises
         `AgentError` of the kind `given_up` if who reads it gave it up meanwhile: the blocks are free.
         """
 
@@ -387,8 +387,8 @@ class Ending:
 
     @property
     def kind(self) -> str:
-        """What kind of failure, for those that failed: `deadline`, `peer_gone`, `refused`,
-        `restarted`, `bad_request` or `transport`."""
+        """What kind of failure, for those that failed: `deadline`, `peer_gone`, `peer_misbehaved`, `refused`,
+        `restarted`, `bad_request`, `transport` or `mismatch`."""
 
     @property
     def reason(self) -> str:

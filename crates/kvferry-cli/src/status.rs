@@ -75,9 +75,9 @@ fn told(status: &kvferry_agent::Status) -> String {
     }));
     lines.push(format!("growing: {}", status.growing.len()));
     lines.extend(status.growing.iter().map(|lease| {
-        let restarts = match lease.epoch {
+        let restarts = match lease.restarts {
             0 => String::new(),
-            epoch => format!(", started over {}", text::many(epoch.into(), "time")),
+            restarts => format!(", started over {}", text::many(restarts.into(), "time")),
         };
         format!(
             "  {}: {} after {}{restarts}, {}",
@@ -118,11 +118,11 @@ mod tests {
 
     #[test]
     fn leases_that_are_kept_and_leases_that_grow() {
-        let growing = |request: &str, tokens, epoch, followers| GrowingStatus {
+        let growing = |request: &str, tokens, restarts, followers| GrowingStatus {
             request: request.to_owned(),
             age_ms: 1500,
             tokens,
-            epoch,
+            restarts,
             followers,
         };
         let status = kvferry_agent::Status {

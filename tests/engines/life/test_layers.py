@@ -91,10 +91,10 @@ def test_a_step_that_computes_again_what_was_read_is_another_epoch(pair, held):
     name, before = begin_to_follow(prefill, decode, prompt)
     with held(prefill, layers[0]):
         eventually(lambda: layers[0] in changed(decode, before))
-    assert prefill.call(epochs) == [0]
+    assert prefill.call(restarts) == [0]
     prefill.call(spoil_and_go_back)
     prefill.call(steps, 1)
-    assert prefill.call(epochs) == [1]
+    assert prefill.call(restarts) == [1]
     ((made, _),) = answers(prefill, decode, [name])
     assert made == alone
     decode.call(take_at_once, False)
@@ -197,8 +197,8 @@ def read_ahead(decode):
     return decode.call(counter, "kvferry_read_ahead_bytes_total")
 
 
-def epochs(engine):
-    return [one["epoch"] for one in side(engine).agent.status()["growing"]]
+def restarts(engine):
+    return [one["restarts"] for one in side(engine).agent.status()["growing"]]
 
 
 def spoil_and_go_back(engine):

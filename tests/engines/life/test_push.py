@@ -198,15 +198,14 @@ def test_an_epoch_of_the_past(pair, policy):
     prompt, other = prompts(random.Random(37), [300, 300])
     alone = decode.generate(prompt)[0]
     made = {}
-    for change in ({"epoch": 0}, {"epoch": 2}, {}):
+    for change in (-1, 1, 0):
         prefill.call(begin, "r", prompt, 1, dict(REMOTE_DECODE))
         prefill.call(steps, 3)
         prefill.call(preempt, other)
         while "r" not in made:
             made |= prefill.call(pump)
         _, params, _ = made.pop("r")
-        assert params["kvferry"]["ticket"]["epoch"] == 1
-        params["kvferry"]["ticket"] |= change
+        params["kvferry"]["ticket"]["epoch"] += change
         before = prefill.call(refused)
         decode.call(begin, "r", prompt, 12, params)
         ((tokens, _, how),) = decode.call(pump).values()
@@ -394,7 +393,7 @@ def test_time_counts_from_when_p_has_something(pair, policy):
     begin_to_read(prefill, decode, some[0], "still", patience=5.0)
     prefill.call(steps, 3)
     # D's scheduler has heard that nothing comes any more when it hears how the load has ended.
-    eventually(lambda: not decode.call(frontiers))
+    eventually(lambda: not decode.call(epochs))
     ((made, _, how),) = decode.call(pump, 90).values()
     assert decode.call(whats_left)["unwanted"] == []
     assert (how == "error") if policy == "fail" else (made == alone[0])
@@ -403,10 +402,11 @@ def test_time_counts_from_when_p_has_something(pair, policy):
     assert prefill.idle() == decode.idle() == 0
 
 
-def frontiers(engine):
-    """Requests that D waits for, of which it knows how far they are."""
+def epochs(engine):
+    """Of the requests that D waits for and knows how far they are."""
     decode = side(engine).decode
-    return [name for name in decode.wanted if decode.agent.frontier(name) is not None]
+    so_far = [decode.agent.frontier(name) for name in decode.wanted]
+    return [frontier["epoch"] for frontier in so_far if frontier is not None]
 
 
 def knows(prefill, decode, prompt, there=None):
@@ -494,11 +494,11 @@ def test_an_agent_that_passes_contradictions_on(pair, policy):
     there = prefill.call(where) | {"remote_port": prefill.call(stand_between)}
     eventually(knows, prefill, decode, prompt, there)
     for change, why in (
-        (fewer_tokens, "had granted 128 tokens in epoch 1, and now grants 64 "),
-        (fewer_blocks, "had granted 128 tokens in epoch 1, and now grants 129 "),
-        (other_blocks, "had granted 128 tokens in epoch 1, and now grants 129 "),
-        (end_of_less, "had granted 128 tokens in epoch 1, and now grants 64 "),
-        (epoch_before, "speaks of epoch 0 after epoch 1"),
+        (fewer_tokens, "had granted 128 tokens in epoch {0}, and now grants 64 "),
+        (fewer_blocks, "had granted 128 tokens in epoch {0}, and now grants 129 "),
+        (other_blocks, "had granted 128 tokens in epoch {0}, and now grants 129 "),
+        (end_of_less, "had granted 128 tokens in epoch {0}, and now grants 64 "),
+        (epoch_before, "speaks of epoch {1} after epoch {0}"),
     ):
         begin_to_read(prefill, decode, prompt, there=there)
         # Twice, because P starts over: three chunks, of which D knows that two are complete, and reads all.
@@ -509,12 +509,14 @@ def test_an_agent_that_passes_contradictions_on(pair, policy):
             eventually(lambda: prefill.call(steps, 1) or prefill.call(followed) == [128])
             eventually(lambda: decode.call(filled) == 6)
         decode.call(forget_lines)
+        (epoch,) = decode.call(epochs)
+        why = why.format(epoch, epoch - 1)
         # P computes nothing meanwhile: D hears of it because it asks.
         prefill.call(tell, change)
         ((made, _, how),) = decode.call(pump, 90).values()
         prefill.call(tell, None)
         assert (how == "error") if policy == "fail" else (made == alone), why
-        assert why in decode.call(said, "the load failed"), why
+        assert f"is not to be believed: the engine {why}" in decode.call(said, "the load failed"), why
         prefill.call(pump)
         assert prefill.idle() == decode.idle() == 0
     # It was what is said in between, and nothing else.

@@ -22,6 +22,12 @@ pub enum Failure {
     /// from this machine.
     #[error("the engine to read from is gone: {0}")]
     PeerGone(String),
+    /// The engine to read from contradicts what it said before, or answers what was not asked.
+    ///
+    /// What to do: the request is safe, nothing that was read is used. Report it, with the versions of both
+    /// sides, unless something between the engines changes what they say.
+    #[error("the engine to read from is not to be believed: {0}")]
+    PeerMisbehaved(String),
     /// The two sides do not fit, or do not trust each other.
     ///
     /// What to do: make the two sides agree in what the message names; trying again does not help.
@@ -55,8 +61,16 @@ pub enum Failure {
 
 impl Failure {
     /// All kinds.
-    pub const KINDS: [&'static str; 7] =
-        ["deadline", "peer_gone", "refused", "restarted", "bad_request", "transport", "mismatch"];
+    pub const KINDS: [&'static str; 8] = [
+        "deadline",
+        "peer_gone",
+        "refused",
+        "restarted",
+        "bad_request",
+        "transport",
+        "mismatch",
+        "peer_misbehaved",
+    ];
 
     /// What each of the kinds means, in their order.
     pub(crate) const MEANINGS: [&'static str; Self::KINDS.len()] = [
@@ -67,6 +81,7 @@ impl Failure {
         "Its block tables do not fit the engines' groups.",
         "The transport could not move the bytes.",
         "An audit found other bytes than the source holds.",
+        "The engine to read from contradicts what it said before, or answers what was not asked.",
     ];
 
     /// One word for each kind, for counters.
@@ -84,6 +99,7 @@ impl Failure {
             Self::BadRequest(_) => 4,
             Self::Transport(_) => 5,
             Self::Mismatch(_) => 6,
+            Self::PeerMisbehaved(_) => 7,
         }
     }
 }

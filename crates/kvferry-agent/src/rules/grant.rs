@@ -11,10 +11,12 @@ use sha2::{Digest, Sha256};
 /// granted.
 ///
 /// While P computes the request, its grant grows: tokens are added and tables appended to. When P starts
-/// the request over, in other blocks, the epoch rises, and nothing of the earlier epoch counts.
+/// the request over, in other blocks, the epoch rises, and nothing of the earlier epoch counts. What grows begins
+/// with an epoch that nobody can guess: only followers hear of it before all is complete, and they read no more than
+/// is. So nobody else can name this grant before, whatever tables they guess.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Grant {
-    /// How often P has started the request over.
+    /// Rises when P starts the request over. 0 where it did not grow.
     pub epoch: u32,
     /// Tokens that the blocks hold.
     pub tokens: u64,
@@ -87,20 +89,10 @@ pub struct Origin(pub [u8; 16]);
 pub enum Claim {
     /// Nothing. No version that is served says so little; the models show what that would lead to.
     Nothing,
-    /// By which tables.
+    /// By which tables, in epochs that are counted from 0.
     Tables(Fingerprint),
     /// By which tables, and for what; `None` where its engine does not say.
     All(Fingerprint, Option<Origin>),
-}
-
-impl Claim {
-    /// The tables that it was read by, if that was said.
-    pub fn tables(&self) -> Option<Fingerprint> {
-        match self {
-            Self::Nothing => None,
-            Self::Tables(read_by) | Self::All(read_by, _) => Some(*read_by),
-        }
-    }
 }
 
 impl fmt::Debug for Fingerprint {

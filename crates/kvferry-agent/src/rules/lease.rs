@@ -16,9 +16,11 @@
 //!
 //! A lease may be opened while the engine still computes the request. It *grows* until it is *sealed*:
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
-//! before the seal. While it grows the engine keeps the blocks for itself, so it neither expires nor is
-//! anything released when it ends; the engine learns that nobody wants it when it speaks of it next. A
-//! lease may say what is being computed beyond that ([`Leases::advance_with`]); whatever comes of it, readers
+//! before the seal. What was read before it was complete must not be confirmed after the seal either, whoever
+//! made a reader do so with a ticket that came too early and tables that were guessed: a lease that grows
+//! begins with an epoch that its owner has drawn, which nobody but followers hears of before the seal. While it grows
+//! the engine keeps the blocks for itself, so it neither expires nor is anything released when it ends; the engine
+//! learns that nobody wants it when it speaks of it next. A lease may say what is being computed beyond that ([`Leases::advance_with`]); whatever comes of it, readers
 //! go by what is complete in the end. A lease may have a name beside that of its request: readers who
 //! were not given a ticket find it by that.
 
@@ -64,6 +66,8 @@ struct Lease {
     nonce: u64,
     name: Option<String>,
     begun: Duration,
+    /// The epoch that it began with.
+    first_epoch: u32,
     grant: Grant,
     in_flight: Vec<InFlight>,
     /// `None` while it grows.
@@ -134,11 +138,13 @@ impl Leases {
         })
     }
 
-    /// Every lease that grows: its request, its age, and what is granted so far.
-    pub fn iter_growing(&self, now: Duration) -> impl Iterator<Item = (&str, Duration, &Grant)> {
+    /// Every lease that grows: its request, its age, how many tokens are complete, and how often the engine has
+    /// started over.
+    pub fn iter_growing(&self, now: Duration) -> impl Iterator<Item = (&str, Duration, u64, u32)> {
         let growing = self.open.iter().filter(|(_, lease)| lease.sealed.is_none());
         growing.map(move |(request, lease)| {
-            (request.as_str(), now.saturating_sub(lease.begun), &lease.grant)
+            let age = now.saturating_sub(lease.begun);
+            (request.as_str(), age, lease.grant.tokens, lease.restarts())
         })
     }
 
@@ -152,7 +158,7 @@ impl Leases {
         now: Duration,
     ) -> Result<(), AlreadyGranted> {
         let request = key.request.clone();
-        self.begin(key, None, now)?;
+        self.begin(key, None, 0, now)?;
         // Whatever it is, it goes on from nothing.
         let lease = self.open.get_mut(&request);
         if let Some(lease) = lease {
@@ -163,11 +169,13 @@ impl Leases {
     }
 
     /// Begins a lease that grows. The key's nonce must never have been used before. By the name readers
-    /// find it who have no ticket; of several leases of one name the latest.
+    /// find it who have no ticket; of several leases of one name the latest. Nobody may be able to guess the first
+    /// epoch.
     pub fn begin(
         &mut self,
         key: LeaseKey,
         name: Option<&str>,
+        first_epoch: u32,
         now: Duration,
     ) -> Result<(), AlreadyGranted> {
         match self.open.entry(key.request) {
@@ -181,7 +189,8 @@ impl Leases {
                     nonce: key.nonce,
                     name: name.map(str::to_owned),
                     begun: now,
-                    grant: Grant::default(),
+                    first_epoch,
+                    grant: Grant { epoch: first_epoch, ..Grant::default() },
                     in_flight: vec![],
                     sealed: None,
                 });
@@ -329,10 +338,20 @@ impl Leases {
                     return Answer::NotHeld(Loss::Unknown);
                 }
                 // What still grows nobody can have read.
+                let restarts = lease.restarts();
                 let Some(sealed) = &mut lease.sealed else {
                     return Answer::NotHeld(Loss::NotGranted);
                 };
-                if claim.tables().is_some_and(|read_by| read_by != sealed.grant) {
+                let granted = match claim {
+                    Claim::Nothing => true,
+                    // By a reader that counts epochs from 0.
+                    Claim::Tables(read_by) => {
+                        let counted = Grant { epoch: restarts, ..lease.grant.clone() };
+                        read_by == counted.fingerprint()
+                    }
+                    Claim::All(read_by, _) => read_by == sealed.grant,
+                };
+                if !granted {
                     return Answer::NotHeld(Loss::NotGranted);
                 }
                 if let Claim::All(_, wanted) = claim
@@ -430,6 +449,10 @@ impl Leases {
 }
 
 impl Lease {
+    fn restarts(&self) -> u32 {
+        self.grant.epoch - self.first_epoch
+    }
+
     fn seal(&mut self, origin: Option<Origin>, now: Duration, term: Duration) {
         self.in_flight.clear();
         self.sealed = Some(Sealed {

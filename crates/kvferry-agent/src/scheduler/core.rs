@@ -61,6 +61,11 @@ fn new_key(request: &str) -> Result<LeaseKey, Error> {
     Ok(LeaseKey { request: request.to_owned(), nonce: getrandom::u64()? })
 }
 
+/// Nobody can guess it, and there is room for all that follow.
+fn first_epoch() -> Result<u32, Error> {
+    Ok(getrandom::u32()? >> 1 | 1)
+}
+
 impl Core {
     pub(super) fn new(
         options: SchedulerOptions,
@@ -174,7 +179,7 @@ impl Core {
         if self.draining() {
             return Err(Error::Draining(request.to_owned()));
         }
-        leases.begin(key, name, self.now())?;
+        leases.begin(key, name, first_epoch()?, self.now())?;
         drop(leases);
         debug!(request, name, "opened");
         if let Some(name) = name {
@@ -301,11 +306,12 @@ impl Core {
         };
         let mut growing: Vec<GrowingStatus> = {
             let leases = self.leases();
-            let growing = leases.iter_growing(now).map(|(request, age, grant)| GrowingStatus {
+            let growing = leases.iter_growing(now);
+            let growing = growing.map(|(request, age, tokens, restarts)| GrowingStatus {
                 request: request.to_owned(),
                 age_ms: milliseconds(age),
-                tokens: grant.tokens,
-                epoch: grant.epoch,
+                tokens,
+                restarts,
                 followers: 0,
             });
             growing.collect()

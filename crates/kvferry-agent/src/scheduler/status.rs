@@ -63,7 +63,7 @@ pub struct GrowingStatus {
     /// Tokens that are complete.
     pub tokens: u64,
     /// How often it was started over.
-    pub epoch: u32,
+    pub restarts: u32,
     /// Who wait to hear more of it, at this moment: a reader asks again after every answer.
     pub followers: usize,
 }

@@ -211,7 +211,7 @@ async fn both(
         let (pieces, _) = &comparison.parts[index];
         if digests.len() != pieces.len() {
             let answer = format!("rank {} answers for other parts", engine.ranks[index]);
-            return Err(Trouble::Failed(Failure::PeerGone(answer)));
+            return Err(Trouble::Failed(Failure::PeerMisbehaved(answer)));
         }
         for (piece, digest) in pieces.iter().zip(&digests) {
             expected[*piece] += *digest;

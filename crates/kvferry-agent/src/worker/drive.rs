@@ -187,7 +187,8 @@ impl Drive {
                 Event::Arrived
             }
             Step::Moving(Progress::Failed(failure)) => {
-                if let (Failure::PeerGone(_), Some(engine)) = (&failure, &self.engine) {
+                let broken = matches!(failure, Failure::PeerGone(_) | Failure::PeerMisbehaved(_));
+                if let (true, Some(engine)) = (broken, &self.engine) {
                     self.core.peers.forget(engine);
                 }
                 Event::Failed(failure)
@@ -283,7 +284,8 @@ impl Drive {
                 self.deadline = after(self.load.patience);
             }
             Err(contradiction) => {
-                self.happen(Event::Failed(Failure::PeerGone(contradiction.to_string())));
+                let failure = Failure::PeerMisbehaved(contradiction.to_string());
+                self.happen(Event::Failed(failure));
             }
         }
     }

@@ -242,7 +242,7 @@ pub(super) async fn follow(
                     }
                     let Some(grown) = news.after(&grant) else {
                         let reason = "it says how its block tables go on, but not from where";
-                        return tell(Heard::Failed(Failure::PeerGone(reason.to_owned())));
+                        return tell(Heard::Failed(Failure::PeerMisbehaved(reason.to_owned())));
                     };
                     grant = grown;
                     tell(Heard::Grown(grant.clone(), in_flight, sealed));

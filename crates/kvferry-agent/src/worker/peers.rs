@@ -499,6 +499,7 @@ impl SourceEngine {
 fn peer_failure(error: &PeerError) -> Failure {
     match error {
         error if is_final(error) => Failure::Refused(error.to_string()),
+        PeerError::Misbehaved(_) => Failure::PeerMisbehaved(error.to_string()),
         error => Failure::PeerGone(error.to_string()),
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::common::*;
 use kvferry_agent::lease::NotGrown;
 use kvferry_agent::{
-    Ended, Error, Failure, Following, InFlight, Load, Loss, Lost, LostWhy, Notice, Outcome,
+    Ended, Error, Failure, Following, Grant, InFlight, Load, Loss, Lost, LostWhy, Notice, Outcome,
     PeerError, Progress, Ticket, Version,
 };
 
@@ -171,6 +171,7 @@ fn a_request_that_starts_over_is_read_anew() {
     let held = d.ranks[0].held.as_ref().unwrap();
     let read = held.next();
     p.scheduler.restart("r").unwrap();
+    assert_eq!(p.scheduler.status().growing[0].restarts, 1);
     // Its blocks go to another request at once.
     p.prefill(9, &first, 12);
     advance(&p, 1, "r", &second, 8);
@@ -186,7 +187,6 @@ fn a_request_that_starts_over_is_read_anew() {
     p.prefill(1, &second, 12);
     let granted = p.grant("r", &second, 12);
     assert_eq!(granted, ticket);
-    assert_eq!(p.scheduler.granted("r").unwrap().epoch, 1);
     let last = held.next();
     last.land(0, last.copies.len());
     last.finish();
@@ -209,6 +209,29 @@ fn tables_of_an_earlier_epoch_are_not_granted() {
     d.load(&load("new", &ticket, p.scheduler.granted("r").unwrap(), &[9, 10]));
     assert_eq!(d.wait_ends("new"), [Outcome::Done]);
     assert_eq!(d.ranks[0].wrong(1, &[9, 10], 8), 0);
+}
+
+/// A client has the ticket before all is complete, and guesses the tables: D reads what is not written yet. That P
+/// grants the very same tables in the end makes it no better.
+#[test]
+fn what_was_read_before_it_was_complete_is_not_confirmed() {
+    for restarts in [0, 1] {
+        let (p, d) = held_pair();
+        let ticket = p.scheduler.open("r", None).unwrap();
+        for _ in 0..restarts {
+            p.scheduler.restart("r").unwrap();
+        }
+        advance(&p, 1, "r", &[3, 4], 4);
+        let guessed = Grant { epoch: restarts, ..granted(&[3, 4], 8) };
+        d.load(&load("early", &ticket, guessed, &[9, 10]));
+        let read = d.ranks[0].held.as_ref().unwrap().next();
+        read.land(0, read.copies.len());
+        p.prefill(1, &[3, 4], 8);
+        assert_eq!(p.grant("r", &[3, 4], 8), ticket);
+        read.finish();
+        assert_eq!(d.wait_ends("early"), [Outcome::Expired(Loss::NotGranted)]);
+        assert_ne!(d.ranks[0].wrong(1, &[9, 10], 8), 0, "the danger: bytes that P had not written");
+    }
 }
 
 /// P goes away while it computes, or starts again at its old address.
@@ -492,7 +515,7 @@ fn decode_comes_first_and_knows_only_a_name() {
         progress,
         Progress {
             ticket: ticket.clone(),
-            epoch: 0,
+            epoch: progress.epoch,
             tokens: 0,
             begun: false,
             sealed: false,
@@ -512,7 +535,10 @@ fn decode_comes_first_and_knows_only_a_name() {
         assert!(progress.speed.is_none_or(|speed| speed > 1.0 && speed < 100.0), "{progress:?}");
         let status = p.scheduler.status();
         let [growing] = &status.growing[..] else { panic!("{status:?}") };
-        assert_eq!((growing.request.as_str(), growing.tokens, growing.epoch), ("p-1", tokens, 0));
+        assert_eq!(
+            (growing.request.as_str(), growing.tokens, growing.restarts),
+            ("p-1", tokens, 0)
+        );
         assert!(growing.age_ms >= 50, "{growing:?}");
     }
     p.prefill(1, &[3, 4, 5], 12);
@@ -720,7 +746,8 @@ fn what_does_not_go_on_is_an_error() {
     assert_eq!(p.scheduler.advance("r", 12, table(&long)), Err(too_long.clone()));
     assert_eq!(p.scheduler.grant("r", granted(&long, 12)).unwrap_err(), too_long);
     // Nothing of that has changed anything.
-    assert_eq!(p.scheduler.granted("r"), Some(granted(&[1, 2], 8)));
+    let so_far = p.scheduler.granted("r").unwrap();
+    assert_eq!(so_far, Grant { epoch: so_far.epoch, ..granted(&[1, 2], 8) });
     p.scheduler.restart("r").unwrap();
     p.scheduler.advance("r", 4, table(&[7])).unwrap();
     p.grant("r", &[7, 8], 8);

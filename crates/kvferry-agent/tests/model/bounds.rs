@@ -29,8 +29,8 @@ pub(crate) enum Fault {
     NoFingerprint,
     /// D does not say what it reads for.
     NoOrigin,
-    /// A client has a ticket before P has sealed the lease, and guesses the tables.
-    TicketsTooEarly,
+    /// A client that guesses tables can guess their epoch, too.
+    EpochsCanBeGuessed,
     /// P does not tell followers that it has started over.
     NoEpoch,
     /// D keeps what it read before P started over.
@@ -126,6 +126,11 @@ impl Bounds {
     /// What a client makes of that: all of it, in blocks of another user.
     pub(crate) fn forged(&self) -> Grant {
         self.grant(ELSEWHERE, 0, self.tokens())
+    }
+
+    /// The first epoch of a lease that grows.
+    pub(crate) fn first_epoch(&self) -> u8 {
+        if self.fault == Fault::EpochsCanBeGuessed { 0 } else { 100 }
     }
 
     /// What is granted in the end.

@@ -163,12 +163,13 @@ impl Moves<'_, '_> {
                 None => tickets.push((grant, Some(bounds.all(0)))),
                 Some(restarts) => {
                     tickets.push((grant, None));
-                    // What is not promised: a client that has the ticket before the seal, and guesses the
-                    // tables, makes D read what P has not written yet, and P confirms it afterwards. Whoever
-                    // begins a lease must keep its ticket from clients until then.
+                    // A client that has the ticket before the seal and guesses the tables makes D read what P has
+                    // not written yet. Of the epochs it hears when P has sealed the lease, and says any of them.
                     let sealed = from.leases.look(&key(grant)).is_ok_and(|now| now.sealed);
-                    if bounds.forgery && (sealed || bounds.fault == Fault::TicketsTooEarly) {
-                        tickets.extend((0..=restarts).map(|e| (grant, Some(bounds.all(e)))));
+                    let first = if sealed { bounds.first_epoch() } else { 0 };
+                    if bounds.forgery {
+                        let epochs = first..=first + restarts;
+                        tickets.extend(epochs.map(|epoch| (grant, Some(bounds.all(epoch)))));
                     }
                 }
             }

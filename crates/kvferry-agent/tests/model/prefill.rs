@@ -24,7 +24,8 @@ impl World {
         (self.block, self.place, self.words) = (Some(self.grants), HOME, [SCRAP; 2]);
         self.computing = Some(restarts);
         // When it began changes nothing.
-        let begun = self.leases.begin(key(self.grants), Some(NAME), at(0));
+        let first_epoch = bounds.first_epoch().into();
+        let begun = self.leases.begin(key(self.grants), Some(NAME), first_epoch, at(0));
         begun.map_err(|error| error.to_string())?;
         self.promise(bounds);
         Ok(())
@@ -45,7 +46,7 @@ impl World {
         let tokens = tokens.into();
         let said = self.leases.advance_with(REQUEST, tokens, tables.clone(), in_flight);
         if matches!(said, Err(NotGrown::Changed { .. })) && bounds.p_goes_back() {
-            self.forget();
+            self.forget(bounds);
             _ = self.leases.advance_with(REQUEST, tokens, tables, in_flight);
         }
         // Whatever else is wrong: nobody wants it any more, or nobody will get it in the end.
@@ -76,7 +77,7 @@ impl World {
         let now = at(self.now);
         let mut sealed = self.leases.seal(REQUEST, tokens, tables.clone(), origin, now);
         if matches!(sealed, Err(NotGrown::Changed { .. })) && bounds.p_goes_back() {
-            self.forget();
+            self.forget(bounds);
             sealed = self.leases.seal(REQUEST, tokens, tables, origin, now);
         }
         if sealed.is_err() {
@@ -86,9 +87,10 @@ impl World {
     }
 
     /// The same lease, as if nothing had been said of it.
-    fn forget(&mut self) {
+    fn forget(&mut self, bounds: &Bounds) {
         self.leases.revoke(REQUEST, at(self.now));
-        _ = self.leases.begin(key(self.grants), Some(NAME), at(0));
+        let first_epoch = bounds.first_epoch().into();
+        _ = self.leases.begin(key(self.grants), Some(NAME), first_epoch, at(0));
     }
 
     /// P starts over, in the same block, which others have overwritten meanwhile.

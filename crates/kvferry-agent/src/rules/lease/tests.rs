@@ -4,6 +4,8 @@ use super::*;
 
 const TERM: Duration = Duration::from_secs(10);
 const OURS: Origin = Origin([1; 16]);
+/// The first epoch of what grows.
+const FIRST: u32 = 70;
 
 fn table(blocks: &[u32]) -> Vec<BlockTable> {
     vec![BlockTable { first: 0, blocks: blocks.to_vec() }]
@@ -20,6 +22,11 @@ fn good() -> Fingerprint {
 /// What the reader that it is meant for says.
 fn claim() -> Claim {
     Claim::All(good(), Some(OURS))
+}
+
+/// The same of what has grown, in this epoch.
+fn claim_in(epoch: u32) -> Claim {
+    Claim::All(Grant { epoch, ..grant() }.fingerprint(), Some(OURS))
 }
 
 fn at(seconds: u64) -> Duration {
@@ -189,7 +196,7 @@ proptest! {
         let named = |origin: Option<u8>| origin.map(|byte| Origin([byte; 16]));
         let (origin, mut leases) = (named(origin), Leases::new(TERM, TERM * 3));
         if grows {
-            leases.begin(key(1), None, at(0)).unwrap();
+            leases.begin(key(1), None, FIRST, at(0)).unwrap();
             leases.advance("r", 10, table(&[3])).unwrap();
             leases.seal("r", 20, table(&[3, 4]), origin, at(0)).unwrap();
         } else {
@@ -197,7 +204,10 @@ proptest! {
         }
         for (attempt, (r, says, tables, wanted)) in asked.into_iter().enumerate() {
             let (right, wanted) = (tables == 0, named(wanted));
-            let read_by = if right { good() } else { Fingerprint([tables; 16]) };
+            // The first epoch of what grows is known to whoever knows that there is one.
+            let epoch = if grows && says == 2 { FIRST } else { 0 };
+            let granted = Grant { epoch, ..grant() }.fingerprint();
+            let read_by = if right { granted } else { Fingerprint([tables; 16]) };
             let claim = match says {
                 0 => Claim::Nothing,
                 1 => Claim::Tables(read_by),
@@ -221,9 +231,9 @@ proptest! {
 #[test]
 fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None, at(0)).unwrap();
+    leases.begin(key(1), None, FIRST, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(1)), NOT_GRANTED);
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim_in(FIRST), at(1)), NOT_GRANTED);
     leases.expire(at(100));
     assert_eq!(
         leases.extend(&key(1), at(100)),
@@ -234,7 +244,9 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
     assert_eq!((granted.tokens, sealed), (16, false));
     leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(100)).unwrap();
     assert!(leases.frontier("r").unwrap().sealed);
-    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim(), at(101)), Answer::Held);
+    let guessed = leases.confirm(&key(1), &rank(0, 7), claim(), at(101));
+    assert_eq!(guessed, NOT_GRANTED, "whoever knows no epoch may have read before the end");
+    assert_eq!(leases.confirm(&key(1), &rank(0, 7), claim_in(FIRST), at(101)), Answer::Held);
     leases.expire(at(110));
     assert_eq!(leases.take_released().len(), 1);
     assert_eq!(leases.frontier("r"), None);
@@ -243,7 +255,7 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
 #[test]
 fn what_was_granted_cannot_change_within_an_epoch() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None, at(0)).unwrap();
+    leases.begin(key(1), None, FIRST, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     for (tokens, blocks) in [(15, &[3][..]), (16, &[4]), (20, &[4, 3]), (20, &[])] {
         let changed = NotGrown::Changed { request: "r".to_owned(), before: 16, after: tokens };
@@ -251,18 +263,17 @@ fn what_was_granted_cannot_change_within_an_epoch() {
     }
     leases.restart("r").unwrap();
     let frontier = leases.frontier("r").unwrap();
-    assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (1, 0));
+    assert_eq!((frontier.grant.epoch, frontier.grant.tokens), (FIRST + 1, 0));
+    let growing: Vec<_> = leases.iter_growing(at(1)).collect();
+    assert_eq!(growing, [("r", at(1), 0, 1)], "it was started over once");
     leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(1)).unwrap();
     assert_eq!(
-        leases.confirm(&key(1), &rank(0, 7), claim(), at(1)),
+        leases.confirm(&key(1), &rank(0, 7), claim_in(FIRST), at(1)),
         NOT_GRANTED,
         "the same blocks of an earlier epoch are not the same"
     );
-    let again = Grant { epoch: 1, ..grant() }.fingerprint();
-    assert_eq!(
-        leases.confirm(&key(1), &rank(0, 7), Claim::All(again, Some(OURS)), at(1)),
-        Answer::Held
-    );
+    let again = leases.confirm(&key(1), &rank(0, 7), claim_in(FIRST + 1), at(1));
+    assert_eq!(again, Answer::Held);
     let sealed = NotGrown::NoLease("r".to_owned());
     assert_eq!(leases.advance("r", 21, table(&[3, 4])), Err(sealed.clone()));
     assert_eq!(leases.restart("r"), Err(sealed));
@@ -274,7 +285,7 @@ fn steps_in_flight_that_do_not_go_on_change_nothing() {
     let step = |step, tokens| InFlight { step, tokens };
     let none = NotGrown::NoLease("r".to_owned());
     assert_eq!(leases.advance_with("r", 16, table(&[3]), &[step(1, 16)]), Err(none));
-    leases.begin(key(1), None, at(0)).unwrap();
+    leases.begin(key(1), None, FIRST, at(0)).unwrap();
     let before = [step(4, 20), step(5, 32)];
     leases.advance_with("r", 16, table(&[3, 4]), &before).unwrap();
     let wrong = [
@@ -306,7 +317,7 @@ fn steps_in_flight_that_do_not_go_on_change_nothing() {
 #[test]
 fn what_is_given_up_while_it_grows_is_not_kept() {
     let mut leases = Leases::new(TERM, TERM * 3);
-    leases.begin(key(1), None, at(0)).unwrap();
+    leases.begin(key(1), None, FIRST, at(0)).unwrap();
     assert!(leases.abandon(&key(1), at(1)));
     assert_eq!(leases.take_released(), [], "the engine never promised to keep them");
     let gone = NotGrown::GivenUp("r".to_owned());
@@ -315,9 +326,9 @@ fn what_is_given_up_while_it_grows_is_not_kept() {
     assert_eq!(leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(2)), Err(gone));
     leases.expire(at(100));
     assert_eq!(leases.remembered(), 0, "the engine has said its last word of it");
-    leases.begin(key(2), None, at(0)).unwrap();
+    leases.begin(key(2), None, FIRST, at(0)).unwrap();
     assert!(leases.abandon(&key(2), at(1)));
-    leases.begin(key(3), None, at(0)).unwrap();
+    leases.begin(key(3), None, FIRST, at(0)).unwrap();
     leases.advance("r", 16, table(&[3])).unwrap();
     assert!(leases.abandon(&key(3), at(1)) && !leases.revoke("r", at(1)));
     assert_eq!(leases.advance("r", 16, table(&[3])), Err(NotGrown::NoLease("r".to_owned())));
@@ -328,11 +339,11 @@ fn a_name_stands_for_the_latest_lease_that_was_begun_by_it() {
     let other = |nonce| LeaseKey { request: "retried".to_owned(), nonce };
     let mut leases = Leases::new(TERM, TERM * 3);
     assert_eq!(leases.named("n"), None);
-    leases.begin(key(1), Some("n"), at(0)).unwrap();
+    leases.begin(key(1), Some("n"), FIRST, at(0)).unwrap();
     assert_eq!(leases.named("n"), Some(key(1)));
     leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(1)).unwrap();
     assert_eq!(leases.named("n"), Some(key(1)), "whoever comes late finds it");
-    leases.begin(other(2), Some("n"), at(0)).unwrap();
+    leases.begin(other(2), Some("n"), FIRST, at(0)).unwrap();
     assert_eq!(leases.named("n"), Some(other(2)));
     assert!(leases.revoke("r", at(2)));
     assert_eq!(leases.named("n"), Some(other(2)), "the earlier one's end does not touch it");

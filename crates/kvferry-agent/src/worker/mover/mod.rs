@@ -325,9 +325,8 @@ fn lower(job: &Job, choice: Choice) -> Result<Lowered<'_>, String> {
 fn transport_failure(error: &kvferry_transport::Error) -> Failure {
     use kvferry_transport::Error as E;
     match error {
-        E::PeerLost(_) | E::Disconnected | E::PeerMisbehaved(_) => {
-            Failure::PeerGone(error.to_string())
-        }
+        E::PeerLost(_) | E::Disconnected => Failure::PeerGone(error.to_string()),
+        E::PeerMisbehaved(_) => Failure::PeerMisbehaved(error.to_string()),
         // The transport has the same deadline as the agent: whichever sees it first says the same.
         E::DeadlinePassed => {
             Failure::Deadline { stage: Stage::Reading { last: true }.name().to_owned() }
