@@ -17,13 +17,15 @@ which wants root. Ratios are to the contender that `--against` names.
 The contender `again` is one engine that has answered the same prompt before and holds all of it but the last
 block: D's own first step, which no way to hand over avoids.
 
-Every first token of D is compared with the one that P made of the same prompt.
+Whoever is asked the same prompt must answer with the same first token: every D, and P, too, unless it computes
+states and so stops a token before the end.
 
 Each engine steps as vLLM's own loop does: it blocks when idle, and sleeps a millisecond after a step
 that ran nothing while a request waits.
 """
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import json
@@ -105,6 +107,21 @@ MODELS = {
 }
 
 
+def hybrid(model):
+    """Whether it has states."""
+    return "nemotron" in model
+
+
+class Tokens:
+    """First tokens by prompt."""
+
+    def __init__(self):
+        self.made, self.differ = {}, collections.Counter()
+
+    def note(self, contender, prompt, token):
+        self.differ[contender] += self.made.setdefault(tuple(prompt), token) != token
+
+
 class Engine:
     """An engine in a process of its own, forked from this one."""
 
@@ -167,8 +184,7 @@ def _engine(contender, role, model, arguments):
             kv_connector="FerryConnector",
             kv_connector_extra_config={"transport": transport, "push": "always" if push else "never"},
         )
-    hybrid = "nemotron" in Path(model).name
-    longest, count = max(arguments.lengths), arguments.concurrent
+    longest, count, states = max(arguments.lengths), arguments.concurrent, hybrid(arguments.model)
     each = longest // BLOCK + 2
     if current_platform.is_cuda():
         # Many engines share a card, and none may measure what is free while others start.
@@ -185,8 +201,8 @@ def _engine(contender, role, model, arguments):
         max_num_seqs=max(4, count),
         disable_log_stats=True,
         enable_prefix_caching=contender == AGAIN,
-        num_gpu_blocks_override=max(48, 8 * count) if hybrid else (count + 1) * each + 16,
-        **({} if hybrid else {"block_size": BLOCK}),
+        num_gpu_blocks_override=max(48, 8 * count) if states else (count + 1) * each + 16,
+        **({} if states else {"block_size": BLOCK}),
         **({"max_num_batched_tokens": arguments.chunk} if arguments.chunk else {}),
         **({"kv_transfer_config": KVTransferConfig(kv_role=role, **how)} if how else {}),
     )
@@ -274,12 +290,13 @@ class Link:
 
 
 class Pair:
-    def __init__(self, contender, model, arguments):
+    def __init__(self, contender, model, arguments, tokens):
+        self.tokens, self.p_ends_early = tokens, hybrid(arguments.model)
         self.contender = contender.partition("@")[0]
         self.pushes = self.contender.endswith("+push")
         self.prefill = Engine(self.contender, "kv_producer", model, arguments)
         self.decode = Engine(self.contender, "kv_consumer", model, arguments)
-        self.where, self.asked, self.differ = None, 0, 0
+        self.where, self.asked = None, 0
 
     def ready(self):
         self.where, _ = [engine.ready() for engine in (self.prefill, self.decode)]
@@ -289,7 +306,7 @@ class Pair:
         """For each prompt, all asked at once: seconds from P's end to D's first token, and from asking."""
         self._signal(signal.SIGCONT)
         began, ended, firsts = {}, {}, {}
-        by_name, tokens = {}, {}
+        by_name = {}
         for prompt in prompts:
             self.asked += 1
             name = f"r{self.asked}"
@@ -304,7 +321,8 @@ class Pair:
                 raise TimeoutError(f"{self.contender}: no answer within {PATIENCE} s")
             for pipe in ready:
                 name, at, token, params = engines[pipe].answer()
-                self.differ += tokens.setdefault(name, token) != token
+                if pipe is self.decode.pipe or not self.p_ends_early:
+                    self.tokens.note(self.contender, by_name[name], token)
                 if pipe is self.decode.pipe:
                     firsts[name] = at
                     continue
@@ -333,28 +351,27 @@ class Pair:
 class Again:
     """One engine, asked everything twice."""
 
-    def __init__(self, model, arguments):
+    def __init__(self, model, arguments, tokens):
+        self.tokens = tokens
         self.engine = Engine(AGAIN, None, model, arguments)
-        self.differ = 0
 
     def ready(self):
         self.engine.ready()
 
     def first_tokens(self, prompts):
         """For each prompt: seconds from asking for the second time to the first token, twice."""
-        tokens = []
+        by_name = {f"r{at}": prompt for at, prompt in enumerate(prompts)}
         for _ in range(2):
             began, firsts = {}, {}
-            for at, prompt in enumerate(prompts):
-                began[f"r{at}"] = time.monotonic()
-                self.engine.ask(f"r{at}", prompt, None)
-            for _ in prompts:
+            for name, prompt in by_name.items():
+                began[name] = time.monotonic()
+                self.engine.ask(name, prompt, None)
+            while len(firsts) < len(prompts):
                 name, at, token, _ = self.engine.answer()
-                firsts[name] = at - began[name], token
-            tokens.append([firsts[name][1] for name in began])
+                firsts[name] = at
+                self.tokens.note(AGAIN, by_name[name], token)
             self.engine.rest()
-        self.differ += sum(first != second for first, second in zip(*tokens))
-        return [(firsts[name][0],) * 2 for name in began]
+        return [(firsts[name] - began[name],) * 2 for name in by_name]
 
     def close(self):
         self.engine.close()
@@ -362,9 +379,9 @@ class Again:
 
 def measure(arguments, model, draw):
     """By contender and length: seconds of each round, after P's end and in all. The length 0 stands for a
-    pair's first request; of several at once the median counts. And how many first tokens differ from P's."""
+    pair's first request; of several at once the median counts. And how many first tokens differ."""
     measured = {contender: {} for contender in arguments.contenders}
-    differ = dict.fromkeys(arguments.contenders, 0)
+    tokens = Tokens()
     link = Link(arguments.contenders)
 
     def ask(pairs, contender, length, prompts, count):
@@ -383,9 +400,9 @@ def measure(arguments, model, draw):
 
     for start in range(arguments.starts):
         pairs = {
-            contender: Again(model, arguments)
+            contender: Again(model, arguments, tokens)
             if contender == AGAIN
-            else Pair(contender, model, arguments)
+            else Pair(contender, model, arguments, tokens)
             for contender in arguments.contenders
         }
         try:
@@ -401,10 +418,9 @@ def measure(arguments, model, draw):
                     for contender in in_turn():
                         ask(pairs, contender, length, asked, True)
         finally:
-            for contender, pair in pairs.items():
-                differ[contender] += pair.differ
+            for pair in pairs.values():
                 pair.close()
-    return measured, differ
+    return measured, +tokens.differ
 
 
 def spread(seconds):
@@ -442,7 +458,7 @@ def main():
     arguments.lengths = [int(length) for length in arguments.lengths.split(",")]
     arguments.contenders = arguments.contenders.split(",")
     for contender in arguments.contenders:
-        if wrong := wrong_with(contender):
+        if wrong := wrong_with(contender, arguments.model):
             parser.error(f"--contenders: '{contender}': {wrong}")
     if arguments.against not in arguments.contenders:
         parser.error(f"{arguments.against} is not among the contenders: name one of them with --against")
@@ -453,24 +469,25 @@ def main():
         measured, differ = measure(arguments, model, draw)
     if arguments.json:
         print(json.dumps(measured))
-    wrong = {contender: count for contender, count in differ.items() if count}
-    if wrong:
-        sys.exit(f"first tokens that differ from P's: {wrong}")
+    if differ:
+        sys.exit(f"first tokens that others do not make of the same prompt: {dict(differ)}")
     if arguments.json:
         return
-    print("Every first token of D is P's.")
+    print("All make the same first token of the same prompt.")
     at_once = f", {arguments.concurrent} at once" if arguments.concurrent > 1 else ""
     for which, what in enumerate(("P's end to D's first token", "request to first token")):
         print(f"{arguments.model}{at_once}: {what}, ms: median (quartiles)")
         table(arguments, measured, which, draw)
 
 
-def wrong_with(contender):
+def wrong_with(contender, model):
     """Why there is no such contender, said before engines start for it; None where there is."""
     name, at, rate = contender.partition("@")
     there = [*CONTENDERS, AGAIN]
     if name not in there:
         return f"there are {', '.join(there)}, and {name or 'nothing'} is none of them"
+    if name == AGAIN and hybrid(model):
+        return f"vLLM's kernels for CPUs cannot go on from a state, and {model} has some"
     if not at:
         return None
     if name.partition("+")[0] != "tcp":
