@@ -11,9 +11,9 @@ use sha2::{Digest, Sha256};
 /// granted.
 ///
 /// While P computes the request, its grant grows: tokens are added and tables appended to. When P starts
-/// the request over, in other blocks, the epoch rises, and nothing of the earlier epoch counts. What grows begins
-/// with an epoch that nobody can guess: only followers hear of it before all is complete, and they read no more than
-/// is. So nobody else can name this grant before, whatever tables they guess.
+/// the request over, in other blocks, the epoch rises, and nothing of the earlier epoch counts. What grows
+/// begins with an epoch that nobody can guess: only followers hear of it before all is complete, and they
+/// read no more than is. Nobody else can name a grant before it is there, whatever tables they guess.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Grant {
     /// Rises when P starts the request over. 0 where it did not grow.

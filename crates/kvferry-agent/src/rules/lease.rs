@@ -16,13 +16,14 @@
 //!
 //! A lease may be opened while the engine still computes the request. It *grows* until it is *sealed*:
 //! readers may follow it ([`Leases::frontier`]) and read what is complete, but nothing is confirmed
-//! before the seal. What was read before it was complete must not be confirmed after the seal either, whoever
+//! before the seal. Nor may what was read before it was complete be confirmed afterwards, where somebody
 //! made a reader do so with a ticket that came too early and tables that were guessed: a lease that grows
-//! begins with an epoch that its owner has drawn, which nobody but followers hears of before the seal. While it grows
-//! the engine keeps the blocks for itself, so it neither expires nor is anything released when it ends; the engine
-//! learns that nobody wants it when it speaks of it next. A lease may say what is being computed beyond that ([`Leases::advance_with`]); whatever comes of it, readers
-//! go by what is complete in the end. A lease may have a name beside that of its request: readers who
-//! were not given a ticket find it by that.
+//! begins with an epoch that its owner has drawn, which nobody but followers hears of before the seal.
+//! While it grows the engine keeps the blocks for itself, so it neither expires nor is anything released
+//! when it ends; the engine learns that nobody wants it when it speaks of it next. A lease may say what is
+//! being computed beyond that ([`Leases::advance_with`]); whatever comes of it, readers go by what is
+//! complete in the end. A lease may have a name beside that of its request: readers who were not given a
+//! ticket find it by that.
 
 mod words;
 
@@ -169,8 +170,8 @@ impl Leases {
     }
 
     /// Begins a lease that grows. The key's nonce must never have been used before. By the name readers
-    /// find it who have no ticket; of several leases of one name the latest. Nobody may be able to guess the first
-    /// epoch.
+    /// find it who have no ticket; of several leases of one name the latest. Nobody may be able to guess
+    /// the first epoch.
     pub fn begin(
         &mut self,
         key: LeaseKey,

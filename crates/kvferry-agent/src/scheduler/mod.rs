@@ -133,8 +133,8 @@ impl Scheduler {
     /// Promises to keep a request's blocks as they are, and gives the ticket to read them. Peers may use
     /// what they read by exactly these tokens and tables, and nothing else. Where the request was
     /// [opened](Self::open), the ticket is the same as then, and the grant must go on from what it has
-    /// [advanced](Self::advance) to. The epoch is the agent's own: peers that do not
-    /// follow the request are given it with the tables, see [`granted`](Self::granted).
+    /// [advanced](Self::advance) to. The epoch is the agent's own: whoever does not follow the request is
+    /// given it with the tables, see [`granted`](Self::granted).
     pub fn grant(&self, request: &str, grant: Grant) -> Result<Ticket, Error> {
         self.core.grant(request, grant, None)
     }
