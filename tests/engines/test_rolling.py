@@ -30,7 +30,7 @@ from tiny import save_model
 
 pytestmark = pytest.mark.more
 
-BLOCKS, LEASE = 160, 6
+BLOCKS, LEASE = 160, 15
 #: Seconds from a client's answer to its next request: a server that starts needs the machine, too.
 PAUSE = 1.0
 #: Seconds that vLLM gives a server to finish what it has begun.

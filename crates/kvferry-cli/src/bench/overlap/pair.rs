@@ -127,9 +127,10 @@ impl Pair {
             }
         }
         let last_token = Instant::now();
-        let granted = self.granted(work.tokens);
-        scheduler.grant("request", granted.clone())?;
+        scheduler.grant("request", self.granted(work.tokens))?;
         if way == Way::Sequential {
+            let granted =
+                scheduler.granted("request").ok_or("the lease ended before it was read")?;
             self.load(&ticket, Some(granted), work.tokens)?;
         }
         for notice in self.decode.worker.wait(Instant::now() + PATIENCE) {
