@@ -105,6 +105,11 @@ def leases(engine):
     return side(engine).agent.status()["leases"]
 
 
+def restarts(engine):
+    """How often it has started over each request that others may follow."""
+    return [one["restarts"] for one in side(engine).agent.status()["growing"]]
+
+
 def where(engine):
     """What a router tells D about P when it sends a request to both at once."""
     agent = side(engine).agent

@@ -26,9 +26,8 @@ LENGTH = 150
 class Case:
     """A pair, a prompt of ours and one of somebody else, and what is right for each."""
 
-    def __init__(self, pair, kind, policy, p=None):
-        options = {"failure": policy, "extra": HANDSHAKE}
-        self.prefill, self.decode = pair(kind, p=p or {}, d=options)
+    def __init__(self, pair, kind, policy):
+        self.prefill, self.decode = pair(kind, d={"failure": policy, "extra": HANDSHAKE})
         self.policy, self.tickets = policy, []
         self.prompt, self.others = prompts(random.Random(f"forged {kind}"), [LENGTH, LENGTH])
         self.alone, _ = self.decode.generate(self.prompt)

@@ -8,7 +8,7 @@ import pytest
 from exact import prompts
 
 from .common import eventually, more
-from .inside import blank, counter, filled, forget, pump, side, steps, take_at_once, waiting
+from .inside import blank, counter, filled, forget, pump, restarts, side, steps, take_at_once, waiting
 from .pushed import answers, push, start
 from .test_push import CHUNKS, STAGES, TWO, preempt
 
@@ -195,10 +195,6 @@ def caches(engine):
 
 def read_ahead(decode):
     return decode.call(counter, "kvferry_read_ahead_bytes_total")
-
-
-def restarts(engine):
-    return [one["restarts"] for one in side(engine).agent.status()["growing"]]
 
 
 def spoil_and_go_back(engine):

@@ -30,6 +30,7 @@ from .inside import (
     forget,
     preemptions,
     pump,
+    restarts,
     side,
     steps,
     take_at_once,
@@ -202,6 +203,7 @@ def test_an_epoch_of_the_past(pair, policy):
         prefill.call(begin, "r", prompt, 1, dict(REMOTE_DECODE))
         prefill.call(steps, 3)
         prefill.call(preempt, other)
+        eventually(lambda: prefill.call(steps, 1) or prefill.call(restarts) == [1])
         while "r" not in made:
             made |= prefill.call(pump)
         _, params, _ = made.pop("r")
