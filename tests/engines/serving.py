@@ -17,12 +17,14 @@ environment.forked(os.environ)
 import patches  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
-# What every engine would otherwise import for itself; not in every version of vLLM.
+# What every engine would otherwise import for itself; not in every version of vLLM. Its worker for CPUs keeps
+# buffers in host memory from then on, also where a GPU's worker makes them.
 for module in (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.online.base",
-    "vllm.v1.worker.cpu_worker",
+    *(["vllm.v1.worker.cpu_worker"] if current_platform.is_cpu() else []),
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
