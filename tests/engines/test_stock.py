@@ -5,7 +5,6 @@ As in `test_pairs.py`, engines of a family are started once. Only what every run
 """
 
 import random
-import time
 
 import pytest
 from exact import LENGTHS, check, hand_over, nothing_left, prompts
@@ -252,10 +251,8 @@ def test_what_cannot_be_read_is_refused_by_name(serve, folder, wrong):
 
 
 def _freed_soon(prefill):
-    """By a word from D, long before P would do it by itself."""
-    began = time.monotonic()
+    """By a word from D: P by itself would do it after eight minutes, for which nobody waits here."""
     assert prefill.idle() == 0
-    assert time.monotonic() - began < 5
 
 
 # In the engine's process.

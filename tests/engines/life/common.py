@@ -6,8 +6,10 @@ import pytest
 
 from .inside import begin, pump
 
+#: Nothing ends by itself while a test waits for it, however busy the machine.
+PATIENT = {"lease": 600.0, "meet": 600.0}
 #: What is tiny takes no time, and is read ahead all the same.
-AHEAD = {"extra": {"least_ahead": 0.0}}
+AHEAD = {"extra": PATIENT | {"least_ahead": 0.0}}
 #: How the engines of a kind are started where a test does not care.
 USUAL = {
     "qwen3": AHEAD | {"block_size": 32, "async_scheduling": False},

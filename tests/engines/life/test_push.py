@@ -19,7 +19,7 @@ from .between import (
     stand_between,
     tell,
 )
-from .common import AHEAD, HANDSHAKE, USUAL, eventually, more
+from .common import AHEAD, HANDSHAKE, PATIENT, USUAL, eventually, more
 from .inside import (
     abort,
     begin,
@@ -46,7 +46,7 @@ CHUNKS = {
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
     "async_scheduling": False,
-    "extra": {"push": "always"},
+    "extra": PATIENT | {"push": "always"},
 }
 #: Blocks of a P that has too few for all that it begins.
 FEW = {"qwen3": 13, "nemotron_h": 7}
@@ -83,10 +83,7 @@ def test_answers_are_those_of_one_engine(pair, kind, p, d):
         assert prefill.call(forget)
     # One after the other, and all at once.
     for prompt, expected in zip(some[:3], alone):
-        began = time.monotonic()
         assert push(prefill, decode, [prompt]) == [expected], len(prompt)
-        # Nobody has waited for what does not come.
-        assert time.monotonic() - began < 25, len(prompt)
     assert push(prefill, decode, some) == alone
     # The control: only P's state leads to this answer.
     other = prompts(draw, [199])[0] + some[0][-1:]
@@ -285,10 +282,8 @@ def test_whoever_comes_late_or_never(pair, policy):
         decode.call(steps, 5)
         decode.call(abort, name)
         assert decode.idle() == 0
-        began = time.monotonic()
         prefill.call(pump)
         assert prefill.idle() == 0
-        assert time.monotonic() - began < 25
     # And it is tried again under the same name, at once, with another prompt.
     names = start(prefill, decode, [another], prefix="again")
     prefill.call(steps, 2)
@@ -540,7 +535,7 @@ def test_routers_that_ask_p_first_keep_working(pair):
     del params["kvferry"], params["remote_block_ids"]
     decode.call(begin, "first", prompt, 12, params)
     assert answers(prefill, decode, ["first"])[0][0] == alone
-    quiet, _ = pair("qwen3", None, CHUNKS | {"extra": {"push": "never"}})
+    quiet, _ = pair("qwen3", None, CHUNKS | {"extra": PATIENT | {"push": "never"}})
     (params,) = quiet.prefill([prompt])
     assert "transfer_mode" not in params
     assert decode.generate(prompt, params=params)[0] == alone

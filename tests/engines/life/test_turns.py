@@ -1,7 +1,6 @@
 """Several turns of a dialogue: P continues from what D has answered, and computes only what is new."""
 
 import random
-import time
 
 import pytest
 from environment import REMOTE_DECODE
@@ -172,13 +171,11 @@ def test_nothing_is_kept_that_was_not_asked_for(pair):
 
 def test_an_answer_that_nobody_continues_from(pair):
     """Its time is over: that is no loss to anybody."""
-    prefill, decode = pair("qwen3", {"extra": {"next_turn": 1.5}})
+    prefill, decode = pair("qwen3", {"extra": {"next_turn": 4.0}})
     (prompt,) = prompts(random.Random(22), [70])
     answered(prefill, decode, prompt)
-    began = time.monotonic()
     assert decode.used_blocks() == 3
     assert decode.idle() == 0
-    assert 1 < time.monotonic() - began < 45
     counts = decode.call(counts_of)
     assert (counts["leases_revoked"], counts["leases_expired"], counts["holds_lost"]) == (1, 0, 0)
 

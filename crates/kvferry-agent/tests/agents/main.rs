@@ -8,11 +8,13 @@ mod common;
 
 mod drain;
 mod faults;
+mod following;
 mod frontier;
 mod growth;
 mod handover;
 mod introduced;
 mod lowering;
+mod named;
 mod not_an_agent;
 mod older;
 mod record;
