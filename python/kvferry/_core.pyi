@@ -327,6 +327,10 @@ class Scheduler:
         """A request that is followed is not wanted any more, whether or not its ticket is known: tells the
         engine that computes it."""
 
+    def leave(self, request: str) -> None:
+        """Stops to follow a request because another request of this engine has its lease, which stays held
+        for that one."""
+
     def reading(self, ticket: dict[str, Any]) -> None:
         """The ranks read it: `status` tells it from those that wait."""
 
@@ -443,6 +447,8 @@ class Worker:
         least_ahead: float = 0.002,
         lowering: str = "auto",
         audit: float = 0.01,
+        gpu_sms: int | None = None,
+        gpu_kernel: _Path | None = None,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
@@ -453,7 +459,8 @@ class Worker:
         `least_ahead` seconds is not read ahead of the end of a source's computation. `lowering` says how
         peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or `over-read`. `audit` is
         the fraction of requests that are compared with what the source holds before they are used: 0 is none,
-        1 is all; unless it is 0, the first ones of every pair of engines are. Trust (`key`, `key_file`, `tls`,
+        1 is all; unless it is 0, the first ones of every pair of engines are. Kernels on a GPU take `gpu_sms` of its
+        multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. Trust (`key`, `key_file`, `tls`,
         `insecure`) is that of the engine's `Scheduler`.
         """
 

@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from kvferry import AgentError
 from kvferry.vllm import written
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.messages import Orders
@@ -274,16 +275,16 @@ def test_where_workers_say_nothing_no_step_is_named():
     assert schedule(side, request, 10) == (0, [("advance", "r", 10, [[0]], [])])
 
 
-def test_a_request_that_was_given_up_is_told_no_more():
-    from kvferry import AgentError
-
+@pytest.mark.parametrize("kind, told", [("given_up", []), ("changed", [("revoke", "r")])])
+def test_what_p_says_no_more_of_is_not_read(kind, told):
+    """P would not even say that it starts over. What D has given up is over already."""
     side, request = prefill(25)
 
     def advance(*args, **options):
-        raise AgentError("given up")
+        raise AgentError("no", kind=kind)
 
     side.agent.advance = advance
-    assert schedule(side, request, 10) == (0, [])
+    assert schedule(side, request, 10) == (0, told)
     assert side.growing == {}
 
 

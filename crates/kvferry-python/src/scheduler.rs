@@ -203,6 +203,12 @@ impl Scheduler {
         Ok(())
     }
 
+    fn leave(&self, py: Python<'_>, request: &str) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        py.detach(|| half.leave(request));
+        Ok(())
+    }
+
     fn reading(&self, py: Python<'_>, ticket: &Bound<'_, PyDict>) -> PyResult<()> {
         let (half, ticket) = (self.0.get(py)?, read_ticket(ticket)?);
         py.detach(|| half.reading(&ticket));

@@ -16,9 +16,18 @@ use pyo3::prelude::*;
 /// What keeps a rank's memory alive.
 pub(crate) type Memory = Arc<Py<PyAny>>;
 
+/// How kernels on a card are run.
+pub(crate) struct Kernels {
+    /// Multiprocessors that they may take; `None` for what the transport chooses.
+    pub(crate) sms: Option<u32>,
+    /// Compiled beforehand; `None` to compile them here.
+    pub(crate) compiled: Option<PathBuf>,
+}
+
 pub(crate) fn by_name(
     name: &str,
     tcp: TcpOptions,
+    kernels: &Kernels,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
@@ -26,9 +35,9 @@ pub(crate) fn by_name(
     match name {
         "local" => registered(Local::new(LocalOptions::default())?, regions, memory),
         "tcp" => registered(Tcp::new(tcp)?, regions, memory),
-        "cuda" => cuda(site_packages, regions, memory),
-        "nixl" => nixl(&tcp, site_packages, regions, memory),
-        "gpu" => cuda_and_nixl(&tcp, site_packages, regions, memory),
+        "cuda" => cuda(kernels, site_packages, regions, memory),
+        "nixl" => nixl(&tcp, kernels, site_packages, regions, memory),
+        "gpu" => cuda_and_nixl(&tcp, kernels, site_packages, regions, memory),
         other => Err(Error::Options(format!(
             "there is no transport '{other}': it is local, tcp, cuda, nixl or gpu"
         ))),
@@ -61,17 +70,21 @@ pub(crate) fn site_packages(py: Python<'_>) -> PyResult<Vec<PathBuf>> {
 
 fn nixl(
     tcp: &TcpOptions,
+    kernels: &Kernels,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
 ) -> Result<Arc<dyn Carrier>, Error> {
     // Who packs is asked at the address that data would go over by TCP.
     let control = (tcp.bind, tcp.advertise);
-    let options = NixlOptions { site_packages, control, ..NixlOptions::default() };
+    let mut options = NixlOptions { site_packages, control, ..NixlOptions::default() };
+    options.card.sms = kernels.sms;
+    options.card.kernel.clone_from(&kernels.compiled);
     registered(Nixl::new(&options)?, regions, memory)
 }
 
 fn cuda(
+    kernels: &Kernels,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
@@ -83,19 +96,21 @@ fn cuda(
                 .to_owned(),
         ));
     };
-    let options = CudaOptions { gpu, site_packages, ..CudaOptions::default() };
+    let Kernels { sms, compiled } = kernels;
+    let options = CudaOptions { gpu, sms: *sms, kernel: compiled.clone(), site_packages };
     registered(Cuda::new(&options)?, regions, memory)
 }
 
 /// Both, for a choice peer by peer; one alone where the other cannot be had here.
 fn cuda_and_nixl(
     tcp: &TcpOptions,
+    kernels: &Kernels,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
 ) -> Result<Arc<dyn Carrier>, Error> {
-    let cuda = cuda(site_packages.clone(), regions, memory.clone());
-    let nixl = nixl(tcp, site_packages, regions, memory);
+    let cuda = cuda(kernels, site_packages.clone(), regions, memory.clone());
+    let nixl = nixl(tcp, kernels, site_packages, regions, memory);
     match (cuda, nixl) {
         (Err(cuda), Err(nixl)) => Err(Error::Options(format!(
             "GPU memory is moved by cuda inside a node and by nixl across, and neither works here: \

@@ -18,7 +18,7 @@ use crate::errors;
 use crate::half::Half;
 use crate::manifest::Manifest;
 use crate::plan::Asked;
-use crate::transports::{by_name, site_packages};
+use crate::transports::{Kernels, by_name, site_packages};
 use crate::trust::trust;
 
 /// The worker half of an agent.
@@ -34,7 +34,7 @@ pub(crate) struct Worker {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -52,6 +52,8 @@ impl Worker {
         least_ahead: f64,
         lowering: &str,
         audit: f64,
+        gpu_sms: Option<u32>,
+        gpu_kernel: Option<PathBuf>,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
@@ -76,7 +78,9 @@ impl Worker {
         let manifest = Arc::clone(&manifest.get().0);
         let memory = Arc::new(memory);
         let made = py.detach(|| {
-            let carrier = by_name(transport, tcp, site_packages, manifest.regions(), memory)?;
+            let (kernels, regions) =
+                (Kernels { sms: gpu_sms, compiled: gpu_kernel }, manifest.regions());
+            let carrier = by_name(transport, tcp, &kernels, site_packages, regions, memory)?;
             agent::Worker::start(options, layout::Manifest::clone(&manifest), carrier)
         });
         let half = Half::new(made.map_err(failed)?);

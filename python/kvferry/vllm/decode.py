@@ -286,7 +286,9 @@ class Decode:
             self.agent.follow(name, **wanted.follows, patience=self.options.patience)
             return False
         if any(ticket == other.ticket for other in self.wanted.values()):
-            wanted.twin, wanted.tokens = True, 0
+            # Whatever becomes of this one, the other needs it.
+            self.agent.leave(name)
+            wanted.twin, wanted.tokens, wanted.follows = True, 0, None
             return False
         return True
 
@@ -308,7 +310,7 @@ class Decode:
             for name, wanted in self.wanted.items():
                 # What a router adds to a ticket means nothing to us.
                 same = wanted.ticket is not None and ticket.items() <= wanted.ticket.items()
-                if name == followed or (followed is None and same):
+                if name == followed or same:
                     wanted.lost = why
                     if draining:
                         # Nothing was promised, so nothing has failed: this engine computes the prompt.
@@ -322,9 +324,8 @@ class Decode:
         if wanted is None or wanted.loading:
             return
         if external == 0:
-            # Everything is here, or nothing can be had: P need not keep it. A twin's other half needs it.
-            if not wanted.twin:
-                self._give_up(name)
+            # Everything is here, or nothing can be had: P need not keep it.
+            self._give_up(name)
             return
         wanted.loading = True
         tokens = wanted.loaded = wanted.computed + external

@@ -70,6 +70,10 @@ class Options:
     least_ahead: float = _option(0.002, least=0)
     #: How D reads: by what is cheapest, or always in one way.
     lowering: str = _option("auto", one_of=("auto", "direct", "packed", "over-read"))
+    #: Multiprocessors of a GPU that kernels which move blocks may take at most; 0: as many as are of use.
+    gpu_sms: int = _option(0, least=0)
+    #: Those kernels, compiled beforehand for a machine without NVRTC.
+    gpu_kernel: str | None = _option(None, file=True)
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
     #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
     audit: float | str = _option(0.01, least=0, most=1, words=("off", "all"))

@@ -118,10 +118,12 @@ class Prefill:
             try:
                 named |= self._advance(name, growing, scheduled.get(name, 0))
             except AgentError as error:
-                # D has given it up, or there is a mistake in here. Either way D reads no more of it;
-                # what the grant says in the end is another matter.
+                # D has given it up, or there is a mistake in here. From here on P does not even say that it starts
+                # over, so D must read no more of it; what the grant says in the end is another matter.
                 logger.debug("kvferry: %s is not followed any more: %s", name, error)
                 del self.growing[name]
+                if error.kind != "given_up":
+                    self.agent.revoke(name)
         self.step += named
         return self.step if named else 0
 

@@ -106,6 +106,8 @@ class WorkerSide:
             least_ahead=self.options.least_ahead,
             lowering=self.options.lowering,
             audit=self.options.audited(),
+            gpu_sms=self.options.gpu_sms or None,
+            gpu_kernel=self.options.gpu_kernel,
             **self.options.address(0),
             **self.options.trust(),
         )

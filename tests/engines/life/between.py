@@ -1,4 +1,5 @@
-"""Between D and P's agent, in P's process: somebody who changes what P says of how far a request is.
+"""Between D and P's agent, in P's process: somebody who changes what P says of how far a request is, or lets P wait to
+hear that something was read. In a next turn the two have changed places.
 
 P's own agent passes nothing on that contradicts what it has said before. What D makes of it must not depend on that.
 """
@@ -6,11 +7,16 @@ P's own agent passes nothing on that contradicts what it has said before. What D
 import io
 import socket
 import threading
+import time
 
 from .inside import side
 
 #: The answer that says how far a request is: its place among all of them (`Reply` in the agent's `wire/message.rs`).
 FRONTIER = 7
+#: The question whether what was read counts: its place among all of them (`Question`).
+CONFIRM = 11
+#: Bytes that come before whoever asks says anything (`wire/channel.rs`).
+GREETING = 9
 
 
 def fewer_tokens(news):
@@ -43,6 +49,8 @@ class Between:
         host, _, port = address.rpartition(":")
         self.there = (host, int(port))
         self.change = None
+        #: Whether those who have read something are kept waiting, and how many are.
+        self.hold, self.held = False, 0
         #: What went wrong in here.
         self.wrong = []
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -78,8 +86,22 @@ class Between:
             for end in (asks, answers):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.open += [asks, answers]
-            self._start(_pass_on, asks, answers)
+            self._start(self._ask, asks, answers)
             self._start(self._tell, answers, asks)
+
+    def _ask(self, asks, answers):
+        heard = asks.makefile("rb")
+        answers.sendall(heard.read(GREETING))
+        # The first one says who it is.
+        welcomed = False
+        while len(head := heard.read(4)) == 4:
+            said = heard.read(int.from_bytes(head, "little"))
+            if welcomed and _is_confirmation(said) and self.hold:
+                self.held += 1
+                while self.hold:
+                    time.sleep(0.005)
+            welcomed = True
+            answers.sendall(head + said)
 
     def _tell(self, answers, asks):
         heard = answers.makefile("rb")
@@ -101,11 +123,6 @@ class Between:
         return said if change is None else _write(change(news))
 
 
-def _pass_on(asks, answers):
-    while said := asks.recv(1 << 16):
-        answers.sendall(said)
-
-
 def _close(end):
     try:
         # Whoever waits for it hears of it.
@@ -115,18 +132,28 @@ def _close(end):
     end.close()
 
 
+def _number(said):
+    value = at = 0
+    while True:
+        (byte,) = said.read(1)
+        value |= (byte & 127) << at
+        at += 7
+        if byte < 128:
+            return value
+
+
+def _is_confirmation(said):
+    said = io.BytesIO(said)
+    _number(said)
+    return _number(said) == CONFIRM
+
+
 def _read(said):
     """What an answer says of how far a request is, if it does (`News`)."""
     said = io.BytesIO(said)
 
     def number():
-        value = at = 0
-        while True:
-            (byte,) = said.read(1)
-            value |= (byte & 127) << at
-            at += 7
-            if byte < 128:
-                return value
+        return _number(said)
 
     def several(one):
         return [one() for _ in range(number())]
@@ -190,6 +217,16 @@ def stand_between(engine):
 def tell(engine, change):
     """What D hears from now on; None is what P says."""
     _between.change = change
+
+
+def hold(engine, holds):
+    """Whether it keeps waiting who has read something, from now on."""
+    _between.hold = holds
+
+
+def held(engine):
+    """How many have read something, and wait."""
+    return _between.held
 
 
 def stand_aside(engine):

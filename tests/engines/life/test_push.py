@@ -317,6 +317,37 @@ def test_two_with_one_name(pair):
     assert [one[0] for one in made.values()] == [alone] * 2
 
 
+def test_a_twin_leaves(pair):
+    """The other one goes on reading what both have the name of."""
+    prefill, decode = pair("qwen3", None, CHUNKS, HASTY)
+    (prompt,) = prompts(random.Random(44), [150])
+    alone = decode.generate(prompt)[0]
+    prefill.call(begin, "twin", prompt, 1, dict(REMOTE_DECODE))
+    decode.call(twins, prompt, prefill.call(where))
+    prefill.call(steps, 1)
+    eventually(lambda: decode.call(steps, 1) or decode.call(computed_here))
+    (twin,) = decode.call(computed_here)
+    decode.call(abort, twin)
+    ((name, (made, _, how)),) = turns_until(prefill, decode).items()
+    assert (made, how) == (alone, "length") and name != twin
+    assert not decode.call(whats_left)["unwanted"], "D steps for nothing"
+
+
+def computed_here(engine):
+    """Requests whose blocks another one reads."""
+    return [name for name, wanted in side(engine).decode.wanted.items() if wanted.twin]
+
+
+def turns_until(prefill, decode):
+    """Both engines work until D has an answer."""
+    made, until = {}, time.monotonic() + 90
+    while not made:
+        assert time.monotonic() < until
+        prefill.call(turn)
+        made = decode.call(turn)
+    return made
+
+
 @pytest.mark.more
 def test_one_name_at_two_engines(engines, pair):
     """Both follow it: one of them has it at least, and the other one has it or computes it."""

@@ -6,8 +6,9 @@ import pytest
 from environment import REMOTE_DECODE
 from exact import prompts
 
-from .common import more
-from .inside import counter, leases, side
+from .between import held, hold, stand_aside, stand_between
+from .common import eventually, more
+from .inside import begin, counter, leases, pump, side, steps
 from .test_held import let_states_be_cached
 
 #: Longer than a test.
@@ -119,18 +120,75 @@ def test_a_turn_that_does_not_go_on_from_the_answer(pair, kind):
     decode.call(let_go)
 
 
-@pytest.mark.parametrize("kind, policy", [("qwen3", "recompute"), more("nemotron_h", "recompute")])
+def keeps(policy):
+    """Options of both engines, of which one may fail to load."""
+    return KEPT | ({} if policy == "fail" else {"failure": policy})
+
+
+POLICIES = pytest.mark.parametrize(
+    "kind, policy",
+    [("qwen3", "fail"), ("qwen3", "recompute"), more("nemotron_h", "fail"), more("nemotron_h", "recompute")],
+)
+
+
+@POLICIES
 def test_an_answer_that_is_gone(pair, kind, policy):
-    """P computes what D keeps no longer."""
-    prefill, decode = pair(kind, KEPT | {"failure": policy})
+    """P computes what D keeps no longer: that is no load that fails, whatever is to become of those."""
+    prefill, decode = pair(kind, keeps(policy))
     draw = random.Random(f"gone {kind}")
     (prompt, new) = prompts(draw, [70, 30])
+    prefill.call(count_computed)
     said, params = answered(prefill, decode, prompt)
     decode.call(let_go)
     assert decode.idle() == 0
-    _, again = prefill.generate(said + new, 1, dict(REMOTE_DECODE) | params)
+    before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_total")
+    again, how = continued(prefill, said + new, params)
+    assert how == "length"
+    assert prefill.call(computed) - before == len(said + new) - (kind != "qwen3")
+    # Nothing was tried.
+    assert prefill.call(counter, "kvferry_loads_total") == moved
+    assert again["do_remote_prefill"]
     assert decode.generate(said + new, 12, again)[0] == decode.generate(said + new)[0]
     decode.call(let_go)
+
+
+def continued(prefill, prompt, params):
+    """What P hands over for the next turn, and how it ended there."""
+    prefill.call(begin, "next", prompt, 1, dict(REMOTE_DECODE) | params)
+    ((_, again, how),) = prefill.call(pump).values()
+    return again, how
+
+
+@POLICIES
+def test_an_answer_that_is_let_go_while_p_reads_it(pair, kind, policy):
+    """Others may have its blocks by then: nothing that was read is used, and P's policy decides."""
+    prefill, decode = pair(kind, keeps(policy))
+    draw = random.Random(f"let go {kind}")
+    prompt, new, other = prompts(draw, [70, 30, 200])
+    prefill.call(count_computed)
+    said, params = answered(prefill, decode, prompt)
+    params["kvferry"]["ticket"]["address"] = f"127.0.0.1:{decode.call(stand_between)}"
+    decode.call(hold, True)
+    before, read = prefill.call(computed), prefill.call(counter, "kvferry_read_bytes_total")
+    prefill.call(begin, "next", said + new, 1, dict(REMOTE_DECODE) | params)
+    # P has all of it, and D has not heard of that.
+    eventually(lambda: prefill.call(steps, 1) or decode.call(held) == 1)
+    assert prefill.call(counter, "kvferry_read_bytes_total") > read
+    assert prefill.call(computed) == before
+    decode.call(let_go)
+    assert decode.idle() == 0
+    decode.generate(other, 1)
+    decode.call(hold, False)
+    ((_, again, how),) = prefill.call(pump).values()
+    if policy == "fail":
+        assert (again, how) == (None, "error")
+        assert prefill.call(computed) == before
+    else:
+        assert how == "length"
+        assert prefill.call(computed) - before == len(said + new) - (kind != "qwen3")
+        assert decode.generate(said + new, 12, again)[0] == decode.generate(said + new)[0]
+    decode.call(let_go)
+    assert decode.call(stand_aside) == []
 
 
 def test_answers_make_room(pair):

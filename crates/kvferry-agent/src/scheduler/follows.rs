@@ -127,6 +127,11 @@ impl Follows {
         ticket
     }
 
+    /// Stops to follow a request whose lease another one has, which goes on holding it.
+    pub(super) fn leave(&self, request: &str) {
+        self.followed.lock().remove(request);
+    }
+
     /// Stops to follow the request of a ticket.
     pub(super) fn forget_ticket(&self, ticket: &Ticket) {
         let known = |one: &Followed| one.progress.as_ref().is_some_and(|p| p.ticket == *ticket);

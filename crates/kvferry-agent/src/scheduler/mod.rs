@@ -244,6 +244,12 @@ impl Scheduler {
         }
     }
 
+    /// Stops to follow a request because another request of this engine has its lease: that one needs it, so that
+    /// nothing is given up.
+    pub fn leave(&self, request: &str) {
+        self.follows.leave(request);
+    }
+
     /// The request waits no more: its ranks read it. Only the [status](Self::status) tells them apart.
     pub fn reading(&self, ticket: &Ticket) {
         self.core.holds.reading(ticket);

@@ -220,6 +220,13 @@ impl Links {
         self.dials.lock().keys().cloned().collect()
     }
 
+    /// Whether there is a connection to an address, or somebody opens one.
+    pub(crate) fn is_open(&self, address: &str) -> bool {
+        let Some(dial) = self.dials.lock().get(address).cloned() else { return false };
+        let Ok(dial) = dial.try_lock() else { return true };
+        dial.link.as_ref().is_some_and(|link| !link.is_closed())
+    }
+
     /// The connection to an address; opens one, with pauses between tries, until `deadline`.
     pub(crate) async fn get(&self, address: &str, deadline: Instant) -> Result<Link, PeerError> {
         let dial = {

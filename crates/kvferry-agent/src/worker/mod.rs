@@ -94,6 +94,8 @@ impl Worker {
             options.lowering,
             metrics,
         )?);
+        let watched = core.clone();
+        background.spawn(async move { watched.peers.look_after().await });
         Ok(Self { core, options, steps, background })
     }
 

@@ -30,6 +30,8 @@ use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
+/// Whether engines are still there is looked at so often.
+const LOOK: Duration = Duration::from_secs(2);
 /// So many former lives of an engine are remembered: tickets do not live long.
 const FORMER: usize = 64;
 
@@ -172,16 +174,46 @@ impl Peers {
             refused.map_or(Ok(engine), |reason| Err(Failure::Refused(reason)))
         });
         if met.is_err() {
-            // An engine that is gone is forgotten, once nobody waits for it.
-            let mut known = self.known.lock();
-            let unused = Arc::strong_count(&acquaintance) <= 2;
-            if unused
-                && acquaintance.try_lock().is_ok_and(|a| a.engine.is_none() && a.refused.is_none())
-            {
-                known.remove(&ticket.address);
-            }
+            self.drop_if_unknown(&ticket.address, &acquaintance);
         }
         met
+    }
+
+    /// An engine that is gone is forgotten, once nobody waits for it.
+    fn drop_if_unknown(&self, address: &str, acquaintance: &Arc<tokio::sync::Mutex<Acquaintance>>) {
+        let mut known = self.known.lock();
+        // The map, and the caller.
+        let unused = Arc::strong_count(acquaintance) <= 2;
+        if unused
+            && acquaintance.try_lock().is_ok_and(|a| a.engine.is_none() && a.refused.is_none())
+        {
+            known.remove(address);
+        }
+    }
+
+    /// Lets go of engines that this rank has no connection to any more, as soon as nothing is read from them.
+    /// Some transports read a dead engine's memory as if nothing had happened: as long as it is mapped here, it is
+    /// not free, and the engine may find no room to start again.
+    pub(super) async fn look_after(&self) {
+        loop {
+            sleep(LOOK).await;
+            let known: Vec<_> =
+                self.known.lock().iter().map(|(a, known)| (a.clone(), known.clone())).collect();
+            for (address, acquaintance) in known {
+                if self.links.is_open(&address) || self.introduced.knows(&address) {
+                    continue;
+                }
+                let Ok(mut held) = acquaintance.try_lock() else { continue };
+                // Only this one knows it: whoever wants to read from it asks for this lock first.
+                let Some(engine) = held.engine.take_if(|it| Arc::strong_count(it) == 1) else {
+                    continue;
+                };
+                drop(held);
+                info!(address, "the connection has ended: the engine is let go");
+                engine.disconnect();
+                self.drop_if_unknown(&address, &acquaintance);
+            }
+        }
     }
 
     async fn meet(

@@ -2,6 +2,7 @@
 //! danger is shown before it is shown to be averted.
 
 use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::*;
@@ -277,6 +278,28 @@ fn an_abort_from_the_other_side() {
         lost.extend(d.scheduler.lost());
         lost.len() == 2
     });
+}
+
+/// Whoever has ended is let go of, without anybody asking for it again; but not while something is read from it.
+#[test]
+fn who_has_ended_is_let_go() {
+    let (p, d) = held_pair(2);
+    let held = d.ranks[0].held.clone().unwrap();
+    p.prefill(1, &[3], 4);
+    let ticket = p.grant("r", &[3], 4);
+    d.start_load("r", &ticket, &[3], &[9], 4, Duration::from_secs(6));
+    let reads = [held.next(), held.next()];
+    assert_eq!(held.connections(), 2);
+    drop(p);
+    thread::sleep(Duration::from_secs(4));
+    assert_eq!(held.connections(), 2, "it is being read");
+    for read in &reads {
+        read.land(0, read.copies.len());
+        read.finish();
+    }
+    let late = Failure::Deadline { stage: "confirming".to_owned() };
+    assert_eq!(d.ranks[0].wait_end("r").outcome, Outcome::Failed(late));
+    eventually("it is let go", || held.connections() == 0);
 }
 
 fn held_pair(tp: u64) -> (Engine, Engine) {

@@ -9,7 +9,6 @@ use crate::following::*;
 use kvferry_agent::lease::NotGrown;
 use kvferry_agent::{
     Ended, Error, Failure, Following, Grant, InFlight, Load, Loss, Lost, LostWhy, Notice, Outcome,
-    Ticket,
 };
 
 /// What is complete is read while the rest is computed, whatever the two sides look like, and all of it is

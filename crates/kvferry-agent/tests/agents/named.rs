@@ -185,6 +185,26 @@ fn a_name_is_used_again() {
     assert_eq!(found[0].why, LostWhy::NeverHeardOf, "{found:?}");
 }
 
+/// Two requests have one name, and one of them leaves: the other one reads all the same.
+#[test]
+fn who_leaves_gives_nothing_up() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
+    for name in ["d-1", "d-2"] {
+        d.scheduler.follow(name, named(&p, "n"), LONG).unwrap();
+        assert_eq!(heard(&d, name, |_| true).ticket, ticket);
+    }
+    d.scheduler.leave("d-2");
+    assert_eq!(d.scheduler.frontier("d-2"), None);
+    d.scheduler.unfollow("d-2");
+    d.load(&follow("d-1", &ticket, &[9, 10], 8));
+    p.prefill(1, &[3, 4], 8);
+    p.grant("p-1", &[3, 4], 8);
+    assert_eq!(d.wait_ends("d-1"), [Outcome::Done]);
+    assert_eq!(d.ranks[0].wrong(1, &[9, 10], 8), 0);
+    assert_eq!(p.wait_released().why, Ended::Confirmed);
+}
+
 /// A followed lease is kept alive when it is sealed, and lost when nothing happens for too long.
 #[test]
 fn what_is_followed_is_held() {

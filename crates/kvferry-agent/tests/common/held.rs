@@ -21,6 +21,8 @@ pub struct Held {
     reads: Arc<Mutex<VecDeque<Arc<HeldRead>>>>,
     /// What reads from this rank cost.
     price: Price,
+    /// What is connected to, each with a clone.
+    connected: Arc<()>,
 }
 
 /// A read under a test's control.
@@ -33,7 +35,12 @@ pub struct HeldRead {
 
 impl Held {
     pub fn new(price: Price) -> Self {
-        Self { reads: Arc::default(), price }
+        Self { reads: Arc::default(), price, connected: Arc::default() }
+    }
+
+    /// How many ranks it is connected to.
+    pub fn connections(&self) -> usize {
+        Arc::strong_count(&self.connected) - 1
     }
 
     /// Whether nothing was asked for that [`next`](Self::next) has not given.
@@ -90,7 +97,8 @@ impl Carrier for Held {
     fn connect(&self, description: &[u8], _: Instant) -> Result<Box<dyn Source>, Error> {
         let price = |i: usize| f64::from_le_bytes(description[8 * i..][..8].try_into().unwrap());
         let price = Price { launch: price(0), copy: price(1), byte: price(2) };
-        Ok(Box::new(HeldSource { reads: self.reads.clone(), price }))
+        let connected = self.connected.clone();
+        Ok(Box::new(HeldSource { reads: self.reads.clone(), price, _connected: connected }))
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -102,6 +110,7 @@ impl Carrier for Held {
 struct HeldSource {
     reads: Arc<Mutex<VecDeque<Arc<HeldRead>>>>,
     price: Price,
+    _connected: Arc<()>,
 }
 
 impl Source for HeldSource {
