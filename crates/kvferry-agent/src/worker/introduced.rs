@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tracing::warn;
 
 use super::Worker;
-use super::peers::Rank;
+use super::rank::Rank;
 use crate::error::Error;
 use crate::several::offer_one;
 use crate::wire::message::{Card, Incarnation};

@@ -17,6 +17,7 @@ mod load;
 mod mover;
 mod options;
 mod peers;
+mod rank;
 mod replicas;
 mod words;
 
@@ -31,7 +32,8 @@ use self::drive::drive;
 pub use self::introduced::IntroducedRank;
 pub use self::load::{Ending, Load, Lowerings, Moments, Notice, Outcome};
 pub use self::options::WorkerOptions;
-use self::peers::{Peers, Rank};
+use self::peers::Peers;
+use self::rank::Rank;
 use crate::background::Background;
 use crate::carrier::Carrier;
 use crate::error::Error;

@@ -12,19 +12,18 @@ use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::introduced::Introduced;
-use super::replicas::without_far_ones;
+use super::rank::Rank;
+use super::replicas::Readable;
 use crate::background::after;
-use crate::carrier::{Carrier, Source};
-use crate::error::{Error, Misbehaviour, PeerError};
+use crate::carrier::Source;
+use crate::error::{Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links, PATIENT_ANSWER, Told, is_final};
-use crate::wire::message::{
-    Card, Incarnation, Known, Question, Reply, ServiceCard, Sought, Ticket,
-};
+use crate::wire::message::{Card, Incarnation, Known, Question, Reply, Sought, Ticket};
 use crate::wire::task::TaskReply;
 use crate::wire::version::Version;
 
@@ -48,20 +47,6 @@ pub(super) struct Peers {
     metrics: Arc<WorkerMetrics>,
     /// Those of them that cannot be asked.
     pub(super) introduced: Introduced,
-}
-
-/// The rank that reads.
-#[derive(Debug)]
-pub(super) struct Rank {
-    pub(super) engine: String,
-    pub(super) number: u32,
-    /// How many ranks its engine has.
-    ranks: u32,
-    pub(super) manifest: Arc<Manifest>,
-    manifest_bytes: Vec<u8>,
-    pub(super) carrier: Arc<dyn Carrier>,
-    /// Where it takes tasks.
-    pub(super) service: Option<ServiceCard>,
 }
 
 /// What is known of the engine at one address.
@@ -91,63 +76,6 @@ pub(super) struct SourceEngine {
     pub(super) trial: Arc<Mutex<Trial>>,
     /// Seconds that a token took, of all layers, in the request that was read last.
     pub(super) each: Mutex<Option<f64>>,
-}
-
-/// What is read of an engine, and from whom: all but the plan by source.
-struct Readable {
-    plan: Plan,
-    manifests: Vec<Manifest>,
-    ranks: Vec<u32>,
-    sources: Vec<Option<Box<dyn Source>>>,
-}
-
-impl Readable {
-    /// Without ranks that are far, where nearer ones hold the same.
-    fn without_far_ones(self, own: &Manifest) -> Self {
-        let Self { plan, manifests, ranks, sources } = self;
-        let Some((plan, kept)) = without_far_ones(own, &manifests, &sources) else {
-            return Self { plan, manifests, ranks, sources };
-        };
-        let far: Vec<u32> =
-            (0..ranks.len()).filter(|at| !kept.contains(at)).map(|at| ranks[at]).collect();
-        info!(?far, "what several ranks hold is read from those that are nearer");
-        Self {
-            plan,
-            manifests: of(&kept, manifests),
-            ranks: of(&kept, ranks),
-            sources: of(&kept, sources),
-        }
-    }
-}
-
-fn of<T>(kept: &[usize], all: Vec<T>) -> Vec<T> {
-    let all = all.into_iter().enumerate();
-    all.filter(|(at, _)| kept.contains(at)).map(|(_, one)| one).collect()
-}
-
-impl Rank {
-    pub(super) fn new(manifest: Manifest, ranks: u32, carrier: Arc<dyn Carrier>) -> Self {
-        Self {
-            engine: manifest.engine().to_owned(),
-            number: manifest.rank(),
-            ranks,
-            manifest_bytes: manifest.to_bytes(),
-            manifest: Arc::new(manifest),
-            carrier,
-            service: None,
-        }
-    }
-
-    /// What it makes known to other engines.
-    pub(super) fn card(&self) -> Result<Card, Error> {
-        Ok(Card {
-            rank: self.number,
-            manifest: self.manifest_bytes.clone(),
-            transport: self.carrier.name().to_owned(),
-            description: self.carrier.describe()?,
-            service: self.service.clone(),
-        })
-    }
 }
 
 impl Peers {

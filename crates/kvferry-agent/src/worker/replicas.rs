@@ -7,6 +7,7 @@
 use kvferry_layout::Manifest;
 use kvferry_plan::{Plan, Request, Summary, Table};
 use kvferry_transport::Rates;
+use tracing::info;
 
 use crate::carrier::Source;
 
@@ -18,9 +19,41 @@ const GAIN: f64 = 0.9;
 /// What is compared is a request of so many tokens, or of as many of these as both sides have blocks for.
 const TOKENS: [u64; 4] = [8192, 512, 16, 1];
 
+/// What is read of an engine, and from whom: all but the plan by source.
+pub(super) struct Readable {
+    pub(super) plan: Plan,
+    pub(super) manifests: Vec<Manifest>,
+    pub(super) ranks: Vec<u32>,
+    pub(super) sources: Vec<Option<Box<dyn Source>>>,
+}
+
+impl Readable {
+    /// Without ranks that are far, where nearer ones hold the same.
+    pub(super) fn without_far_ones(self, own: &Manifest) -> Self {
+        let Self { plan, manifests, ranks, sources } = self;
+        let Some((plan, kept)) = without_far_ones(own, &manifests, &sources) else {
+            return Self { plan, manifests, ranks, sources };
+        };
+        let far: Vec<u32> =
+            (0..ranks.len()).filter(|at| !kept.contains(at)).map(|at| ranks[at]).collect();
+        info!(?far, "what several ranks hold is read from those that are nearer");
+        Self {
+            plan,
+            manifests: of(&kept, manifests),
+            ranks: of(&kept, ranks),
+            sources: of(&kept, sources),
+        }
+    }
+}
+
+fn of<T>(kept: &[usize], all: Vec<T>) -> Vec<T> {
+    let all = all.into_iter().enumerate();
+    all.filter(|(at, _)| kept.contains(at)).map(|(_, one)| one).collect()
+}
+
 /// The plan that leaves far ranks out, and those that it keeps, where others hold what they hold and bring
 /// it sooner. `None`: the plan is as good as any.
-pub(super) fn without_far_ones(
+fn without_far_ones(
     own: &Manifest,
     theirs: &[Manifest],
     sources: &[Option<Box<dyn Source>>],

@@ -1,0 +1,48 @@
+//! The rank that reads, and what it makes known to others.
+
+use std::sync::Arc;
+
+use kvferry_layout::Manifest;
+
+use crate::carrier::Carrier;
+use crate::error::Error;
+use crate::wire::message::{Card, ServiceCard};
+
+/// The rank that reads.
+#[derive(Debug)]
+pub(super) struct Rank {
+    pub(super) engine: String,
+    pub(super) number: u32,
+    /// How many ranks its engine has.
+    pub(super) ranks: u32,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) manifest_bytes: Vec<u8>,
+    pub(super) carrier: Arc<dyn Carrier>,
+    /// Where it takes tasks.
+    pub(super) service: Option<ServiceCard>,
+}
+
+impl Rank {
+    pub(super) fn new(manifest: Manifest, ranks: u32, carrier: Arc<dyn Carrier>) -> Self {
+        Self {
+            engine: manifest.engine().to_owned(),
+            number: manifest.rank(),
+            ranks,
+            manifest_bytes: manifest.to_bytes(),
+            manifest: Arc::new(manifest),
+            carrier,
+            service: None,
+        }
+    }
+
+    /// What it makes known to other engines.
+    pub(super) fn card(&self) -> Result<Card, Error> {
+        Ok(Card {
+            rank: self.number,
+            manifest: self.manifest_bytes.clone(),
+            transport: self.carrier.name().to_owned(),
+            description: self.carrier.describe()?,
+            service: self.service.clone(),
+        })
+    }
+}
