@@ -2,6 +2,7 @@
 
 mod contender;
 mod gpu;
+mod helper;
 mod lowering;
 mod memory;
 mod overlap;

@@ -1,8 +1,5 @@
 //! The process that is read.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-
 use kvferry_layout::{Place, Region};
 use kvferry_transport::Transport;
 use kvferry_transport::cuda::driver::Card;
@@ -12,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::memory::{Checker, Memory};
+use crate::bench::helper::{Helper, answer};
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Order {
@@ -52,8 +50,7 @@ pub(super) fn serve() -> Result<(), Failure> {
     let checker = Checker::new(&card)?;
     // The transports go before the memory.
     let mut held: Option<(Cuda, Option<Nixl>, Vec<Memory>)> = None;
-    for line in std::io::stdin().lock().lines() {
-        let order: Order = serde_json::from_str(&line?)?;
+    answer(|order: Order| {
         if let Some((transport, nixl, memory)) = held.take() {
             drop((transport, nixl));
             drop(memory);
@@ -79,28 +76,17 @@ pub(super) fn serve() -> Result<(), Failure> {
         let bases = memory.iter().map(|span| span.base).collect();
         let described = nixl.as_ref().map(Transport::describe).transpose()?;
         let answer = Held { bases, description: transport.describe()?, nixl: described };
-        println!("{}", serde_json::to_string(&answer)?);
         held = Some((transport, nixl, memory));
-    }
-    Ok(())
+        Ok(answer)
+    })
 }
 
 /// That process, from here.
-pub(super) struct Source {
-    child: Child,
-    input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
-}
+pub(super) struct Source(Helper);
 
 impl Source {
     pub(super) fn start(arguments: &[&str]) -> Result<Self, Failure> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let output = BufReader::new(child.stdout.take().ok_or("no pipe from the source")?);
-        Ok(Self { input: child.stdin.take(), output, child })
+        Helper::start(arguments).map(Self)
     }
 
     /// Has it hold regions of these sizes, and pack them over NIXL where it is told how.
@@ -110,23 +96,6 @@ impl Source {
         mapped: bool,
         packing: Option<Packing>,
     ) -> Result<Held, Failure> {
-        let order = Order { regions: regions.to_vec(), mapped, packing };
-        let input = self.input.as_mut().ok_or("no pipe to the source")?;
-        writeln!(input, "{}", serde_json::to_string(&order)?)?;
-        let mut line = String::new();
-        // UCX writes its warnings to the standard output, too.
-        while self.output.read_line(&mut line)? > 0 && !line.starts_with('{') {
-            line.clear();
-        }
-        Ok(serde_json::from_str(&line)
-            .map_err(|error| format!("the source says {line:?}: {error}"))?)
-    }
-}
-
-impl Drop for Source {
-    fn drop(&mut self) {
-        drop(self.input.take());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.0.ask(&Order { regions: regions.to_vec(), mapped, packing })
     }
 }
