@@ -42,6 +42,37 @@ def epoch_before(news):
     return other_blocks(news) | {"epoch": news["epoch"] - 1}
 
 
+def longer_than_the_pool(news):
+    """Blocks that there are, again and again; and that is all."""
+    return _beyond(news, list(range(1, 64)) * 20) | {"sealed": 1}
+
+
+def out_of_range(news):
+    return _beyond(news, [10**6] * 8)
+
+
+def far_out_of_range(news):
+    return _beyond(news, [2**32 - 1] * 8)
+
+
+def more_than_the_tables_hold(news):
+    return _beyond(news, [])
+
+
+def more_than_anything_holds(news):
+    return more_than_the_tables_hold(news) | {"tokens": 2**64 - 1}
+
+
+def end_of_more(news):
+    return more_than_the_tables_hold(news) | {"sealed": 1}
+
+
+def _beyond(news, blocks):
+    """All of a prompt of 300 tokens, where P has computed 128: the others in these blocks."""
+    tables = [(first, known, new + blocks) for first, known, new in news["tables"]]
+    return news | {"tokens": news["tokens"] + 172, "tables": tables, "in_flight": []}
+
+
 class Between:
     """Lets through whatever comes, and changes what D hears as soon as there is a `change`."""
 

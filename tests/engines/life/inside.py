@@ -93,6 +93,25 @@ def preemptions(engine):
     return engine.llm_engine.engine_core.engine_core.scheduler.preemptions
 
 
+def count_computed(engine):
+    """Counts the tokens that are computed from now on."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    if hasattr(scheduler, "computed"):
+        return
+    given, scheduler.computed = scheduler.schedule, 0
+
+    def schedule(*args, **options):
+        made = given(*args, **options)
+        scheduler.computed += made.total_num_scheduled_tokens
+        return made
+
+    scheduler.schedule = schedule
+
+
+def computed(engine):
+    return engine.llm_engine.engine_core.engine_core.scheduler.computed
+
+
 def forget(engine):
     return engine.llm_engine.reset_prefix_cache()
 
@@ -131,28 +150,45 @@ def waiting(engine):
 
 
 def blank(engine):
-    """The blocks that D has taken for a request that it reads hold nothing that anybody would compute."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    for cache in get_kv_transfer_group().worker.kv_caches.values():
-        cache[_loading(engine)] = BLANK
+    """The blocks that D has taken for the requests that it reads hold nothing that anybody would compute, as far as they
+    are read before the end."""
+    for tables in _loading(engine).values():
+        for cache, blocks in tables:
+            cache[blocks] = BLANK
 
 
 def filled(engine):
-    """How many of them, from the first one on, have been read since, in every layer."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    """How many of the one request's, from the first one on, have been read since, in every layer."""
+    (count,) = filled_of_each(engine).values()
+    return count
 
-    caches = get_kv_transfer_group().worker.kv_caches.values()
-    blocks = _loading(engine)
-    full = (all((cache[block] != BLANK).all() for cache in caches) for block in blocks)
-    return next((count for count, one in enumerate(full) if not one), len(blocks))
+
+def filled_of_each(engine):
+    """The same of all requests that are read."""
+    return {name: _filled(tables) for name, tables in _loading(engine).items()}
+
+
+def _filled(tables):
+    count = min(len(blocks) for _, blocks in tables)
+    full = (all((cache[blocks[at]] != BLANK).all() for cache, blocks in tables) for at in range(count))
+    return next((at for at, one in enumerate(full) if not one), count)
 
 
 def _loading(engine):
-    """The blocks of the one request that is read."""
-    (wanted,) = (it for it in side(engine).decode.wanted.values() if it.loading)
-    (blocks,) = wanted.blocks
-    return blocks
+    """By request that is read, the caches that grow, not states or windows, and its blocks in each."""
+    from kvferry.vllm.params import stem
+    from kvferry.vllm.specs import keeps_window
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    groups, caches = side(engine).decode.groups, get_kv_transfer_group().worker.kv_caches
+    grows = [
+        (at, layer)
+        for at, index in enumerate(groups.cache.transfer_group_ids)
+        if not groups.recurrent[at] and not keeps_window(groups.specs[at])
+        for layer in groups.cache.kv_cache_groups[index].layer_names
+    ]
+    wanted = {stem(name): it.blocks for name, it in side(engine).decode.wanted.items() if it.loading}
+    return {name: [(caches[layer], tables[at]) for at, layer in grows] for name, tables in wanted.items()}
 
 
 def take_at_once(engine, at_once):

@@ -7,9 +7,11 @@ from environment import REMOTE_DECODE
 from exact import prompts
 
 from .between import held, hold, stand_aside, stand_between
-from .common import eventually, more
-from .inside import begin, counter, leases, pump, side, steps
+from .common import AHEAD, eventually, more
+from .inside import begin, computed, count_computed, counter, leases, pump, side, steps
+from .pushed import ends, start
 from .test_held import let_states_be_cached
+from .test_push import CHUNKS, content
 
 #: Longer than a test.
 KEPT = {"extra": {"next_turn": 600.0}}
@@ -54,28 +56,38 @@ def test_six_turns(pair, kind, both, p):
     decode.call(let_go)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", more("nemotron_h"), more("gemma3")])
+def test_turns_that_go_to_both_engines_at_once(pair, kind):
+    """P continues from what D has answered, and D reads while P computes what is new."""
+    prefill, decode = pair(kind, {"prefix": False}, CHUNKS, {"extra": AHEAD["extra"] | KEPT["extra"]})
+    draw = random.Random(f"turns at once {kind}")
+    prefill.call(count_computed)
+    held_back = 0 if kind == "qwen3" else 1
+    said, kept, there = [[], []], [{}, {}], [0, 0]
+    for turn, (lengths, answer) in enumerate((((70, 150), 12), ((100, 5), 20), ((1, 130), 1), ((33, 64), 12))):
+        for one, new in zip(said, prompts(draw, lengths)):
+            one += new
+        before = prefill.call(computed)
+        done = pushed(prefill, decode, said, answer, f"turn{turn}-", kept)
+        expected = sum(max(1, len(one) - held_back - count) for one, count in zip(said, there))
+        assert prefill.call(computed) - before == expected, turn
+        assert [how for _, _, how in done] == ["length"] * 2
+        assert [made for made, _, _ in done] == [decode.generate(one, answer)[0] for one in said], turn
+        for one, (made, _, _) in zip(said, done):
+            one += made
+        kept, there = [params for _, params, _ in done], [len(one) - 1 for one in said]
+        assert [params["kvferry"]["tokens"] for params in kept] == there
+    decode.call(let_go)
+    assert prefill.idle() == decode.idle() == 0
+
+
+def pushed(prefill, decode, said, answer, prefix, kept):
+    return ends(prefill, decode, start(prefill, decode, said, answer, prefix=prefix, kept=kept))
+
+
 def workers(options):
     # Ranks that are processes of their own do not tell.
     return "tensor_parallel_size" not in options
-
-
-def count_computed(engine):
-    """Counts the tokens that are computed from now on."""
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    if hasattr(scheduler, "computed"):
-        return
-    given, scheduler.computed = scheduler.schedule, 0
-
-    def schedule(*args, **options):
-        made = given(*args, **options)
-        scheduler.computed += made.total_num_scheduled_tokens
-        return made
-
-    scheduler.schedule = schedule
-
-
-def computed(engine):
-    return engine.llm_engine.engine_core.engine_core.scheduler.computed
 
 
 def let_go(engine):
@@ -169,11 +181,11 @@ def test_an_answer_that_is_let_go_while_p_reads_it(pair, kind, policy):
     said, params = answered(prefill, decode, prompt)
     params["kvferry"]["ticket"]["address"] = f"127.0.0.1:{decode.call(stand_between)}"
     decode.call(hold, True)
-    before, read = prefill.call(computed), prefill.call(counter, "kvferry_read_bytes_total")
+    before, held_before = prefill.call(computed), prefill.call(content)
     prefill.call(begin, "next", said + new, 1, dict(REMOTE_DECODE) | params)
     # P has all of it, and D has not heard of that.
     eventually(lambda: prefill.call(steps, 1) or decode.call(held) == 1)
-    assert prefill.call(counter, "kvferry_read_bytes_total") > read
+    assert prefill.call(content) != held_before
     assert prefill.call(computed) == before
     decode.call(let_go)
     assert decode.idle() == 0

@@ -8,9 +8,9 @@ import pytest
 from exact import prompts
 
 from .common import more
-from .inside import counter, side
+from .inside import computed, count_computed, counter, side
 from .test_forged import changed, counts
-from .test_turns import answered, computed, continued, count_computed, keeps, let_go
+from .test_turns import answered, continued, keeps, let_go
 
 #: The engines of `test_turns`, which are there already.
 CASES = pytest.mark.parametrize(
@@ -44,20 +44,20 @@ class Case:
         assert said == self.said
         return copy.deepcopy(self.params)
 
-    def fails(self, forge):
-        """P tries to read by it, and D says that it was never granted."""
-        self._ends(forge(self.granted()), True)
+    def fails(self, forge, fits=True):
+        """P tries to read by it, and D says that it was never granted; or P finds that it cannot fit."""
+        self._ends(forge(self.granted()), True, fits)
 
     def computes(self, forge):
-        """P sees that it cannot be, and computes all of it itself."""
-        self._ends(forge(self.granted()), False)
+        """P sees that it is not for this prompt, and computes all of it itself."""
+        self._ends(forge(self.granted()), False, False)
 
-    def _ends(self, params, fails):
-        before, refused = self.prefill.call(computed), self.not_granted()
+    def _ends(self, params, fails, refused):
+        before, not_granted = self.prefill.call(computed), self.not_granted()
         loads = self.prefill.call(counter, "kvferry_loads_total")
         again, how = continued(self.prefill, self.next, params)
         assert self.prefill.call(counter, "kvferry_loads_total") - loads == fails
-        assert self.not_granted() - refused == fails
+        assert self.not_granted() - not_granted == refused
         if fails and self.policy == "fail":
             assert (again, how) == (None, "error")
             assert self.prefill.call(computed) == before
@@ -74,16 +74,18 @@ class Case:
     def not_granted(self):
         return self.decode.call(counts)["confirmations_not_granted"]
 
-    def ends(self):
-        """Both can still be continued from: nobody else has lost anything by it. Then nothing is left."""
-        for prompt, params, alone in (
-            (self.next, self.granted(), self.alone),
-            (self.their_next, self.victim, self.theirs),
+    def ends(self, used=False):
+        """Both can still be continued from: nobody else has lost anything by it, unless it was their ticket that was
+        used. Then nothing is left."""
+        for prompt, params, alone, is_there in (
+            (self.next, self.granted(), self.alone, True),
+            (self.their_next, self.victim, self.theirs, not used),
         ):
             before = self.prefill.call(computed)
             again, how = continued(self.prefill, prompt, params)
             assert how == "length"
-            assert self.prefill.call(computed) - before == NEW + 1 - self.held_back
+            new = NEW + 1 if is_there else len(prompt)
+            assert self.prefill.call(computed) - before == new - self.held_back
             self.hands_over(prompt, again, alone)
         self.decode.call(let_go)
         assert self.prefill.idle() == self.decode.idle() == 0
@@ -116,12 +118,18 @@ def test_other_blocks_than_were_kept(pair, kind, policy):
     # Blocks of nobody.
     case.fails(other(unused))
     # Another order.
-    case.fails(other(lambda tables: [tables[0][::-1], *tables[1:]]))
+    case.fails(other(turned))
     # One more, which nothing would be read from.
-    case.fails(other(lambda tables: [[*table, 1] for table in tables]))
+    case.fails(other(lambda tables: [*tables[:-1], [*tables[-1], 1]]))
     # Another place.
-    case.fails(lambda params: changed(params, first=[first + 1 for first in params["kvferry"]["first"]]))
+    first = [one + 1 for one in case.params["kvferry"]["first"]]
+    case.fails(lambda params: changed(params, first=first), fits=False)
     case.ends()
+
+
+def turned(tables):
+    other = [table[::-1] for table in tables]
+    return other if other != tables else tables[::-1]
 
 
 def unused(tables):
@@ -137,7 +145,7 @@ def test_other_tokens_than_were_answered(pair, kind, policy):
     there = len(case.said) - 1
     for tokens in (there - 1, there - 32, 1, there + 1, there + 30, 2**63):
         case.computes(lambda params: changed(params, tokens=tokens))
-    for tokens in (there - 1, there - 32, 1, there + 1, there + 30):
+    for tokens in (there - 1, there - 32, 1, there + 1, there + NEW - 1):
         fits = case.prefill.call(hash_of, case.next, tokens)
         case.fails(lambda params: changed(params, tokens=tokens, hash=fits))
     case.ends()
@@ -146,9 +154,8 @@ def test_other_tokens_than_were_answered(pair, kind, policy):
 @CASES
 def test_the_ticket_of_another_answer(pair, kind, policy):
     case = Case(pair, kind, policy)
-    theirs = case.victim["kvferry"]
     # With all that belongs to it: the prompt does not begin like that.
     case.computes(lambda params: copy.deepcopy(case.victim))
     # And with a hash that says that it does.
     case.fails(lambda params: changed(case.victim, hash=params["kvferry"]["hash"]))
-    case.ends()
+    case.ends(used=True)
