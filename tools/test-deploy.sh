@@ -97,7 +97,12 @@ version = cargo["package"]["version"]
 for name, told in cargo["dependencies"].items():
     if isinstance(told, dict) and "path" in told and told.get("version", version) != version:
         problems.append(f"Cargo.toml: {name} is asked for in version {told['version']}, not {version}")
-[vllm, router] = re.search(r"^vllm=(\S+) .*router=(\S+)$", Path("tools/vllm-env.sh").read_text(), re.M).groups()
+tested = Path("tools/vllm-env.sh").read_text()
+[vllm, nixl, router] = re.search(r"^vllm=(\S+) .*nixl=(\S+) router=(\S+)$", tested, re.M).groups()
+if re.findall(r"^ARG NIXL=(\S+)$", Path("deploy/Containerfile").read_text(), re.M) != [nixl]:
+    problems.append(f"deploy/Containerfile does not install NIXL {nixl}")
+if f'VERSION: &str = "{nixl}"' not in Path("crates/kvferry-transport/src/nixl/find.rs").read_text():
+    problems.append(f"crates/kvferry-transport/src/nixl/find.rs asks for another NIXL than {nixl}")
 for path in Path("deploy").rglob("*"):
     if path.is_file():
         text = path.read_text()
