@@ -63,13 +63,46 @@ for panel in json.loads(Path("deploy/grafana/kvferry.json").read_text())["panels
     for target in panel["targets"]:
         query(panel["title"], target["expr"])
 
+
+def ends_gently(where, arguments, before, grace):
+    """vLLM aborts what it computes unless it is given time, and whoever stops it must wait for longer."""
+    times = [int(a.removeprefix("--shutdown-timeout=")) for a in arguments if a.startswith("--shutdown-timeout=")]
+    if len(times) != 1 or not times[0]:
+        problems.append(f"{where}: no --shutdown-timeout")
+    elif before + times[0] >= grace:
+        problems.append(f"{where}: killed after {grace} s, but its end may take {before} + {times[0]} s")
+
+
+servers = 0
+for document in yaml.safe_load_all(Path("deploy/kubernetes/kvferry.yaml").read_text()):
+    for container in document.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
+        if container["image"].startswith("kvferry-vllm:"):
+            servers += 1
+            # In one script: a pause until the router has noticed, and the drain.
+            script = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+            before = sum(int(re.search(rf"{word} (\d+)", script)[1]) for word in ("sleep", "--wait"))
+            grace = document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+            ends_gently(f"Kubernetes' {document['metadata']['name']}", container["args"], before, grace)
+for name, service in yaml.safe_load(Path("deploy/compose.yaml").read_text())["services"].items():
+    if service["image"].startswith("kvferry-vllm:"):
+        servers += 1
+        grace = int(re.fullmatch(r"(\d+)s", service.get("stop_grace_period", "10s"))[1])
+        ends_gently(f"compose's {name}", service["command"], 0, grace)
+if servers != 4:
+    problems.append(f"{servers} servers in the manifests, not 4")
+
 # Versions are told in one place each: these must be the same.
 cargo = tomllib.loads(Path("Cargo.toml").read_text())["workspace"]
 version = cargo["package"]["version"]
 for name, told in cargo["dependencies"].items():
     if isinstance(told, dict) and "path" in told and told.get("version", version) != version:
         problems.append(f"Cargo.toml: {name} is asked for in version {told['version']}, not {version}")
-[vllm, router] = re.search(r"^vllm=(\S+) .*router=(\S+)$", Path("tools/vllm-env.sh").read_text(), re.M).groups()
+tested = Path("tools/vllm-env.sh").read_text()
+[vllm, nixl, router] = re.search(r"^vllm=(\S+) .*nixl=(\S+) router=(\S+)$", tested, re.M).groups()
+if re.findall(r"^ARG NIXL=(\S+)$", Path("deploy/Containerfile").read_text(), re.M) != [nixl]:
+    problems.append(f"deploy/Containerfile does not install NIXL {nixl}")
+if f'VERSION: &str = "{nixl}"' not in Path("crates/kvferry-transport/src/nixl/find.rs").read_text():
+    problems.append(f"crates/kvferry-transport/src/nixl/find.rs asks for another NIXL than {nixl}")
 for path in Path("deploy").rglob("*"):
     if path.is_file():
         text = path.read_text()

@@ -100,6 +100,10 @@ for document in map(Path, tracked):
         word = word.strip("`'\",;:()…").split("::")[0]
         if TOP.match(word):
             problems += [f"{document}: there is no {path}" for path in expanded(word) if not exists(path)]
+# The first page leads to every other that the book has.
+book = set(re.findall(r"^  - .*: (\S+\.md)$", Path("mkdocs.yml").read_text(), re.M)) - {"index.md"}
+first = {link.partition("#")[0] for link in Page(Path("docs/index.md")).links}
+problems += [f"docs/index.md: no link to {page}" for page in sorted(book - first)]
 print("\n".join(problems) or f"documents: {len(tracked)} files, 0 problems")
 sys.exit(bool(problems))
 PYTHON

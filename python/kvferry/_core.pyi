@@ -75,8 +75,9 @@ def log_lines(timeout: float = 0.0) -> list[tuple[int, str]]:
 
 def metrics() -> dict[str, dict[str, str]]:
     """What is counted and measured: names and what they mean, in order, by section. `counters` are
-    those of `Scheduler.counts`, `timings` those of `Ending.seconds`, `outcomes` those of
-    `Ending.outcome` (of loads that ended), `failures` those of `Ending.kind`."""
+    those of `Scheduler.counts`, `worker_counters` those of `Worker.counts`, `timings` those of
+    `Ending.seconds`, `outcomes` those of `Ending.outcome` (of loads that ended), `failures` those of
+    `Ending.kind`."""
 
 @final
 class Manifest:
@@ -524,6 +525,10 @@ class Worker:
 
     def metrics(self) -> str:
         """Counters and histograms as Prometheus text."""
+
+    def counts(self) -> dict[str, int]:
+        """Some of the counters among the metrics, by name: what endings do not tell, `read_packed_bytes`,
+        `audits_matched`, `packed_refused` and so on."""
 
     def close(self) -> None:
         """Cancels what is under way, ends its threads and releases the memory, which is the last to

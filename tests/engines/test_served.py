@@ -178,6 +178,9 @@ def test_many_requests_at_once(pair):
         return "KV Transfer metrics: Loads=" in pair.log("decode").read_text(errors="replace")
 
     until("the metrics count every request", ANSWER, all_are_counted)
+    # What ranks count comes with the loads; the first requests of a pair are always audited.
+    assert pair.metric("decode", "kvferry_audits_matched_total") > 0
+    assert pair.metric("decode", "kvferry_loads_total", outcome="failed", reason="mismatch") == 0
     until("the log has a line of them", ANSWER, the_log_has_a_line)
 
 

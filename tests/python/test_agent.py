@@ -4,6 +4,8 @@ import errno
 import gc
 import json
 import os
+import pathlib
+import re
 import socket
 import subprocess
 import threading
@@ -417,6 +419,34 @@ def test_certificates_instead_of_a_key(engines, certificates):
         assert (stranger.pools[0] == 0).all()
 
 
+def test_the_certificates_of_the_page_on_operations(engines, tmp_path):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (commands,) = re.findall(r"```sh\n(# Once, .*?)```", page, re.DOTALL)
+    files = ("server.pem", "server.key", "authority.pem")
+
+    def made(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = "set -e\n" + commands.replace("10.0.0.5", "127.0.0.1")
+        subprocess.run(["sh", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
+        return tuple(folder / file for file in files)
+
+    facts = dict(tokens=4, source_blocks=[[7]], destination_blocks=[[3]])
+    before, after = made("before"), made("after")
+    prefill, decode = engines("prefill", 1, 4, tls=before), engines("decode", 1, 4, tls=before)
+    (ending,) = load(decode, "request", grant(prefill, "request", **facts), **facts)
+    assert (ending.outcome, ending.reason) == ("done", "")
+    # While an authority is replaced, both are believed.
+    both = tmp_path / "both.pem"
+    both.write_text(before[2].read_text() + after[2].read_text())
+    older = engines("older", 1, 4, tls=(*before[:2], both))
+    newer = engines("newer", 1, 4, tls=(*after[:2], both))
+    for number, (source, reader) in enumerate([(older, newer), (newer, older)]):
+        name = f"r{number}"
+        (ending,) = load(reader, name, grant(source, name, **facts), **facts)
+        assert (ending.outcome, ending.reason) == ("done", "")
+
+
 def test_certificates_that_cannot_be_used(certificates, tmp_path):
     own, key, root = certificates("ours")
     _, other, _ = certificates("theirs")
@@ -489,8 +519,9 @@ def test_a_thread_that_waits_for_leases_does_not_outwait_its_scheduler():
 def test_what_is_counted_is_described_once(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     told = kvferry._core.metrics()
-    assert list(told) == ["counters", "timings", "outcomes", "failures"]
+    assert list(told) == ["counters", "worker_counters", "timings", "outcomes", "failures"]
     assert set(told["counters"]) == set(prefill.scheduler.counts())
+    assert set(told["worker_counters"]) == set(decode.workers[0].counts())
     facts = dict(tokens=4, source_blocks=[[1]], destination_blocks=[[1]])
     (ending,) = load(decode, "r", grant(prefill, "r", **facts), **facts)
     assert set(told["timings"]) == set(ending.seconds)

@@ -37,8 +37,8 @@ pub enum PeerError {
     /// What to do: check that the address is that of a kvferry agent, that both sides use a key, or both
     /// TLS, or both neither, and that the other side is not overloaded.
     #[error(
-        "whoever listens there has not greeted as a kvferry agent does: {0}. Is it one, and has it the \
-         same key or TLS as this side, or neither as well?"
+        "whoever listens there has not greeted as a kvferry agent does: {0}. Is it one, and does it \
+         use the same key or TLS as this side (or, like this side, none)?"
     )]
     NoGreeting(&'static str),
     /// The peer did not prove that it holds our key.

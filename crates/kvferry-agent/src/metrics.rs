@@ -19,16 +19,20 @@ pub type Described = (&'static str, &'static str);
 /// Everything that is counted or measured, by section:
 ///
 /// * `counters`: those of [`Scheduler::counts`](crate::Scheduler::counts);
+/// * `worker_counters`: those of [`Worker::counts`](crate::Worker::counts);
 /// * `timings`: where a load's time can go, in order ([`Timings`]);
 /// * `outcomes`: how a load can end ([`Outcome`](crate::Outcome));
 /// * `failures`: why one can fail ([`Failure::kind`](crate::Failure::kind)).
-pub fn catalogue() -> [(&'static str, Vec<Described>); 4] {
+pub fn catalogue() -> [(&'static str, Vec<Described>); 5] {
     let counters = SchedulerMetrics::default();
     let counters = counters.counters().map(|(name, help, _)| (name, help));
+    let of_workers = WorkerMetrics::default().counters(&StagingStatistics::default());
+    let of_workers = of_workers.map(|(name, help, _)| (name, help));
     let timings = Timings::NAMES.into_iter().zip(Timings::MEANINGS);
     let failures = Failure::KINDS.into_iter().zip(Failure::MEANINGS);
     [
         ("counters", counters.to_vec()),
+        ("worker_counters", of_workers.to_vec()),
         ("timings", timings.collect()),
         ("outcomes", OUTCOMES.to_vec()),
         ("failures", failures.collect()),
@@ -159,6 +163,47 @@ impl WorkerMetrics {
         self.failed[failure.number()].add(1);
     }
 
+    /// Those that engines export under a roof of their own, beside what each load's end tells them.
+    fn counters(&self, staging: &StagingStatistics) -> [(&'static str, &'static str, u64); 6] {
+        [
+            (
+                "read_packed_bytes",
+                "Of the bytes read and confirmed, those that the source packed.",
+                self.packed_bytes.get(),
+            ),
+            (
+                "read_ahead_bytes",
+                "Of the bytes read and confirmed, those of layers that were read while others were computed.",
+                self.ahead_bytes.get(),
+            ),
+            (
+                "audits_matched",
+                "Audits that found what the source holds.",
+                self.audits_matched.get(),
+            ),
+            (
+                "audits_mismatched",
+                "Audits that found other bytes than the source holds: the load failed.",
+                self.audits_mismatched.get(),
+            ),
+            (
+                "audits_unable",
+                "Audits that were due and could not be made: the load was used all the same.",
+                self.audits_unable.get(),
+            ),
+            (
+                "packed_refused",
+                "Parts that were not packed, because no memory came free: they were read directly.",
+                staging.refused,
+            ),
+        ]
+    }
+
+    /// Those counters by name.
+    pub(crate) fn counts(&self, staging: &StagingStatistics) -> Vec<(String, u64)> {
+        self.counters(staging).map(|(name, _, count)| (name.to_owned(), count)).to_vec()
+    }
+
     /// `in_flight`, `quarantined` and `staging` are what is so at this moment.
     pub(crate) fn text(
         &self,
@@ -192,22 +237,20 @@ impl WorkerMetrics {
         for (name, help, counter) in [
             ("kvferry_read_bytes_total", "Bytes read and confirmed.", &self.bytes),
             ("kvferry_read_copies_total", "Copies read and confirmed.", &self.copies),
-            (
-                "kvferry_read_packed_bytes_total",
-                "Of the bytes read and confirmed, those that the source packed.",
-                &self.packed_bytes,
-            ),
-            (
-                "kvferry_read_ahead_bytes_total",
-                "Of the bytes read and confirmed, those of layers that were read while others were computed.",
-                &self.ahead_bytes,
-            ),
             ("kvferry_handshakes_total", "Handshakes with engines.", &self.handshakes),
             ("kvferry_quarantines_total", "Loads that went into quarantine.", &self.quarantines),
             ("kvferry_audited_bytes_total", "Bytes compared by audits.", &self.audited_bytes),
         ] {
             text.head(name, "counter", help);
             text.line(name, "", counter.get() as f64);
+        }
+        // Audits follow, as one family.
+        for (name, help, count) in self.counters(staging) {
+            if !name.starts_with("audits_") {
+                let name = format!("kvferry_{name}_total");
+                text.head(&name, "counter", help);
+                text.line(&name, "", count as f64);
+            }
         }
         let name = "kvferry_audits_total";
         text.head(name, "counter", "Loads compared with what the source holds, by what was found.");
@@ -227,12 +270,6 @@ impl WorkerMetrics {
                 "counter",
                 "Parts that waited for memory to be packed into.",
                 staging.waits,
-            ),
-            (
-                "kvferry_packed_refused_total",
-                "counter",
-                "Parts that were not packed, because no memory came free: they were read directly.",
-                staging.refused,
             ),
         ] {
             text.head(name, kind, help);
@@ -399,7 +436,7 @@ mod tests {
     #[test]
     fn every_name_in_the_catalogue_is_counted_and_described() {
         let catalogue = catalogue();
-        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 7, 4, 8]);
+        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 6, 7, 4, 8]);
         for (section, described) in &catalogue {
             for (name, help) in described {
                 assert!(help.ends_with('.'), "{section}: {name}: {help}");
@@ -421,7 +458,15 @@ mod tests {
             let count = metrics.counts().into_iter().find(|(_, n)| *n == 1).unwrap();
             assert_eq!(count.0, format!("leases_{why}"));
         }
-        let text = WorkerMetrics::default().text("", 0, 0, &StagingStatistics::default());
+        let (metrics, staging) = (WorkerMetrics::default(), StagingStatistics::default());
+        let counts = metrics.counts(&staging);
+        let counted: Vec<&str> = counts.iter().map(|(name, _)| name.as_str()).collect();
+        let named: Vec<&str> = catalogue[1].1.iter().map(|(name, _)| *name).collect();
+        assert_eq!(counted, named);
+        let text = metrics.text("", 0, 0, &staging);
+        for name in named.iter().filter(|name| !name.starts_with("audits_")) {
+            assert!(text.contains(&format!("\nkvferry_{name}_total{{}} 0\n")), "{name}");
+        }
         for (outcome, _) in OUTCOMES {
             assert!(text.contains(&format!("outcome=\"{outcome}\"")), "{outcome}");
         }

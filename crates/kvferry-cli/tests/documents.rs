@@ -39,6 +39,21 @@ fn blocks_show_what_the_command_prints() {
     assert!(update || wrong.is_empty(), "these print something else now:\n\n{}", wrong.join("\n"));
 }
 
+/// What the demo prints differs from run to run; the parts that a request's time is divided into do not.
+#[test]
+fn the_demo_on_the_page_has_every_part_of_a_requests_time() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("docs/agent.md")).unwrap();
+    let blocks = page.split("```").skip(1).step_by(2);
+    let [demo] = blocks.filter(|block| block.contains("wrong bytes")).collect::<Vec<_>>()[..]
+    else {
+        panic!("docs/agent.md shows the demo once");
+    };
+    let parts = demo.lines().filter_map(|line| line.strip_prefix("    "));
+    let parts: Vec<&str> = parts.filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(parts, kvferry_agent::Timings::NAMES);
+}
+
 fn print(root: &Path, arguments: &str) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(arguments.split_whitespace())

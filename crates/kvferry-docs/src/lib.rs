@@ -48,10 +48,15 @@ pub struct Case {
     pub remedy: Option<String>,
 }
 
-/// The public error types of all crates in a folder, by crate, in the order of their sources.
+/// The public error types of all crates in a folder that somebody gets, by crate, in the order of their sources.
 pub fn read(crates: &Path) -> io::Result<Vec<ErrorType>> {
     let mut types = vec![];
     for package in entries(crates)? {
+        // Tools of this repository; what becomes the Python package is not on crates.io either.
+        let manifest = fs::read_to_string(package.join("Cargo.toml"))?;
+        if manifest.contains("publish = false") && !manifest.contains("cdylib") {
+            continue;
+        }
         let mut sources = vec![];
         collect(&package.join("src"), "rs", &mut sources)?;
         let package = package.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -144,12 +144,25 @@ pub fn page(sites: &[Site], table: &Table) -> String {
             let fields: Vec<String> = fields.into_iter().map(|name| format!("`{name}`")).collect();
             let Some(Entry { about, meaning, remedy }) = table.get(message) else { continue };
             let meaning = format!("{meaning} **{}** {remedy}", REMEDY.trim_end());
-            let row = [format!("`{message}`"), fields.join(" "), about.clone(), meaning];
+            let row = [code(message), fields.join(" "), about.clone(), meaning];
             let row = row.map(|cell| cell.replace('|', "\\|"));
             _ = writeln!(page, "| {} |", row.join(" | "));
         }
     }
     page
+}
+
+/// As code, in more backticks than the message has in a row. The spaces are dropped again; they keep a backtick
+/// at an end apart.
+fn code(message: &str) -> String {
+    let longest = message.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+    match longest {
+        0 => format!("`{message}`"),
+        _ => {
+            let fence = "`".repeat(longest + 1);
+            format!("{fence} {message} {fence}")
+        }
+    }
 }
 
 const HEAD: &str = "\

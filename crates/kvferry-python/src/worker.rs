@@ -1,5 +1,6 @@
 //! `kvferry.Worker`: the half of an agent that reads.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -211,6 +212,11 @@ impl Worker {
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
         let half = self.half.get(py)?;
         Ok(py.detach(|| half.metrics()))
+    }
+
+    fn counts(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        // A few atomic reads and locks that are held briefly: not worth letting go of the interpreter.
+        Ok(self.half.get(py)?.counts().into_iter().collect())
     }
 
     fn close(&self, py: Python<'_>) {

@@ -1,8 +1,8 @@
 """What the connector counts, for vLLM's Prometheus endpoint and its periodic log line.
 
-The workers of D report every load that ended; the scheduler reports what its agent's counters have
+The workers of D report every load that ended; they and the scheduler report what their agents' counters have
 grown by. (How many leases are open is what was granted less what has ended: a gauge would stand still
-with an idle engine.)
+with an idle engine. What an idle engine counts comes with its next step.)
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from .._core import metrics as _told
 from . import stock
 
 _TOLD = _told()
-#: The agent's counters, and what they say.
-COUNTS = _TOLD["counters"] | stock.COUNTS
+#: The counters of both halves of an agent, and what they say.
+COUNTS = _TOLD["counters"] | _TOLD["worker_counters"] | stock.COUNTS
 #: Where a load's time can go, in order.
 PHASES = tuple(_TOLD["timings"])
 OUTCOMES = tuple(_TOLD["outcomes"])
+#: Why a load can fail: as the agent says, or because its lease was lost before it began.
+REASONS = (*_TOLD["failures"], "lost")
 _MIB = float(1 << 20)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _BYTES = tuple(float(1 << power) for power in range(12, 38, 2))
@@ -46,6 +48,7 @@ class Stats(KVConnectorStats):
 
     @classmethod
     def of_counts(cls, counts: Mapping[str, int], before: Mapping[str, int]) -> Stats:
+        """What an agent's counters have grown by."""
         grown = {name: count - before.get(name, 0) for name, count in counts.items()}
         return cls({"loads": [], "counts": {name: n for name, n in grown.items() if n}})
 
@@ -82,6 +85,7 @@ class Stats(KVConnectorStats):
         line["Leases confirmed"] = counts.get("leases_confirmed", 0)
         line["Leases expired"] = counts.get("leases_expired", 0)
         for name in (
+            "audits_mismatched",
             "confirmations_not_granted",
             "holds_lost",
             "refusals",
@@ -94,8 +98,9 @@ class Stats(KVConnectorStats):
 
 
 def refused(kind: str) -> dict[str, Any]:
-    """A load that could not even begin."""
-    return {"outcome": "failed", "kind": kind, "bytes": 0, "copies": 0, "seconds": {}}
+    """A load that could not even begin, or (`cancelled`) that was not wanted any more before it did."""
+    outcome, kind = ("aborted", "") if kind == "cancelled" else ("failed", kind)
+    return {"outcome": outcome, "kind": kind, "bytes": 0, "copies": 0, "seconds": {}}
 
 
 def ended(ending: Ending) -> dict[str, Any]:
@@ -155,12 +160,14 @@ class PromMetrics(KVConnectorPromMetrics):
             buckets=_COPIES,
             labelnames=labelnames,
         )
-        # A series that has counted nothing says so, rather than being absent.
+        # A series that has counted nothing says so, rather than being absent: Prometheus does not see the growth
+        # of one that begins with 1, and an alert would miss the first event.
         for labels in per_engine_labelvalues.values():
             for metric in (*self.counts.values(), self.seconds, self.bytes, self.copies):
                 metric.labels(*labels)
             for outcome in OUTCOMES:
-                self.loads.labels(*labels, outcome, "")
+                for reason in REASONS if outcome == "failed" else ("",):
+                    self.loads.labels(*labels, outcome, reason)
             for phase in PHASES:
                 self.phases.labels(*labels, phase)
 

@@ -52,6 +52,8 @@ class WorkerSide:
         self.moved: dict[str, float] = {}
         #: Loads that ended since they were last counted.
         self.ended: list[dict[str, Any]] = []
+        #: What the agent had counted by then.
+        self.counted: dict[str, int] = {}
         #: On a GPU: all that was to be written there when the last step ended.
         self.last_writes: torch.Event | None = None
         self.shares = Shares(kv_cache_config)
@@ -278,7 +280,12 @@ class WorkerSide:
 
     def stats(self) -> metrics.Stats:
         ended, self.ended = self.ended, []
-        return metrics.Stats.of_loads(ended)
+        stats = metrics.Stats.of_loads(ended)
+        if self.agent is not None:
+            counts = self.agent.counts()
+            stats.aggregate(metrics.Stats.of_counts(counts, self.counted))
+            self.counted = counts
+        return stats
 
     def close(self) -> None:
         self.starter.close()

@@ -32,7 +32,7 @@ impl Audit {
     }
 }
 
-/// No fraction of anything.
+/// The value is not between 0 and 1.
 ///
 /// What to do: say how many of the requests are to be audited, from 0 for none to 1 for all.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]

@@ -113,6 +113,11 @@ impl Core {
         drop(mover);
     }
 
+    /// The counters by name.
+    pub(super) fn counts(&self) -> Vec<(String, u64)> {
+        self.metrics.counts(&self.peers.rank.carrier.staging())
+    }
+
     /// As Prometheus text.
     pub(super) fn metrics_text(&self) -> String {
         let rank = &self.peers.rank;

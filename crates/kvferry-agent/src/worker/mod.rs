@@ -171,6 +171,12 @@ impl Worker {
     pub fn metrics(&self) -> String {
         self.core.metrics_text()
     }
+
+    /// Some of the counters, by name, for engines with metrics of their own: what the ends of loads do not
+    /// tell.
+    pub fn counts(&self) -> Vec<(String, u64)> {
+        self.core.counts()
+    }
 }
 
 impl Drop for Worker {

@@ -24,13 +24,13 @@ pub struct AgentSettings {
 /// Why an agent could not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
-    /// The agent itself.
+    /// NIXL could not create its agent.
     ///
     /// What to do: the library does not fit this machine; install it anew with
     /// `kvferry nixl install`.
     #[error("NIXL makes no agent: {0}")]
     Agent(Code),
-    /// Its plugin.
+    /// NIXL could not load its plugin.
     ///
     /// What to do: install the whole wheel, or name the plugins' directory in `NIXL_PLUGIN_DIR`.
     #[error("NIXL's plugin cannot be used: {0}")]
