@@ -223,7 +223,7 @@ impl Transport for Cuda {
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
         let exports: Vec<Arc<Export>> = self.exports.lock().values().cloned().collect();
-        Ok(Description::write(self.instance, self.card.uuid(), exports.into_iter()))
+        Ok(Description::write(self.instance, exports.into_iter()))
     }
 
     fn connect(&self, description: &[u8], _: Instant) -> Result<CudaPeer, Error> {

@@ -102,7 +102,7 @@ impl Table {
             let known = if own { Some(0) } else { before.and_then(|table| table.shift(&region)) };
             let shift = match known {
                 Some(shift) => shift,
-                None => share::open(card, description.pid, foreign, &mut opened)?.1,
+                None => share::open(card, description, foreign, &mut opened)?.1,
             };
             regions.push((region, shift));
         }

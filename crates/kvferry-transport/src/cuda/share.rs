@@ -4,16 +4,17 @@
 //! segments) has an IPC handle. Memory from the virtual-memory interface (vLLM's sleep mode, PyTorch's
 //! expandable segments) is made of mapped allocations, each of which has a file descriptor: the peer
 //! takes a copy of it from this process, as debuggers do, which the kernel allows to the same user
-//! where `ptrace` is allowed.
+//! where `ptrace` is allowed. A process has a number in its own PID namespace only, so both must be in the same.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvferry_layout::{Place, Region};
 
-use super::driver::{Card, IpcHandle, Mapped, Uuid};
+use super::driver::{Card, IpcHandle, Mapped};
 use crate::contract::Error;
 use crate::shared::bytes::{Fields, put_block};
 
@@ -113,7 +114,8 @@ pub(crate) struct Description {
     /// Which host, and which run of it.
     pub(crate) boot: Vec<u8>,
     pub(crate) pid: u32,
-    pub(crate) card: Uuid,
+    /// The PID namespace that the number is of, where it is known.
+    namespace: Option<u64>,
     pub(crate) regions: Vec<Foreign>,
 }
 
@@ -133,20 +135,23 @@ enum ForeignWay {
 }
 
 const MAGIC: &[u8; 8] = b"kvfy-cud";
+/// What comes before the number of a PID namespace. The release before wrote the UUID of its card in the place of
+/// the two and never read it, so that it does not miss it.
+const NAMESPACE: &[u8; 8] = b"kvfy-pid";
 /// More parts than any region has.
 const MAX_PARTS: u32 = 1 << 20;
 
 impl Description {
     pub(crate) fn write(
         instance: [u8; 16],
-        card: Uuid,
         exports: impl ExactSizeIterator<Item = Arc<Export>>,
     ) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(instance);
         put_block(&mut out, &boot());
         out.extend(std::process::id().to_le_bytes());
-        out.extend(card);
+        out.extend(NAMESPACE);
+        out.extend(namespace().unwrap_or(0).to_le_bytes());
         out.extend((exports.len() as u32).to_le_bytes());
         exports.for_each(|export| export.write(&mut out));
         out
@@ -159,7 +164,9 @@ impl Description {
                 return None;
             }
             let (instance, boot) = (fields.array()?, fields.block()?.to_vec());
-            let (pid, card, count) = (fields.u32()?, fields.array()?, fields.u32()?);
+            let pid = fields.u32()?;
+            let (said, number, count) = (fields.array::<8>()?, fields.u64()?, fields.u32()?);
+            let namespace = (&said == NAMESPACE && number != 0).then_some(number);
             let mut regions = vec![];
             for _ in 0..count {
                 let (base, bytes, allocation) = (fields.u64()?, fields.u64()?, fields.u64()?);
@@ -180,7 +187,7 @@ impl Description {
                 }
                 regions.push(Foreign { base, bytes, allocation, way });
             }
-            fields.0.is_empty().then_some(Self { instance, boot, pid, card, regions })
+            fields.0.is_empty().then_some(Self { instance, boot, pid, namespace, regions })
         };
         read()
             .ok_or_else(|| Error::BadDescription("it is not one of the cuda transport".to_owned()))
@@ -190,6 +197,29 @@ impl Description {
     pub(crate) fn is_here(&self) -> bool {
         self.boot == boot()
     }
+
+    /// Refuses to look for the peer by the number of its process where that may be another's here.
+    fn same_numbers(&self) -> Result<(), Error> {
+        let ours = namespace();
+        if self.namespace.is_some() && self.namespace == ours && !self.boot.is_empty() {
+            return Ok(());
+        }
+        let said = |number: Option<u64>| number.map_or("unknown".to_owned(), |n| n.to_string());
+        Err(Error::Unsupported(format!(
+            "the peer's GPU memory is from CUDA's virtual-memory interface, which is taken from its process, and \
+             process {} of its PID namespace ({}) may be another process of this one ({}): let both share the \
+             host's PID namespace (hostPID: true, --pid=host), update kvferry on the older side if one is unknown, \
+             or use nixl",
+            self.pid,
+            said(self.namespace),
+            said(ours)
+        )))
+    }
+}
+
+/// Names the PID namespace of this process among those of this host.
+fn namespace() -> Option<u64> {
+    std::fs::metadata("/proc/self/ns/pid").ok().map(|link| link.ino())
 }
 
 /// Names this run of this host.
@@ -229,7 +259,7 @@ impl Drop for Opened {
 /// `known` is what is open already: an allocation is opened once.
 pub(crate) fn open(
     card: &Card,
-    pid: u32,
+    peer: &Description,
     foreign: &Foreign,
     known: &mut Vec<Arc<Opened>>,
 ) -> Result<(Arc<Opened>, u64), Error> {
@@ -259,9 +289,10 @@ pub(crate) fn open(
             Ok((opened, base.wrapping_sub(foreign.allocation)))
         }
         ForeignWay::Mapped(parts) => {
+            peer.same_numbers()?;
             let taken: Vec<(OwnedFd, u64)> = parts
                 .iter()
-                .map(|&(descriptor, bytes)| Ok((take_descriptor(pid, descriptor)?, bytes)))
+                .map(|&(descriptor, bytes)| Ok((take_descriptor(peer.pid, descriptor)?, bytes)))
                 .collect::<Result<_, Error>>()?;
             let named: Vec<_> = taken.iter().map(|(fd, bytes)| (fd.as_raw_fd(), *bytes)).collect();
             let mapped = card.map(&named)?;
@@ -308,7 +339,7 @@ mod tests {
     use super::*;
 
     fn description() -> Vec<u8> {
-        let mut out = Description::write([7; 16], [9; 16], [].into_iter());
+        let mut out = Description::write([7; 16], [].into_iter());
         let count = out.len() - 4;
         out[count..].copy_from_slice(&2u32.to_le_bytes());
         for word in [1000u64, 50, 900] {
@@ -329,9 +360,31 @@ mod tests {
     fn what_is_written_is_read_back() {
         let read = Description::read(&description()).unwrap();
         assert!(read.is_here());
-        assert_eq!((read.pid, read.card), (std::process::id(), [9; 16]));
+        assert_eq!((read.pid, read.namespace), (std::process::id(), namespace()));
+        assert_eq!(read.same_numbers(), Ok(()));
         assert_eq!(read.regions[0].way, ForeignWay::Plain([3; 64]));
         assert_eq!(read.regions[1].way, ForeignWay::Mapped(vec![(5, 50)]));
+    }
+
+    /// The release before wrote its card's UUID where the PID namespace is said, and read nothing there.
+    #[test]
+    fn a_description_of_the_release_before_has_an_unknown_namespace() {
+        let (now, mut then) = (description(), description());
+        let at = now.windows(8).position(|part| part == NAMESPACE).unwrap();
+        then[at..at + 16].fill(9);
+        let (now, then) = (Description::read(&now).unwrap(), Description::read(&then).unwrap());
+        assert_eq!(then, Description { namespace: None, ..now });
+        assert!(matches!(then.same_numbers(), Err(Error::Unsupported(_))));
+    }
+
+    #[test]
+    fn a_number_of_another_or_an_unknown_namespace_is_refused() {
+        let same = Description::read(&description()).unwrap();
+        for namespace in [None, same.namespace.map(|number| number + 1)] {
+            let other = Description { namespace, ..same.clone() };
+            let error = other.same_numbers().unwrap_err().to_string();
+            assert!(error.contains("hostPID: true, --pid=host"), "{error}");
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "../../src/cuda/host.c"
@@ -35,7 +36,8 @@ static int refuses(const char *what)
 /* Memory "on the card": a file without a name, which other processes open through this one. */
 struct span {
     uint64_t base, bytes;
-    int file; /* -1 where it is another process's */
+    int file; /* -1 where it is another process's, or mapped */
+    struct allocation *mapped; /* where it is from the virtual-memory interface */
     struct span *next;
 };
 static struct span *spans;
@@ -48,22 +50,15 @@ static struct span *find(uint64_t address)
     return span;
 }
 
-static int add(uint64_t *address, uint64_t bytes, int file, int keep)
+static void link_in(struct span *span)
 {
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED)
-        return NO_MEMORY;
-    struct span *span = malloc(sizeof *span);
-    *span = (struct span){(uint64_t)memory, bytes, keep ? file : -1, NULL};
     pthread_mutex_lock(&lock);
     span->next = spans;
     spans = span;
     pthread_mutex_unlock(&lock);
-    *address = span->base;
-    return OK;
 }
 
-static int take_away(uint64_t address)
+static struct span *link_out(uint64_t address)
 {
     pthread_mutex_lock(&lock);
     struct span **at = &spans, *span;
@@ -72,6 +67,24 @@ static int take_away(uint64_t address)
     if ((span = *at))
         *at = span->next;
     pthread_mutex_unlock(&lock);
+    return span;
+}
+
+static int add(uint64_t *address, uint64_t bytes, int file, int keep)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED)
+        return NO_MEMORY;
+    struct span *span = malloc(sizeof *span);
+    *span = (struct span){.base = (uint64_t)memory, .bytes = bytes, .file = keep ? file : -1};
+    link_in(span);
+    *address = span->base;
+    return OK;
+}
+
+static int take_away(uint64_t address)
+{
+    struct span *span = link_out(address);
     if (!span)
         return INVALID;
     munmap((void *)span->base, span->bytes);
@@ -144,12 +157,15 @@ int cuPointerGetAttribute(void *to, int attribute, uint64_t address)
 {
     pthread_mutex_lock(&lock);
     struct span *span = find(address);
+    if (span) {
+        /* 9: the card's number, which is 0; 10: whether it has an IPC handle; 18 and 19: of a mapping, bytes and base. */
+        if (attribute == 18 || attribute == 19)
+            *(uint64_t *)to = attribute == 18 ? span->bytes : span->base;
+        else
+            *(int *)to = attribute == 10 && !span->mapped;
+    }
     pthread_mutex_unlock(&lock);
-    if (!span)
-        return INVALID;
-    /* 9: the card's number, which is 0; 10: whether it has an IPC handle. */
-    *(int *)to = attribute == 10;
-    return OK;
+    return span ? OK : INVALID;
 }
 
 int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
@@ -451,12 +467,6 @@ int cuDeviceGet(int *device, int ordinal)
     return ordinal ? 101 : OK;
 }
 
-int cuDeviceGetUuid_v2(unsigned char uuid[16], int device)
-{
-    memset(uuid, device + 1, 16);
-    return OK;
-}
-
 int cuDeviceGetName(char *name, int length, int device)
 {
     (void)device;
@@ -505,17 +515,111 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return OK;
 }
 
-/* Memory from the virtual-memory interface: not here. */
-#define NOT_HERE(NAME)                                                                              \
-    int NAME(void) { return NOT_SUPPORTED; }
-NOT_HERE(cuMemRetainAllocationHandle)
-NOT_HERE(cuMemCreate)
-NOT_HERE(cuMemRelease)
-NOT_HERE(cuMemExportToShareableHandle)
-NOT_HERE(cuMemImportFromShareableHandle)
-NOT_HERE(cuMemGetAllocationGranularity)
-NOT_HERE(cuMemAddressReserve)
-NOT_HERE(cuMemAddressFree)
-NOT_HERE(cuMemMap)
-NOT_HERE(cuMemUnmap)
-NOT_HERE(cuMemSetAccess)
+/* Memory from the virtual-memory interface: allocations, which are files too, and addresses that they are mapped at. */
+struct allocation {
+    int file, uses;
+};
+
+static int made(struct allocation **handle, int file)
+{
+    if (file < 0)
+        return NO_MEMORY;
+    *handle = malloc(sizeof **handle);
+    **handle = (struct allocation){file, 1};
+    return OK;
+}
+
+int cuMemCreate(struct allocation **handle, size_t bytes, const void *properties, uint64_t flags)
+{
+    (void)properties, (void)flags;
+    int file = memfd_create("mapped", MFD_CLOEXEC);
+    return made(handle, file < 0 || ftruncate(file, bytes) ? -1 : file);
+}
+
+int cuMemRelease(struct allocation *handle)
+{
+    if (!__atomic_sub_fetch(&handle->uses, 1, __ATOMIC_ACQ_REL)) {
+        close(handle->file);
+        free(handle);
+    }
+    return OK;
+}
+
+int cuMemRetainAllocationHandle(struct allocation **handle, uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span *span = find(address);
+    *handle = span ? span->mapped : NULL;
+    if (*handle)
+        __atomic_add_fetch(&(*handle)->uses, 1, __ATOMIC_ACQ_REL);
+    pthread_mutex_unlock(&lock);
+    return *handle ? OK : INVALID;
+}
+
+int cuMemExportToShareableHandle(int *descriptor, struct allocation *handle, unsigned type, uint64_t flags)
+{
+    (void)type, (void)flags;
+    *descriptor = fcntl(handle->file, F_DUPFD_CLOEXEC, 0);
+    return *descriptor < 0 ? NO_MEMORY : OK;
+}
+
+int cuMemImportFromShareableHandle(struct allocation **handle, uint64_t descriptor, unsigned type)
+{
+    (void)type;
+    return made(handle, fcntl((int)descriptor, F_DUPFD_CLOEXEC, 0));
+}
+
+int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, unsigned which)
+{
+    (void)properties, (void)which;
+    *bytes = 1 << 16;
+    return OK;
+}
+
+static int reserve(void *at, size_t bytes, void **reserved)
+{
+    int fixed = at ? MAP_FIXED : 0;
+    *reserved = mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
+    return *reserved == MAP_FAILED ? NO_MEMORY : OK;
+}
+
+int cuMemAddressReserve(void **base, size_t bytes, size_t alignment, uint64_t wanted, uint64_t flags)
+{
+    (void)alignment, (void)wanted, (void)flags;
+    return reserve(NULL, bytes, base);
+}
+
+int cuMemAddressFree(void *base, size_t bytes) { return munmap(base, bytes) ? INVALID : OK; }
+
+int cuMemMap(void *base, size_t bytes, size_t offset, struct allocation *handle, uint64_t flags)
+{
+    (void)flags;
+    struct stat stat;
+    if (fstat(handle->file, &stat) || offset + bytes > (size_t)stat.st_size)
+        return INVALID;
+    int access = PROT_READ | PROT_WRITE;
+    if (mmap(base, bytes, access, MAP_SHARED | MAP_FIXED, handle->file, offset) == MAP_FAILED)
+        return INVALID;
+    __atomic_add_fetch(&handle->uses, 1, __ATOMIC_ACQ_REL);
+    struct span *span = malloc(sizeof *span);
+    *span = (struct span){.base = (uint64_t)base, .bytes = bytes, .file = -1, .mapped = handle};
+    link_in(span);
+    return OK;
+}
+
+int cuMemUnmap(void *base, size_t bytes)
+{
+    void *same;
+    struct span *span = link_out((uint64_t)base);
+    if (!span)
+        return INVALID;
+    cuMemRelease(span->mapped);
+    free(span);
+    return reserve(base, bytes, &same);
+}
+
+int cuMemSetAccess(uint64_t base, size_t bytes, const void *access, size_t count)
+{
+    (void)base, (void)bytes, (void)access, (void)count;
+    return OK;
+}

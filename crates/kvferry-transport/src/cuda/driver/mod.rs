@@ -27,9 +27,9 @@ mod memory;
 
 pub(crate) use launch::Grid;
 pub use launch::{Event, Kernel, Module, Stream};
+pub(crate) use load::IpcHandle;
 pub(super) use load::reason;
 use load::{Driver, Handle};
-pub(crate) use load::{IpcHandle, Uuid};
 pub use memory::Mapped;
 pub(crate) use memory::Pinned;
 
@@ -49,7 +49,6 @@ struct Held {
     ordinal: u32,
     device: c_int,
     context: Handle,
-    uuid: Uuid,
 }
 
 // SAFETY: CUDA's handles may be used from any thread.
@@ -68,7 +67,7 @@ impl Card {
     /// The card with this number.
     pub fn open(ordinal: u32) -> Result<Self, Error> {
         let driver = Driver::get()?;
-        let (mut device, mut context, mut uuid) = (0, ptr::null_mut(), Uuid::default());
+        let (mut device, mut context) = (0, ptr::null_mut());
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: all pointers are to live values.
         unsafe {
@@ -76,13 +75,12 @@ impl Card {
                 &format!("looking for GPU {ordinal}"),
                 (driver.0.device_get)(&raw mut device, number),
             )?;
-            driver.said("asking for its UUID", (driver.0.device_uuid)(&raw mut uuid, device))?;
             driver.said(
                 &format!("entering GPU {ordinal}"),
                 (driver.0.context_retain)(&raw mut context, device),
             )?;
         }
-        Ok(Self(Arc::new(Held { driver, ordinal, device, context, uuid })))
+        Ok(Self(Arc::new(Held { driver, ordinal, device, context })))
     }
 
     fn enter(&self) -> Result<&'static Driver, Error> {
@@ -95,10 +93,6 @@ impl Card {
     /// Its number.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
-    }
-
-    pub(crate) fn uuid(&self) -> Uuid {
-        self.0.uuid
     }
 
     /// Its name, and the newest CUDA that its driver knows, as in 13000 for 13.0.

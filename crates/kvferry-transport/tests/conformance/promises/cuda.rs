@@ -4,7 +4,7 @@ use kvferry_layout::{BlockPair, Loop, Loops};
 use kvferry_transport::cuda::mappings;
 use kvferry_transport::{Error, Operation, Status, Transport};
 
-use crate::back_end::{BackEnd, CudaTwinEnd};
+use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
 use crate::data::pattern;
 use crate::memory::Memory;
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
@@ -94,6 +94,35 @@ pub(super) fn memory_that_cannot_be_opened_is_named() {
     drop(process);
     transport.connect(&description, soon()).unwrap_err();
     assert_eq!(mappings(), 0);
+}
+
+/// Memory from the virtual-memory interface is taken from its process, which has a number in one PID namespace
+/// only: with another, as in another container, nothing is taken, whatever process has that number here.
+pub(super) fn mapped_memory_of_another_pid_namespace_is_not_taken() {
+    let pair = Pair::<MappedTwinEnd>::new(MIB);
+    assert_eq!(mappings(), 1);
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+    let description = &pair.process.description;
+    let mark = description.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    let transport = CudaTwinEnd::new().unwrap();
+    // Another namespace, one that is not known, and what the release before wrote there.
+    for (at, bytes) in [(mark + 8, &[1; 8][..]), (mark + 8, &[0; 8]), (mark, &[9; 16])] {
+        let mut other = description.clone();
+        other[at..at + bytes.len()].copy_from_slice(bytes);
+        let error = transport.connect(&other, soon()).unwrap_err();
+        assert!(matches!(error, Error::Unsupported(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("PID namespace") && text.contains("use nixl"), "{text}");
+        assert_eq!(mappings(), 1);
+    }
+    // Plain allocations have handles, which are no numbers of processes.
+    let process = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
+    let mut plain = process.description.clone();
+    let mark = plain.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    plain[mark..mark + 16].fill(9);
+    transport.connect(&plain, soon()).unwrap();
+    assert_eq!(mappings(), 2);
 }
 
 pub(super) fn kernels_that_do_not_start_fail() {

@@ -76,6 +76,10 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaTwinEnd>),
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
+        (
+            "mapped_memory_of_another_pid_namespace_is_not_taken",
+            cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
+        ),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
         (
             "kernels_that_do_not_start_disturb_no_other",
