@@ -255,39 +255,47 @@ impl Drop for Opened {
     }
 }
 
-/// Opens a peer's region. Returns what holds it open, and what to add to the peer's addresses.
-/// `known` is what is open already: an allocation is opened once.
+/// Opens a peer's region; answers what to add to the peer's addresses. What holds it open goes to `opened`. An
+/// allocation is opened once: it is looked for there, and in what was open before.
 pub(crate) fn open(
     card: &Card,
     peer: &Description,
     foreign: &Foreign,
-    known: &mut Vec<Arc<Opened>>,
-) -> Result<(Arc<Opened>, u64), Error> {
+    before: &[Arc<Opened>],
+    opened: &mut Vec<Arc<Opened>>,
+) -> Result<u64, Error> {
     match &foreign.way {
         ForeignWay::Plain(handle) => {
-            let same = |opened: &&Arc<Opened>| matches!(&opened.what, What::Plain(other, _) if other == handle);
-            let opened = match known.iter().find(same) {
-                Some(opened) => opened.clone(),
-                None => {
+            let known = |all: &[Arc<Opened>]| {
+                let base = |one: &Arc<Opened>| match &one.what {
+                    What::Plain(other, base) if other == handle => Some((one.clone(), *base)),
+                    _ => None,
+                };
+                all.iter().find_map(base)
+            };
+            let base = match (known(opened), known(before)) {
+                (Some((_, base)), _) => base,
+                (None, Some((one, base))) => {
+                    opened.push(one);
+                    base
+                }
+                (None, None) => {
                     let base = card.ipc_open(handle)?;
                     let what = What::Plain(*handle, base);
                     MAPPINGS.fetch_add(1, Ordering::SeqCst);
-                    let opened = Arc::new(Opened { card: card.clone(), what });
-                    known.push(opened.clone());
+                    opened.push(Arc::new(Opened { card: card.clone(), what }));
                     let (_, bytes) = card.allocation(base)?;
                     if foreign.base - foreign.allocation + foreign.bytes > bytes {
                         return Err(Error::BadDescription(
                             "a region reaches beyond its allocation".to_owned(),
                         ));
                     }
-                    opened
+                    base
                 }
             };
-            let What::Plain(_, base) = opened.what else {
-                return Err(Error::BadDescription("its regions overlap".to_owned()));
-            };
-            Ok((opened, base.wrapping_sub(foreign.allocation)))
+            Ok(base.wrapping_sub(foreign.allocation))
         }
+        // These are taken anew each time: the number of a descriptor may be another one's by now.
         ForeignWay::Mapped(parts) => {
             peer.same_numbers()?;
             let taken: Vec<(OwnedFd, u64)> = parts
@@ -298,9 +306,8 @@ pub(crate) fn open(
             let mapped = card.map(&named)?;
             let shift = mapped.base().wrapping_sub(foreign.allocation);
             MAPPINGS.fetch_add(1, Ordering::SeqCst);
-            let opened = Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) });
-            known.push(opened.clone());
-            Ok((opened, shift))
+            opened.push(Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) }));
+            Ok(shift)
         }
     }
 }

@@ -37,10 +37,14 @@ static int refuses(const char *what)
 struct span {
     uint64_t base, bytes;
     int file; /* -1 where it is another process's, or mapped */
+    uint64_t serial; /* no other allocation of this process has it */
     struct allocation *mapped; /* where it is from the virtual-memory interface */
     struct span *next;
 };
 static struct span *spans;
+
+/* As a card does, addresses that were given back last are given out first. */
+static void *freed;
 
 static struct span *find(uint64_t address)
 {
@@ -72,11 +76,13 @@ static struct span *link_out(uint64_t address)
 
 static int add(uint64_t *address, uint64_t bytes, int file, int keep)
 {
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    static uint64_t serial;
+    void *memory = mmap(freed, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED)
         return NO_MEMORY;
     struct span *span = malloc(sizeof *span);
     *span = (struct span){.base = (uint64_t)memory, .bytes = bytes, .file = keep ? file : -1};
+    span->serial = __atomic_add_fetch(&serial, 1, __ATOMIC_RELAXED);
     link_in(span);
     *address = span->base;
     return OK;
@@ -88,6 +94,7 @@ static int take_away(uint64_t address)
     if (!span)
         return INVALID;
     munmap((void *)span->base, span->bytes);
+    freed = (void *)span->base;
     if (span->file >= 0)
         close(span->file);
     free(span);
@@ -111,9 +118,9 @@ int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 int cuMemFree_v2(uint64_t address) { return take_away(address); }
 
 struct handle {
-    uint64_t bytes;
+    uint64_t bytes, serial;
     int pid, file;
-    char rest[48];
+    char rest[40];
 };
 
 int cuIpcGetMemHandle(struct handle *handle, uint64_t address)
@@ -121,7 +128,7 @@ int cuIpcGetMemHandle(struct handle *handle, uint64_t address)
     pthread_mutex_lock(&lock);
     struct span *span = find(address);
     if (span)
-        *handle = (struct handle){.bytes = span->bytes, .pid = getpid(), .file = span->file};
+        *handle = (struct handle){span->bytes, span->serial, getpid(), span->file, {0}};
     pthread_mutex_unlock(&lock);
     return span ? OK : INVALID;
 }
@@ -579,7 +586,7 @@ int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, unsigne
 static int reserve(void *at, size_t bytes, void **reserved)
 {
     int fixed = at ? MAP_FIXED : 0;
-    *reserved = mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
+    *reserved = mmap(at ? at : freed, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
     return *reserved == MAP_FAILED ? NO_MEMORY : OK;
 }
 
@@ -589,7 +596,11 @@ int cuMemAddressReserve(void **base, size_t bytes, size_t alignment, uint64_t wa
     return reserve(NULL, bytes, base);
 }
 
-int cuMemAddressFree(void *base, size_t bytes) { return munmap(base, bytes) ? INVALID : OK; }
+int cuMemAddressFree(void *base, size_t bytes)
+{
+    freed = base;
+    return munmap(base, bytes) ? INVALID : OK;
+}
 
 int cuMemMap(void *base, size_t bytes, size_t offset, struct allocation *handle, uint64_t flags)
 {

@@ -43,6 +43,41 @@ pub(super) fn mappings_go_with_their_peers<B: BackEnd>() {
     drop(peer);
 }
 
+/// Allocations are told apart by their handles, not by their addresses, and what a peer does not name any more is
+/// closed when it is connected to again.
+pub(super) fn only_what_is_described_stays_open() {
+    let mut pair = Pair::<CudaTwinEnd>::new(MIB);
+    let base = pair.process.base;
+    for seed in 10..20 {
+        // SAFETY: as in `twin_refuses`.
+        unsafe { std::env::set_var("KVFERRY_TWIN_LATE_MS", "50") };
+        let before = pair.read_all();
+        pair.process.exchange(seed);
+        assert_eq!(pair.process.base, base, "the address was not given out again");
+        pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+        // What a kernel reads is kept until it has ended.
+        assert_eq!(mappings(), 2);
+        done(&before);
+        assert_eq!(mappings(), 1);
+        let old = if seed == 10 { PEER_SEED } else { seed - 1 };
+        assert!(pair.ours.snapshot() == pattern(old, MIB), "memory changed under a kernel");
+        done(&pair.read_all());
+        assert!(pair.ours.snapshot() == pattern(seed, MIB), "the memory before was read");
+    }
+    // The same for mapped memory, whose descriptors have the same numbers again.
+    let mut mapped = Pair::<MappedTwinEnd>::new(MIB);
+    let base = mapped.process.base;
+    for seed in 10..13 {
+        done(&mapped.read_all());
+        mapped.process.exchange(seed);
+        assert_eq!(mapped.process.base, base, "the address was not given out again");
+        mapped.peer = mapped.transport.connect(&mapped.process.description, soon()).unwrap();
+        assert_eq!(mappings(), 2);
+        done(&mapped.read_all());
+        assert!(mapped.ours.snapshot() == pattern(seed, MIB), "the memory before was read");
+    }
+}
+
 /// Loops and tables instead of a list: what they say, and nothing else.
 pub(super) fn loops_are_exact<B: BackEnd>() {
     let pair = Pair::<B>::new(4 * MIB);

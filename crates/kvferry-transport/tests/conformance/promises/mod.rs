@@ -44,6 +44,10 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("posting_does_not_wait", custody::posting_does_not_wait::<B>),
         ("a_killed_peer_is_an_error", peers::a_killed_peer_is_an_error::<B>),
         ("a_restarted_peer_is_reachable", peers::a_restarted_peer_is_reachable::<B>),
+        (
+            "a_peer_with_other_memory_is_read_anew",
+            peers::a_peer_with_other_memory_is_read_anew::<B>,
+        ),
         ("disconnecting_ends_operations", peers::disconnecting_ends_operations::<B>),
         ("packed_reads_are_exact", packed::packed_reads_are_exact::<B>),
         ("random_pairs_are_exact_in_every_way", packed::random_pairs_are_exact_in_every_way::<B>),
@@ -74,6 +78,7 @@ pub(crate) fn for_cuda() -> Vec<Promise> {
 pub(crate) fn for_cuda_twin() -> Vec<Promise> {
     vec![
         ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaTwinEnd>),
+        ("only_what_is_described_stays_open", cuda::only_what_is_described_stays_open),
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
         (
@@ -116,6 +121,7 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
 /// What only `nixl` promises, and why it keeps destinations in quarantine.
 pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
     vec![
+        ("other_metadata_is_loaded", nixl::other_metadata_is_loaded),
         ("a_missing_plugin_is_named", nixl::a_missing_plugin_is_named),
         ("released_requests_of_nixl_land_late", nixl::released_requests_of_nixl_land_late),
     ]
