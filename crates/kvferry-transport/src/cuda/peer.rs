@@ -1,6 +1,6 @@
 //! Peers of the cuda back end, and their memory as this process sees it.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kvferry_layout::{Place, Region};
 use parking_lot::Mutex;
 
 use super::driver::Card;
-use super::share::{self, Description, Opened};
+use super::share::{self, Description, Exports, Opened};
 use crate::contract::{Error, Instance};
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
@@ -79,8 +79,8 @@ impl fmt::Debug for CudaPeer {
     }
 }
 
-/// The transports of this process: their memory needs no opening.
-pub(super) static OWN: Mutex<BTreeSet<[u8; 16]>> = Mutex::new(BTreeSet::new());
+/// The transports of this process and what they have registered: their memory needs no opening.
+pub(super) static OWN: Mutex<BTreeMap<[u8; 16], Arc<Exports>>> = Mutex::new(BTreeMap::new());
 
 /// A peer's regions, open here.
 #[derive(Debug)]
@@ -93,15 +93,15 @@ pub(super) struct Table {
 
 impl Table {
     fn open(card: &Card, description: &Description, before: Option<&Self>) -> Result<Self, Error> {
-        let own = OWN.lock().contains(&description.instance);
+        let own = OWN.lock().get(&description.instance).cloned();
         let place = Place::Gpu(card.ordinal());
         let before = before.map_or(&[][..], |table| &table.opened);
         let (mut opened, mut regions) = (vec![], vec![]);
         for foreign in &description.regions {
             let region = Region { base: foreign.base, bytes: foreign.bytes, place };
-            let shift = match own {
-                true => Ok(0),
-                false => share::open(card, description, foreign, before, &mut opened),
+            let shift = match &own {
+                Some(exports) => exports.hold(&region).map(|()| 0),
+                None => share::open(card, description, foreign, before, &mut opened),
             };
             regions.push((region, shift?));
         }

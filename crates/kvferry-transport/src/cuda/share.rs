@@ -6,6 +6,7 @@
 //! takes a copy of it from this process, as debuggers do, which the kernel allows to the same user
 //! where `ptrace` is allowed. A process has a number in its own PID namespace only, so both must be in the same.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -13,9 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvferry_layout::{Place, Region};
+use parking_lot::Mutex;
 
 use super::driver::{Card, IpcHandle, Mapped};
-use crate::contract::Error;
+use crate::contract::{Error, RegionId};
 use crate::shared::bytes::{Fields, put_block};
 
 /// Mappings of peers' memory that this process holds.
@@ -107,6 +109,40 @@ impl Export {
     }
 }
 
+/// What a transport has registered.
+#[derive(Debug, Default)]
+pub(crate) struct Exports(Mutex<BTreeMap<RegionId, Arc<Export>>>);
+
+impl Exports {
+    pub(crate) fn insert(&self, id: RegionId, export: Export) {
+        self.0.lock().insert(id, Arc::new(export));
+    }
+
+    pub(crate) fn remove(&self, id: RegionId) {
+        self.0.lock().remove(&id);
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Export>> {
+        self.0.lock().values().cloned().collect()
+    }
+
+    /// Refuses what does not lie in one of them.
+    pub(crate) fn hold(&self, named: &Region) -> Result<(), Error> {
+        let holds = |one: &Region| match (named.end(), one.end()) {
+            (Some(end), Some(last)) => one.base <= named.base && end <= last,
+            _ => false,
+        };
+        if self.0.lock().values().any(|export| holds(&export.region)) {
+            return Ok(());
+        }
+        Err(Error::BadDescription(format!(
+            "it names {} bytes at {:#x} of this process, which are not registered there (any more): \
+             describe that side again",
+            named.bytes, named.base
+        )))
+    }
+}
+
 /// What a peer says of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Description {
@@ -142,10 +178,7 @@ const NAMESPACE: &[u8; 8] = b"kvfy-pid";
 const MAX_PARTS: u32 = 1 << 20;
 
 impl Description {
-    pub(crate) fn write(
-        instance: [u8; 16],
-        exports: impl ExactSizeIterator<Item = Arc<Export>>,
-    ) -> Vec<u8> {
+    pub(crate) fn write(instance: [u8; 16], exports: &[Arc<Export>]) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(instance);
         put_block(&mut out, &boot());
@@ -153,7 +186,7 @@ impl Description {
         out.extend(NAMESPACE);
         out.extend(namespace().unwrap_or(0).to_le_bytes());
         out.extend((exports.len() as u32).to_le_bytes());
-        exports.for_each(|export| export.write(&mut out));
+        exports.iter().for_each(|export| export.write(&mut out));
         out
     }
 
@@ -284,15 +317,17 @@ pub(crate) fn open(
                     let what = What::Plain(*handle, base);
                     MAPPINGS.fetch_add(1, Ordering::SeqCst);
                     opened.push(Arc::new(Opened { card: card.clone(), what }));
-                    let (_, bytes) = card.allocation(base)?;
-                    if foreign.base - foreign.allocation + foreign.bytes > bytes {
-                        return Err(Error::BadDescription(
-                            "a region reaches beyond its allocation".to_owned(),
-                        ));
-                    }
                     base
                 }
             };
+            let (_, bytes) = card.allocation(base)?;
+            let within = foreign.base - foreign.allocation;
+            if within.checked_add(foreign.bytes).is_none_or(|end| end > bytes) {
+                return Err(Error::BadDescription(format!(
+                    "{} bytes at {:#x} reach beyond their allocation of {bytes} bytes at {:#x}",
+                    foreign.bytes, foreign.base, foreign.allocation
+                )));
+            }
             Ok(base.wrapping_sub(foreign.allocation))
         }
         // These are taken anew each time: the number of a descriptor may be another one's by now.
@@ -346,7 +381,7 @@ mod tests {
     use super::*;
 
     fn description() -> Vec<u8> {
-        let mut out = Description::write([7; 16], [].into_iter());
+        let mut out = Description::write([7; 16], &[]);
         let count = out.len() - 4;
         out[count..].copy_from_slice(&2u32.to_le_bytes());
         for word in [1000u64, 50, 900] {

@@ -1,12 +1,12 @@
 //! What only `cuda` promises: mappings, loops, and what happens when the card refuses.
 
-use kvferry_layout::{BlockPair, Loop, Loops};
+use kvferry_layout::{BlockPair, Loop, Loops, Region};
 use kvferry_transport::cuda::mappings;
-use kvferry_transport::{Error, Operation, Status, Transport};
+use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
 use crate::data::pattern;
-use crate::memory::Memory;
+use crate::memory::{CardMemory, Memory};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
 use crate::peer::Peer;
 
@@ -76,6 +76,78 @@ pub(super) fn only_what_is_described_stays_open() {
         done(&mapped.read_all());
         assert!(mapped.ours.snapshot() == pattern(seed, MIB), "the memory before was read");
     }
+}
+
+/// A description with other regions: (base, bytes), all in the one allocation that it has.
+fn described(description: &[u8], regions: &[(u64, u64)]) -> Vec<u8> {
+    let mark = description.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    let (front, rest) = description.split_at(mark + 16);
+    // How many there are; base, bytes; allocation, no parts, handle.
+    let one = &rest[4 + 16..];
+    assert_eq!(one.len(), 8 + 4 + 64);
+    let mut out = [front, &(regions.len() as u32).to_le_bytes()[..]].concat();
+    for (base, bytes) in regions {
+        out.extend(base.to_le_bytes());
+        out.extend(bytes.to_le_bytes());
+        out.extend(one);
+    }
+    out
+}
+
+/// Also where the allocation is open already: by a region before it, or by a description before it.
+pub(super) fn regions_beyond_their_allocation_are_refused() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    let (base, bytes) = (pair.process.base, MIB as u64);
+    let half = bytes / 2;
+    let beyond = [
+        vec![(base, half), (base + half, half + 1)],
+        vec![(base, bytes + 4096)],
+        vec![(base, 16), (base + 16, u64::MAX - base - 16)],
+        vec![(base, half), (base + bytes, 16)],
+    ];
+    let other = CudaTwinEnd::new().unwrap();
+    for regions in beyond {
+        let description = described(&pair.process.description, &regions);
+        for transport in [&other, &pair.transport] {
+            let result = transport.connect(&description, soon());
+            assert!(matches!(result, Err(Error::BadDescription(_))), "{regions:?}: {result:?}");
+        }
+        assert_eq!(mappings(), 1, "what was opened for nothing is closed");
+    }
+    let halves = described(&pair.process.description, &[(base, half), (base + half, half)]);
+    pair.transport.connect(&halves, soon()).unwrap();
+    assert_eq!(mappings(), 1);
+    let copies = [pair.inward(0, 0, MIB / 2), pair.inward(MIB / 2, MIB / 2, MIB / 2)];
+    done(&pair.read(&copies));
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// Memory of this process is not opened: it is looked up in what is registered.
+pub(super) fn regions_of_this_process_must_be_registered() {
+    let (theirs, ours) = (CardMemory::new(MIB), CardMemory::new(MIB));
+    theirs.write(0, &pattern(PEER_SEED, MIB));
+    let (source, reader) = (CudaTwinEnd::new().unwrap(), CudaTwinEnd::new().unwrap());
+    let (base, half) = (theirs.base(), MIB as u64 / 2);
+    let region = Region { bytes: half, ..theirs.region() };
+    // SAFETY: the memory outlives the transports, and is only touched through its address.
+    let id = unsafe { source.register(region) }.unwrap();
+    // SAFETY: as above.
+    unsafe { reader.register(ours.region()) }.unwrap();
+    let description = source.describe().unwrap();
+    for (base, bytes) in
+        [(base, half + 1), (base - 1, 16), (base + half, 16), (base, u64::MAX - base)]
+    {
+        let result = reader.connect(&described(&description, &[(base, bytes)]), soon());
+        assert!(matches!(result, Err(Error::BadDescription(_))), "{base:#x} {bytes}: {result:?}");
+    }
+    let peer = reader.connect(&description, soon()).unwrap();
+    let copy = ByteCopy { source: base, destination: ours.base(), bytes: half };
+    done(&reader.read(&peer, &[copy], soon()).unwrap());
+    assert!(ours.snapshot()[..MIB / 2] == pattern(PEER_SEED, MIB)[..MIB / 2]);
+    source.deregister(id, soon()).unwrap();
+    let result = reader.connect(&description, soon());
+    assert!(matches!(result, Err(Error::BadDescription(_))), "{result:?}");
+    drop((source, reader));
 }
 
 /// Loops and tables instead of a list: what they say, and nothing else.

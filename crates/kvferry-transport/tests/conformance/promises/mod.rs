@@ -79,6 +79,14 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
     vec![
         ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaTwinEnd>),
         ("only_what_is_described_stays_open", cuda::only_what_is_described_stays_open),
+        (
+            "regions_beyond_their_allocation_are_refused",
+            cuda::regions_beyond_their_allocation_are_refused,
+        ),
+        (
+            "regions_of_this_process_must_be_registered",
+            cuda::regions_of_this_process_must_be_registered,
+        ),
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
         (
