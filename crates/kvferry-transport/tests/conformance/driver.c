@@ -10,6 +10,9 @@
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
  * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
+ * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
+ *                             wait (cuStreamSynchronize), event (cuEventQuery), context (cuCtxSetCurrent while a
+ *                             kernel is under way)
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -31,6 +34,24 @@ static int refuses(const char *what)
 {
     const char *refused = getenv("KVFERRY_TWIN_REFUSES");
     return refused && !strcmp(refused, what);
+}
+
+/* The code to answer with, if this is the question that is to be answered so, and was not yet. */
+static int once(const char *what)
+{
+    static char said[32];
+    char name[16];
+    int code = OK;
+    const char *wanted = getenv("KVFERRY_TWIN_ONCE");
+    if (!wanted || sscanf(wanted, "%15s %d", name, &code) != 2 || strcmp(name, what))
+        return OK;
+    pthread_mutex_lock(&lock);
+    if (strncmp(said, wanted, sizeof said - 1))
+        strncpy(said, wanted, sizeof said - 1);
+    else
+        code = OK;
+    pthread_mutex_unlock(&lock);
+    return code;
 }
 
 /* Memory "on the card": a file without a name, which other processes open through this one. */
@@ -317,6 +338,9 @@ int cuStreamCreateWithPriority(struct stream **made, unsigned flags, int priorit
 
 int cuStreamSynchronize(struct stream *stream)
 {
+    int code = once("wait");
+    if (code)
+        return code;
     pthread_mutex_lock(&stream->lock);
     while (stream->first || stream->busy)
         pthread_cond_wait(&stream->changed, &stream->lock);
@@ -326,6 +350,9 @@ int cuStreamSynchronize(struct stream *stream)
 
 int cuStreamQuery(struct stream *stream)
 {
+    int code = once("stream");
+    if (code)
+        return code;
     pthread_mutex_lock(&stream->lock);
     int busy = stream->first || stream->busy;
     pthread_mutex_unlock(&stream->lock);
@@ -379,6 +406,9 @@ int cuEventRecord(struct event *event, struct stream *stream)
 
 int cuEventQuery(struct event *event)
 {
+    int code = once("event");
+    if (code)
+        return code;
     uint64_t recorded = __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE);
     return __atomic_load_n(&event->passed, __ATOMIC_ACQUIRE) < recorded ? NOT_READY : OK;
 }
@@ -511,7 +541,7 @@ int cuDevicePrimaryCtxRelease_v2(int device)
 int cuCtxSetCurrent(void *context)
 {
     (void)context;
-    return OK;
+    return __atomic_load_n(&kernels, __ATOMIC_ACQUIRE) ? once("context") : OK;
 }
 
 int cuCtxSynchronize(void) { return OK; }

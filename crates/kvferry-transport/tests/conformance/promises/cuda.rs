@@ -1,14 +1,16 @@
 //! What only `cuda` promises: mappings, loops, and what happens when the card refuses.
 
+use std::time::{Duration, Instant};
+
 use kvferry_layout::{BlockPair, Loop, Loops, Region};
 use kvferry_transport::cuda::mappings;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
 use crate::data::pattern;
-use crate::memory::{CardMemory, Memory};
+use crate::memory::{CardMemory, Memory, card};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
-use crate::peer::Peer;
+use crate::peer::{Peer, wait_until};
 
 /// A peer's memory is mapped while the peer is connected, and not longer: also when it has died, comes
 /// back as another, or its transport is dropped.
@@ -49,8 +51,7 @@ pub(super) fn only_what_is_described_stays_open() {
     let mut pair = Pair::<CudaTwinEnd>::new(MIB);
     let base = pair.process.base;
     for seed in 10..20 {
-        // SAFETY: as in `twin_refuses`.
-        unsafe { std::env::set_var("KVFERRY_TWIN_LATE_MS", "50") };
+        twin("KVFERRY_TWIN_LATE_MS", "50");
         let before = pair.read_all();
         pair.process.exchange(seed);
         assert_eq!(pair.process.base, base, "the address was not given out again");
@@ -177,10 +178,15 @@ pub(super) fn loops_are_exact<B: BackEnd>() {
     assert!(pair.ours.snapshot() == ours, "loops are not exact");
 }
 
-fn twin_refuses(what: &str) {
+/// Tells the twin of this process, and of those that it starts from now on.
+pub(super) fn twin(variable: &str, value: &str) {
     // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
     // work, and they have none.
-    unsafe { std::env::set_var("KVFERRY_TWIN_REFUSES", what) };
+    unsafe { std::env::set_var(variable, value) };
+}
+
+fn twin_refuses(what: &str) {
+    twin("KVFERRY_TWIN_REFUSES", what);
 }
 
 /// Other containers, MIG: the cause is named, nothing stays open, and the transport works on.
@@ -251,8 +257,7 @@ pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
     let table = loops.add_table((0..blocks).map(pair_of));
     loops.add_nest((pair.process.base, pair.ours.base()), 512, (512, 512), &[], table).unwrap();
-    // SAFETY: as in `twin_refuses`.
-    unsafe { std::env::set_var("KVFERRY_TWIN_LATE_MS", "300") };
+    twin("KVFERRY_TWIN_LATE_MS", "300");
     twin_refuses("next");
     let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
     let second = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap().wait(soon());
@@ -277,4 +282,46 @@ pub(super) fn kernels_that_break_fail() {
     let status = pair.read_all().wait(soon());
     assert!(matches!(status, Status::Failed(Error::Cuda { .. })), "{status:?}");
     assert_eq!(pair.transport.statistics().quarantined, 0);
+}
+
+/// Whoever asks after work while another thread captures a graph is given an error that says nothing of the work: it
+/// counts as under way, and nothing that it touches is given up.
+pub(super) fn answers_that_say_nothing_are_no_end() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin("KVFERRY_TWIN_LATE_MS", "300");
+    for answer in ["stream 900", "context 901", "stream 1"] {
+        pair.ours.write(0, &pattern(OUR_SEED, MIB));
+        twin("KVFERRY_TWIN_ONCE", answer);
+        let operation = pair.read_all();
+        let early = operation.wait(Instant::now() + Duration::from_millis(100));
+        assert!(!early.is_safe(), "{answer}: {early:?}");
+        done(&operation);
+        assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+    }
+    // An error that ends the context ends the work.
+    twin("KVFERRY_TWIN_ONCE", "stream 719");
+    let status = pair.read_all().wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { code: 719, .. })), "{status:?}");
+}
+
+/// The same for those who wait for a stream or a point of it.
+pub(super) fn waiting_outlasts_answers_that_say_nothing() {
+    let memory = CardMemory::new(MIB);
+    let (stream, event) = (card().stream(true).unwrap(), card().event(false).unwrap());
+    // SAFETY: the memory is kept until the stream has passed.
+    let fill = || unsafe { stream.fill(memory.base(), 7, MIB as u64) }.unwrap();
+    fill();
+    stream.record(&event).unwrap();
+    twin("KVFERRY_TWIN_ONCE", "event 900");
+    assert_eq!(event.passed(), Ok(false));
+    wait_until("the stream has passed", || event.passed().unwrap());
+    twin("KVFERRY_TWIN_ONCE", "wait 900");
+    fill();
+    assert_eq!(stream.synchronize(), Ok(()));
+    for (answer, wait) in [("event 700", false), ("wait 700", true)] {
+        twin("KVFERRY_TWIN_ONCE", answer);
+        let said = if wait { stream.synchronize() } else { event.passed().map(drop) };
+        assert!(matches!(said, Err(Error::Cuda { code: 700, .. })), "{answer}: {said:?}");
+    }
+    stream.synchronize().unwrap();
 }

@@ -99,6 +99,11 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
             cuda::kernels_that_do_not_start_disturb_no_other,
         ),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
+        ("answers_that_say_nothing_are_no_end", cuda::answers_that_say_nothing_are_no_end),
+        (
+            "waiting_outlasts_answers_that_say_nothing",
+            cuda::waiting_outlasts_answers_that_say_nothing,
+        ),
     ]
 }
 
@@ -109,6 +114,7 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
             "kernels_that_are_late_are_waited_for",
             card_packing::kernels_that_are_late_are_waited_for,
         ),
+        ("answers_that_say_nothing_are_no_end", card_packing::answers_that_say_nothing_are_no_end),
         (
             "kernels_in_flight_keep_the_destination",
             card_packing::kernels_in_flight_keep_the_destination,

@@ -26,6 +26,8 @@ pub(super) fn a_missing_plugin_is_named() {
 /// whenever its metadata is another, and comes back after metadata that NIXL cannot load.
 pub(super) fn other_metadata_is_loaded() {
     let pair = Pair::<NixlTcpEnd>::new(MIB);
+    // What has not changed is not loaded again.
+    assert_eq!(pair.transport.describe(), pair.transport.describe());
     let good = &pair.process.description;
     // Behind 8 + 16 bytes of names, 4 of a count and the regions.
     let regions = u32::from_le_bytes(good[24..28].try_into().unwrap()) as usize;
