@@ -1,7 +1,7 @@
 /*
  * Enough of CUDA's driver to run the cuda back end without a GPU: memory that other processes can open,
  * streams that work in order in threads of their own, and one kernel, whose body is loops.h. A kernel that may
- * overlap the one before it runs first if both are queued. What a card does is done by the CPU; everything around
+ * overlap the one before it runs first if both are queued; it is refused where what comes before it fills memory. What a card does is done by the CPU; everything around
  * it is the back end's own code.
  *
  * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
@@ -242,6 +242,7 @@ struct stream {
     pthread_cond_t changed;
     struct work *first, **last;
     int busy, closing, code;
+    int newest; /* the kind of what was queued last */
 };
 
 /* Kernels that are queued or run. */
@@ -320,6 +321,7 @@ static int push(struct stream *stream, struct work work)
     pthread_mutex_lock(&stream->lock);
     *stream->last = made;
     stream->last = &made->next;
+    stream->newest = work.kind;
     pthread_cond_broadcast(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
     return OK;
@@ -475,6 +477,11 @@ int cuLaunchKernelEx(const struct config *config, void *function, void **argumen
     int overlaps = config->count == 1 && config->attributes[0].id == 6 && config->attributes[0].value[0];
     if (refuses("launch") || (refuses("next") && __atomic_load_n(&kernels, __ATOMIC_ACQUIRE)))
         return NO_MEMORY;
+    pthread_mutex_lock(&config->stream->lock);
+    int filled = config->stream->newest == FILL;
+    pthread_mutex_unlock(&config->stream->lock);
+    if (overlaps && filled)
+        return INVALID;
     __atomic_fetch_add(&kernels, 1, __ATOMIC_RELEASE);
     if (bytes == sizeof(uint64_t))
         return push(config->stream,

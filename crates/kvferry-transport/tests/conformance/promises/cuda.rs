@@ -238,6 +238,33 @@ pub(super) fn mapped_memory_of_another_pid_namespace_is_not_taken() {
     assert_eq!(mappings(), 2);
 }
 
+/// All of the peer's memory, in blocks of so many bytes, the last block first.
+fn backwards(pair: &Pair<CudaTwinEnd>, bytes: usize) -> Loops {
+    let mut loops = Loops::default();
+    let blocks = (pair.bytes / bytes) as u32;
+    let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
+    let table = loops.add_table((0..blocks).map(pair_of));
+    let (start, bytes) = ((pair.process.base, pair.ours.base()), bytes as u64);
+    loops.add_nest(start, bytes, (bytes, bytes), &[], table).unwrap();
+    loops
+}
+
+fn is_backwards(pair: &Pair<CudaTwinEnd>, bytes: usize) -> bool {
+    let theirs = pattern(PEER_SEED, pair.bytes);
+    let expected: Vec<u8> = theirs.chunks_exact(bytes).rev().flatten().copied().collect();
+    pair.ours.snapshot() == expected
+}
+
+/// Launches overlap each other, but not what fills the memory that they count in: the twin refuses those. There are
+/// more of them at once than there is such memory at first.
+pub(super) fn launches_do_not_overlap_what_is_filled() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin("KVFERRY_TWIN_LATE_MS", "5");
+    let reads: Vec<_> = (0..200).map(|_| pair.read_all()).collect();
+    reads.iter().for_each(done);
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
 pub(super) fn kernels_that_do_not_start_fail() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     twin_refuses("launch");
@@ -252,11 +279,7 @@ pub(super) fn kernels_that_do_not_start_fail() {
 pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     // Too many pairs of blocks to travel with the launch.
-    let mut loops = Loops::default();
-    let blocks = (MIB / 512) as u32;
-    let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
-    let table = loops.add_table((0..blocks).map(pair_of));
-    loops.add_nest((pair.process.base, pair.ours.base()), 512, (512, 512), &[], table).unwrap();
+    let loops = backwards(&pair, 512);
     twin("KVFERRY_TWIN_LATE_MS", "300");
     twin_refuses("next");
     let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
@@ -270,9 +293,7 @@ pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     );
     done(&one);
     done(&other);
-    let (theirs, ours) = (pattern(PEER_SEED, MIB), pair.ours.snapshot());
-    let backwards: Vec<u8> = theirs.chunks_exact(512).rev().flatten().copied().collect();
-    assert!(ours == backwards, "loops are not exact");
+    assert!(is_backwards(&pair, 512), "loops are not exact");
 }
 
 /// A kernel that an error ends sets no signal: the transport asks the card, and nothing waits for ever.

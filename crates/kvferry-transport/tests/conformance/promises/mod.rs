@@ -99,6 +99,7 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
             cuda::kernels_that_do_not_start_disturb_no_other,
         ),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
+        ("launches_do_not_overlap_what_is_filled", cuda::launches_do_not_overlap_what_is_filled),
         ("answers_that_say_nothing_are_no_end", cuda::answers_that_say_nothing_are_no_end),
         (
             "waiting_outlasts_answers_that_say_nothing",
