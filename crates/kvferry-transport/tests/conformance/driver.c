@@ -9,6 +9,8 @@
  * KVFERRY_TWIN_REFUSES=next   nor do those that find another one under way
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
  * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
+ * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
+ * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
  * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
  *                             wait (cuStreamSynchronize), event (cuEventQuery), context (cuCtxSetCurrent while a
@@ -130,6 +132,8 @@ int cuMemGetInfo_v2(size_t *free, size_t *all)
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
+    if (refuses("memory"))
+        return NO_MEMORY;
     int file = memfd_create("card", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, bytes))
         return NO_MEMORY;
@@ -199,6 +203,8 @@ int cuPointerGetAttribute(void *to, int attribute, uint64_t address)
 int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
 {
     (void)flags;
+    if (refuses("memory") || refuses("pinned"))
+        return NO_MEMORY;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return *memory ? OK : NO_MEMORY;
 }

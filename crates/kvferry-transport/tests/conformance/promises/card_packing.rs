@@ -106,6 +106,15 @@ pub(super) fn cards_without_the_kernel_are_read_directly() {
     assert_eq!(packed(&mut pair).1, 0);
 }
 
+/// A card for which there is no memory to tell kernels what to do is read directly, and reads directly.
+pub(super) fn cards_without_memory_are_read_directly() {
+    twin("KVFERRY_TWIN_REFUSES", "pinned");
+    let mut pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    assert_eq!(pair.transport.rates(&pair.peer).packed, None);
+    exact(&pair);
+    assert_eq!(packed(&mut pair).1, 0);
+}
+
 /// Runs of one memory, in another order in the other.
 fn across(from: u64, to: u64) -> Loops {
     let mut loops = Loops::default();

@@ -7,6 +7,7 @@ use kvferry_transport::cuda::mappings;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
+use crate::census;
 use crate::data::pattern;
 use crate::memory::{CardMemory, Memory, card};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
@@ -263,6 +264,60 @@ pub(super) fn launches_do_not_overlap_what_is_filled() {
     let reads: Vec<_> = (0..200).map(|_| pair.read_all()).collect();
     reads.iter().for_each(done);
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+fn no_memory(operation: &impl Operation) {
+    let status = operation.wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { code: 2, .. })), "{status:?}");
+}
+
+/// No memory for what a transport or a launch needs: the cause is named, nothing stays behind, and the next one works.
+pub(super) fn no_memory_is_an_error_and_leaks_nothing() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    let before = census::take();
+    for what in ["memory", "pinned"] {
+        twin_refuses(what);
+        let error = CudaTwinEnd::new().map(drop).unwrap_err();
+        assert!(matches!(error, Error::Cuda { code: 2, .. }), "{error:?}");
+        // Where the launch counts, and says that it has ended.
+        no_memory(&pair.read_all());
+        assert_eq!(pair.transport.statistics().quarantined, 0);
+    }
+    let after = census::take();
+    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
+    twin_refuses("nothing");
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// Programs that do not fit into staging, by themselves or because others are under way, have memory of their own; where
+/// there is none, the read fails, and those under way do not.
+pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
+    let pair = Pair::<CudaTwinEnd>::new(24 * MIB);
+    // 8 bytes for each of them, 12 MiB and 3 MiB in all; staging has 8 MiB.
+    let (long, short) = (backwards(&pair, 16), backwards(&pair, 64));
+    let read = |loops: &Loops| pair.transport.read_loops(&pair.peer, loops, soon()).unwrap();
+    done(&read(&long));
+    assert!(is_backwards(&pair, 16), "a long program is not exact");
+    twin("KVFERRY_TWIN_LATE_MS", "20");
+    let all: Vec<_> = (0..6).map(|_| read(&short)).collect();
+    all.iter().for_each(done);
+    assert!(is_backwards(&pair, 64), "programs beside staging are not exact");
+    let before = census::take();
+    for what in ["memory", "pinned"] {
+        twin_refuses(what);
+        no_memory(&read(&long));
+        // Two have room, the third one has not.
+        let under_way = [read(&short), read(&short)];
+        no_memory(&read(&short));
+        under_way.iter().for_each(done);
+        assert_eq!(pair.transport.statistics().quarantined, 0);
+    }
+    twin_refuses("nothing");
+    done(&read(&long));
+    assert!(is_backwards(&pair, 16), "a long program is not exact");
+    let after = census::take();
+    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
 }
 
 pub(super) fn kernels_that_do_not_start_fail() {

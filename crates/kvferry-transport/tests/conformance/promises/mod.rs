@@ -100,6 +100,11 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
         ("launches_do_not_overlap_what_is_filled", cuda::launches_do_not_overlap_what_is_filled),
+        ("no_memory_is_an_error_and_leaks_nothing", cuda::no_memory_is_an_error_and_leaks_nothing),
+        (
+            "programs_longer_than_staging_have_memory_of_their_own",
+            cuda::programs_longer_than_staging_have_memory_of_their_own,
+        ),
         ("answers_that_say_nothing_are_no_end", cuda::answers_that_say_nothing_are_no_end),
         (
             "waiting_outlasts_answers_that_say_nothing",
@@ -125,6 +130,10 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
         (
             "cards_without_the_kernel_are_read_directly",
             card_packing::cards_without_the_kernel_are_read_directly,
+        ),
+        (
+            "cards_without_memory_are_read_directly",
+            card_packing::cards_without_memory_are_read_directly,
         ),
         (
             "a_card_and_a_host_pack_for_each_other",
