@@ -94,6 +94,8 @@ pub(super) struct Line {
     last: Option<Arc<dyn Landing>>,
     /// Whether a launch may overlap the one before it on this card.
     overlaps: bool,
+    /// Whether the stream fills something that the next launch needs, and that it must wait for.
+    filled: bool,
     wide: Kernels,
     dense: Kernels,
     /// A program that travels with a launch, as many times 16 bytes as the longest may have.
@@ -119,6 +121,7 @@ impl Line {
             uploads: (card.stream(true)?, card.event(false)?),
             last: None,
             overlaps: capability >= OVERLAPS_FROM,
+            filled: false,
             wide: Kernels::load(&module, WIDE)?,
             dense: Kernels::load(&module, DENSE)?,
             inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
@@ -129,8 +132,10 @@ impl Line {
     }
 
     /// What tells of the end of a launch: its signal, and the stream that it is in.
-    pub(super) fn tidings(&self) -> Result<(Signal, Arc<Stream>), Error> {
-        Ok((self.signals.take(&self.stream)?, self.stream.clone()))
+    pub(super) fn tidings(&mut self) -> Result<(Signal, Arc<Stream>), Error> {
+        let (signal, filled) = self.signals.take(&self.stream)?;
+        self.filled |= filled;
+        Ok((signal, self.stream.clone()))
     }
 
     /// Launches the kernel for a program. Where the card refuses, nothing runs when this returns.
@@ -147,7 +152,10 @@ impl Line {
         // SAFETY: the caller's promise.
         let launched = unsafe { self.launch(program, extent, launch) };
         match launched {
-            Ok(()) => self.last = Some(launch.clone()),
+            Ok(()) => {
+                self.last = Some(launch.clone());
+                self.filled = false;
+            }
             Err(error) => {
                 // An upload may be under way, and no kernel behind it that tells of its end.
                 let _ = (self.uploads.0.synchronize(), self.stream.synchronize());
@@ -170,7 +178,7 @@ impl Line {
             ctas: u64::from(extent.sms).min(program.batches()) as u32,
             threads,
             shared: if program.uses_tiles() { tiles(threads) } else { 0 },
-            overlaps: self.overlaps && !extent.bound,
+            overlaps: self.overlaps && !extent.bound && !self.filled,
         };
         let kernels = if extent.wide { &self.wide } else { &self.dense };
         let fits = |fit: &(usize, &Kernel)| program.bytes() <= fit.0;

@@ -17,7 +17,6 @@
 //! wanted, [`CudaOptions::kernel`] names what `nvcc` made of `copy.cu` beforehand: PTX (`nvcc -ptx
 //! -arch=compute_80`, for sm_80 and newer) or machine code (`nvcc -cubin -arch=sm_90`).
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -53,7 +52,7 @@ use landing::Landing;
 use line::{Extent, Line};
 use list::grouped;
 use program::Program;
-use share::{Description, Export};
+use share::{Description, Export, Exports};
 use watch::Watch;
 
 pub use flight::CudaTransfer;
@@ -88,7 +87,7 @@ pub struct Cuda {
     card: Card,
     instance: [u8; 16],
     desk: Desk,
-    exports: Mutex<BTreeMap<RegionId, Arc<Export>>>,
+    exports: Arc<Exports>,
     peers: Mutex<Vec<CudaPeer>>,
     /// Multiprocessors of the card, and which part of them transfers take.
     all_sms: u32,
@@ -116,14 +115,14 @@ impl Cuda {
             card,
             instance,
             desk: Desk::new()?,
-            exports: Mutex::default(),
+            exports: Arc::default(),
             peers: Mutex::default(),
             all_sms,
             extent: Mutex::new(Extent::new(options.sms, all_sms)),
             line: Mutex::new(line),
             watch: Watch::start()?,
         };
-        peer::OWN.lock().insert(instance);
+        peer::OWN.lock().insert(instance, this.exports.clone());
         Ok(this)
     }
 
@@ -210,20 +209,17 @@ impl Transport for Cuda {
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
         let export = Export::new(&self.card, region)?;
         let id = self.desk.regions.insert(region)?;
-        self.exports.lock().insert(id, Arc::new(export));
+        self.exports.insert(id, export);
         Ok(id)
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
-        let gone = || {
-            self.exports.lock().remove(&region);
-        };
+        let gone = || self.exports.remove(region);
         self.desk.regions.remove(region, deadline, gone, || ()).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
-        let exports: Vec<Arc<Export>> = self.exports.lock().values().cloned().collect();
-        Ok(Description::write(self.instance, self.card.uuid(), exports.into_iter()))
+        Ok(Description::write(self.instance, &self.exports.all()))
     }
 
     fn connect(&self, description: &[u8], _: Instant) -> Result<CudaPeer, Error> {

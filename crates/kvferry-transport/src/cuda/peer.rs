@@ -1,6 +1,6 @@
 //! Peers of the cuda back end, and their memory as this process sees it.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kvferry_layout::{Place, Region};
 use parking_lot::Mutex;
 
 use super::driver::Card;
-use super::share::{self, Description, Opened};
+use super::share::{self, Description, Exports, Opened};
 use crate::contract::{Error, Instance};
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
@@ -37,7 +37,8 @@ impl CudaPeer {
         })))
     }
 
-    /// Brings it up to date; what is open already stays.
+    /// Brings it up to date: what the description still names stays open, what it does not name any more is closed,
+    /// unless a kernel still reads it: then when that has ended.
     pub(super) fn refresh(&self, card: &Card, description: &Description) -> Result<(), Error> {
         let before = self.table();
         let table = Table::open(card, description, before.as_deref())?;
@@ -78,8 +79,8 @@ impl fmt::Debug for CudaPeer {
     }
 }
 
-/// The transports of this process: their memory needs no opening.
-pub(super) static OWN: Mutex<BTreeSet<[u8; 16]>> = Mutex::new(BTreeSet::new());
+/// The transports of this process and what they have registered: their memory needs no opening.
+pub(super) static OWN: Mutex<BTreeMap<[u8; 16], Arc<Exports>>> = Mutex::new(BTreeMap::new());
 
 /// A peer's regions, open here.
 #[derive(Debug)]
@@ -92,28 +93,21 @@ pub(super) struct Table {
 
 impl Table {
     fn open(card: &Card, description: &Description, before: Option<&Self>) -> Result<Self, Error> {
-        let own = OWN.lock().contains(&description.instance);
+        let own = OWN.lock().get(&description.instance).cloned();
         let place = Place::Gpu(card.ordinal());
-        let mut opened: Vec<Arc<Opened>> =
-            before.map(|table| table.opened.clone()).unwrap_or_default();
-        let mut regions = vec![];
+        let before = before.map_or(&[][..], |table| &table.opened);
+        let (mut opened, mut regions) = (vec![], vec![]);
         for foreign in &description.regions {
             let region = Region { base: foreign.base, bytes: foreign.bytes, place };
-            let known = if own { Some(0) } else { before.and_then(|table| table.shift(&region)) };
-            let shift = match known {
-                Some(shift) => shift,
-                None => share::open(card, description.pid, foreign, &mut opened)?.1,
+            let shift = match &own {
+                Some(exports) => exports.hold(&region).map(|()| 0),
+                None => share::open(card, description, foreign, before, &mut opened),
             };
-            regions.push((region, shift));
+            regions.push((region, shift?));
         }
         regions.sort_unstable_by_key(|(region, _)| region.base);
         let spans = Spans::from_peer(regions.iter().map(|(region, _)| *region).collect())?;
         let shifts = regions.into_iter().map(|(_, shift)| shift).collect();
         Ok(Self { spans, shifts, opened })
-    }
-
-    fn shift(&self, region: &Region) -> Option<u64> {
-        let at = self.spans.0.iter().position(|span| span == region)?;
-        Some(self.shifts[at])
     }
 }

@@ -12,7 +12,7 @@ use kvferry_layout::{BlockPair, Loop, LoopNest, Loops, MAX_LOOPS};
 const WARP: u64 = 32;
 const CHUNK_WORDS: u64 = WARP * 8;
 pub(crate) const TILE_BYTES: u64 = 2176;
-/// Numbers that are divided must be below this.
+/// Numbers that are divided must be below this, and words of tiles are counted in as many bits.
 const MAX_ITEMS: u64 = 1 << 31;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,47 +112,56 @@ impl<'l> Program<'l> {
     /// addresses of a nest, by its index: the way from where the peer sees its memory to where this
     /// process does.
     pub(crate) fn new(loops: &'l Loops, batch_bytes: u64, shift: impl Fn(usize) -> u64) -> Self {
+        Self::in_parts(loops, shift, Limits { batch_bytes, items: MAX_ITEMS })
+    }
+
+    /// The same where a nest may have another number of items.
+    pub(super) fn in_parts(loops: &'l Loops, shift: impl Fn(usize) -> u64, limits: Limits) -> Self {
         let mut program = Self { pairs: loops.pairs(), ..Self::default() };
         for (index, nest) in loops.nests().enumerate() {
             let first_pair = loops.table(nest.table).start as u64;
             let source = nest.source.wrapping_add(shift(index));
-            program.add(&LoopNest { source, ..nest }, nest.loops, first_pair, batch_bytes);
+            program.add(&LoopNest { source, ..nest }, nest.loops, first_pair, limits);
         }
         program
     }
 
     /// Adds a nest, in parts where it has more items than can be counted.
-    fn add(&mut self, nest: &LoopNest<'_>, loops: &[Loop], first_pair: u64, batch_bytes: u64) {
-        let shape = Shape::of(nest, loops);
-        let words = nest.run / shape.width;
-        if shape.items(nest.pairs.len() as u64) < MAX_ITEMS && words < MAX_ITEMS {
-            self.push(nest, &shape, first_pair, batch_bytes);
+    fn add(&mut self, nest: &LoopNest<'_>, loops: &[Loop], first_pair: u64, limits: Limits) {
+        let shape = Shape::of(nest, loops, limits.items);
+        let pairs = nest.pairs.len();
+        let long = nest.run / shape.width >= limits.items;
+        let wide = shape.kind == TILE
+            && shape.rows.is_some_and(|tile| tile.across.max(tile.along) >= limits.items);
+        if !long && !wide && shape.items(pairs as u64) < limits.items {
+            self.push(nest, &shape, first_pair, limits.batch_bytes);
             return;
         }
-        if nest.pairs.len() > 1 {
-            let (first, second) = nest.pairs.split_at(nest.pairs.len() / 2);
-            self.add(&LoopNest { pairs: first, ..*nest }, loops, first_pair, batch_bytes);
+        if !long && !wide && pairs > 1 {
+            let (first, second) = nest.pairs.split_at(pairs / 2);
+            self.add(&LoopNest { pairs: first, ..*nest }, loops, first_pair, limits);
             let first_pair = first_pair + first.len() as u64;
-            self.add(&LoopNest { pairs: second, ..*nest }, loops, first_pair, batch_bytes);
+            self.add(&LoopNest { pairs: second, ..*nest }, loops, first_pair, limits);
             return;
         }
-        // One pair: its most frequent loop, or its run, in halves.
-        let Some(largest) = (0..loops.len()).max_by_key(|&at| loops[at].count) else {
+        // Its most frequent loop, or its run, in halves. Without a loop, only long runs have many items.
+        let repeated = (0..loops.len()).filter(|&at| !long && loops[at].count > 1);
+        let Some(largest) = repeated.max_by_key(|&at| loops[at].count) else {
             let run = nest.run / 2 / 16 * 16;
             let (source, destination) = (nest.source + run, nest.destination + run);
-            self.add(&LoopNest { run, ..*nest }, loops, first_pair, batch_bytes);
+            self.add(&LoopNest { run, ..*nest }, loops, first_pair, limits);
             let rest = LoopNest { run: nest.run - run, source, destination, ..*nest };
-            self.add(&rest, loops, first_pair, batch_bytes);
+            self.add(&rest, loops, first_pair, limits);
             return;
         };
         let mut half = loops.to_vec();
         let count = loops[largest].count / 2;
         half[largest].count = count;
-        self.add(nest, &half, first_pair, batch_bytes);
+        self.add(nest, &half, first_pair, limits);
         half[largest].count = loops[largest].count - count;
         let source = nest.source + count * loops[largest].source;
         let destination = nest.destination + count * loops[largest].destination;
-        self.add(&LoopNest { source, destination, ..*nest }, &half, first_pair, batch_bytes);
+        self.add(&LoopNest { source, destination, ..*nest }, &half, first_pair, limits);
     }
 
     fn push(&mut self, nest: &LoopNest<'_>, shape: &Shape, first_pair: u64, batch_bytes: u64) {
@@ -227,6 +236,16 @@ impl<'l> Program<'l> {
         self.uses_tiles
     }
 
+    /// Of each nest: items, words of its run or of a tile's width, and of a tile the words in all rows and columns.
+    #[cfg(test)]
+    pub(super) fn counts(&self) -> impl Iterator<Item = [u64; 4]> {
+        let counts = |nest: &Nest| {
+            let tile = |words| if nest.kind == TILE { words } else { 0 };
+            [nest.items, nest.words.divisor, tile(nest.across), tile(nest.along)].map(u64::from)
+        };
+        self.nests.iter().map(counts)
+    }
+
     /// Bytes that [`write`](Self::write) takes.
     pub(crate) fn bytes(&self) -> usize {
         size_of::<Header>()
@@ -271,6 +290,15 @@ fn divisor(divisor: u64) -> Divisor {
     Divisor { divisor: divisor as u32, magic: magic as u32, shift: bits, unused: 0 }
 }
 
+/// How far a program is cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// What a warp takes at a time.
+    pub(super) batch_bytes: u64,
+    /// Items of a nest, words of its run and words of its tiles are fewer than this, which is 32 at least.
+    pub(super) items: u64,
+}
+
 /// How a nest is cut into items.
 struct Shape {
     kind: u32,
@@ -296,7 +324,7 @@ struct Rows {
 }
 
 impl Shape {
-    fn of(nest: &LoopNest<'_>, loops: &[Loop]) -> Self {
+    fn of(nest: &LoopNest<'_>, loops: &[Loop], most: u64) -> Self {
         let width = width(nest, loops);
         let mut inner = Vec::with_capacity(MAX_LOOPS + 2);
         inner.extend(loops.iter().filter(|repeat| repeat.count > 1).copied());
@@ -324,7 +352,7 @@ impl Shape {
         // Short runs that are evenly apart, enough of them for a chunk.
         let row = inner.last().copied().unwrap_or_default();
         let all = row.count.saturating_mul(words);
-        if width == 16 && words.is_power_of_two() && (CHUNK_WORDS / 2..MAX_ITEMS).contains(&all) {
+        if width == 16 && words.is_power_of_two() && (CHUNK_WORDS / 2..most).contains(&all) {
             inner.pop();
             let rows = CHUNK_WORDS / words;
             inner.push(Loop {

@@ -4,17 +4,20 @@
 //! segments) has an IPC handle. Memory from the virtual-memory interface (vLLM's sleep mode, PyTorch's
 //! expandable segments) is made of mapped allocations, each of which has a file descriptor: the peer
 //! takes a copy of it from this process, as debuggers do, which the kernel allows to the same user
-//! where `ptrace` is allowed.
+//! where `ptrace` is allowed. A process has a number in its own PID namespace only, so both must be in the same.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvferry_layout::{Place, Region};
+use parking_lot::Mutex;
 
-use super::driver::{Card, IpcHandle, Mapped, Uuid};
-use crate::contract::Error;
+use super::driver::{Card, IpcHandle, Mapped};
+use crate::contract::{Error, RegionId};
 use crate::shared::bytes::{Fields, put_block};
 
 /// Mappings of peers' memory that this process holds.
@@ -106,6 +109,40 @@ impl Export {
     }
 }
 
+/// What a transport has registered.
+#[derive(Debug, Default)]
+pub(crate) struct Exports(Mutex<BTreeMap<RegionId, Arc<Export>>>);
+
+impl Exports {
+    pub(crate) fn insert(&self, id: RegionId, export: Export) {
+        self.0.lock().insert(id, Arc::new(export));
+    }
+
+    pub(crate) fn remove(&self, id: RegionId) {
+        self.0.lock().remove(&id);
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Export>> {
+        self.0.lock().values().cloned().collect()
+    }
+
+    /// Refuses what does not lie in one of them.
+    pub(crate) fn hold(&self, named: &Region) -> Result<(), Error> {
+        let holds = |one: &Region| match (named.end(), one.end()) {
+            (Some(end), Some(last)) => one.base <= named.base && end <= last,
+            _ => false,
+        };
+        if self.0.lock().values().any(|export| holds(&export.region)) {
+            return Ok(());
+        }
+        Err(Error::BadDescription(format!(
+            "it names {} bytes at {:#x} of this process, which are not registered there (any more): \
+             describe that side again",
+            named.bytes, named.base
+        )))
+    }
+}
+
 /// What a peer says of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Description {
@@ -113,7 +150,8 @@ pub(crate) struct Description {
     /// Which host, and which run of it.
     pub(crate) boot: Vec<u8>,
     pub(crate) pid: u32,
-    pub(crate) card: Uuid,
+    /// The PID namespace that the number is of, where it is known.
+    namespace: Option<u64>,
     pub(crate) regions: Vec<Foreign>,
 }
 
@@ -133,22 +171,22 @@ enum ForeignWay {
 }
 
 const MAGIC: &[u8; 8] = b"kvfy-cud";
+/// What comes before the number of a PID namespace. The release before wrote the UUID of its card in the place of
+/// the two and never read it, so that it does not miss it.
+const NAMESPACE: &[u8; 8] = b"kvfy-pid";
 /// More parts than any region has.
 const MAX_PARTS: u32 = 1 << 20;
 
 impl Description {
-    pub(crate) fn write(
-        instance: [u8; 16],
-        card: Uuid,
-        exports: impl ExactSizeIterator<Item = Arc<Export>>,
-    ) -> Vec<u8> {
+    pub(crate) fn write(instance: [u8; 16], exports: &[Arc<Export>]) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(instance);
         put_block(&mut out, &boot());
         out.extend(std::process::id().to_le_bytes());
-        out.extend(card);
+        out.extend(NAMESPACE);
+        out.extend(namespace().unwrap_or(0).to_le_bytes());
         out.extend((exports.len() as u32).to_le_bytes());
-        exports.for_each(|export| export.write(&mut out));
+        exports.iter().for_each(|export| export.write(&mut out));
         out
     }
 
@@ -159,7 +197,9 @@ impl Description {
                 return None;
             }
             let (instance, boot) = (fields.array()?, fields.block()?.to_vec());
-            let (pid, card, count) = (fields.u32()?, fields.array()?, fields.u32()?);
+            let pid = fields.u32()?;
+            let (said, number, count) = (fields.array::<8>()?, fields.u64()?, fields.u32()?);
+            let namespace = (&said == NAMESPACE && number != 0).then_some(number);
             let mut regions = vec![];
             for _ in 0..count {
                 let (base, bytes, allocation) = (fields.u64()?, fields.u64()?, fields.u64()?);
@@ -180,7 +220,7 @@ impl Description {
                 }
                 regions.push(Foreign { base, bytes, allocation, way });
             }
-            fields.0.is_empty().then_some(Self { instance, boot, pid, card, regions })
+            fields.0.is_empty().then_some(Self { instance, boot, pid, namespace, regions })
         };
         read()
             .ok_or_else(|| Error::BadDescription("it is not one of the cuda transport".to_owned()))
@@ -190,6 +230,29 @@ impl Description {
     pub(crate) fn is_here(&self) -> bool {
         self.boot == boot()
     }
+
+    /// Refuses to look for the peer by the number of its process where that may be another's here.
+    fn same_numbers(&self) -> Result<(), Error> {
+        let ours = namespace();
+        if self.namespace.is_some() && self.namespace == ours && !self.boot.is_empty() {
+            return Ok(());
+        }
+        let said = |number: Option<u64>| number.map_or("unknown".to_owned(), |n| n.to_string());
+        Err(Error::Unsupported(format!(
+            "the peer's GPU memory is from CUDA's virtual-memory interface, which is taken from its process, and \
+             process {} of its PID namespace ({}) may be another process of this one ({}): let both share the \
+             host's PID namespace (hostPID: true, --pid=host), update kvferry on the older side if one is unknown, \
+             or use nixl",
+            self.pid,
+            said(self.namespace),
+            said(ours)
+        )))
+    }
+}
+
+/// Names the PID namespace of this process among those of this host.
+fn namespace() -> Option<u64> {
+    std::fs::metadata("/proc/self/ns/pid").ok().map(|link| link.ino())
 }
 
 /// Names this run of this host.
@@ -225,51 +288,61 @@ impl Drop for Opened {
     }
 }
 
-/// Opens a peer's region. Returns what holds it open, and what to add to the peer's addresses.
-/// `known` is what is open already: an allocation is opened once.
+/// Opens a peer's region; answers what to add to the peer's addresses. What holds it open goes to `opened`. An
+/// allocation is opened once: it is looked for there, and in what was open before.
 pub(crate) fn open(
     card: &Card,
-    pid: u32,
+    peer: &Description,
     foreign: &Foreign,
-    known: &mut Vec<Arc<Opened>>,
-) -> Result<(Arc<Opened>, u64), Error> {
+    before: &[Arc<Opened>],
+    opened: &mut Vec<Arc<Opened>>,
+) -> Result<u64, Error> {
     match &foreign.way {
         ForeignWay::Plain(handle) => {
-            let same = |opened: &&Arc<Opened>| matches!(&opened.what, What::Plain(other, _) if other == handle);
-            let opened = match known.iter().find(same) {
-                Some(opened) => opened.clone(),
-                None => {
+            let known = |all: &[Arc<Opened>]| {
+                let base = |one: &Arc<Opened>| match &one.what {
+                    What::Plain(other, base) if other == handle => Some((one.clone(), *base)),
+                    _ => None,
+                };
+                all.iter().find_map(base)
+            };
+            let base = match (known(opened), known(before)) {
+                (Some((_, base)), _) => base,
+                (None, Some((one, base))) => {
+                    opened.push(one);
+                    base
+                }
+                (None, None) => {
                     let base = card.ipc_open(handle)?;
                     let what = What::Plain(*handle, base);
                     MAPPINGS.fetch_add(1, Ordering::SeqCst);
-                    let opened = Arc::new(Opened { card: card.clone(), what });
-                    known.push(opened.clone());
-                    let (_, bytes) = card.allocation(base)?;
-                    if foreign.base - foreign.allocation + foreign.bytes > bytes {
-                        return Err(Error::BadDescription(
-                            "a region reaches beyond its allocation".to_owned(),
-                        ));
-                    }
-                    opened
+                    opened.push(Arc::new(Opened { card: card.clone(), what }));
+                    base
                 }
             };
-            let What::Plain(_, base) = opened.what else {
-                return Err(Error::BadDescription("its regions overlap".to_owned()));
-            };
-            Ok((opened, base.wrapping_sub(foreign.allocation)))
+            let (_, bytes) = card.allocation(base)?;
+            let within = foreign.base - foreign.allocation;
+            if within.checked_add(foreign.bytes).is_none_or(|end| end > bytes) {
+                return Err(Error::BadDescription(format!(
+                    "{} bytes at {:#x} reach beyond their allocation of {bytes} bytes at {:#x}",
+                    foreign.bytes, foreign.base, foreign.allocation
+                )));
+            }
+            Ok(base.wrapping_sub(foreign.allocation))
         }
+        // These are taken anew each time: the number of a descriptor may be another one's by now.
         ForeignWay::Mapped(parts) => {
+            peer.same_numbers()?;
             let taken: Vec<(OwnedFd, u64)> = parts
                 .iter()
-                .map(|&(descriptor, bytes)| Ok((take_descriptor(pid, descriptor)?, bytes)))
+                .map(|&(descriptor, bytes)| Ok((take_descriptor(peer.pid, descriptor)?, bytes)))
                 .collect::<Result<_, Error>>()?;
             let named: Vec<_> = taken.iter().map(|(fd, bytes)| (fd.as_raw_fd(), *bytes)).collect();
             let mapped = card.map(&named)?;
             let shift = mapped.base().wrapping_sub(foreign.allocation);
             MAPPINGS.fetch_add(1, Ordering::SeqCst);
-            let opened = Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) });
-            known.push(opened.clone());
-            Ok((opened, shift))
+            opened.push(Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) }));
+            Ok(shift)
         }
     }
 }
@@ -308,7 +381,7 @@ mod tests {
     use super::*;
 
     fn description() -> Vec<u8> {
-        let mut out = Description::write([7; 16], [9; 16], [].into_iter());
+        let mut out = Description::write([7; 16], &[]);
         let count = out.len() - 4;
         out[count..].copy_from_slice(&2u32.to_le_bytes());
         for word in [1000u64, 50, 900] {
@@ -329,9 +402,31 @@ mod tests {
     fn what_is_written_is_read_back() {
         let read = Description::read(&description()).unwrap();
         assert!(read.is_here());
-        assert_eq!((read.pid, read.card), (std::process::id(), [9; 16]));
+        assert_eq!((read.pid, read.namespace), (std::process::id(), namespace()));
+        assert_eq!(read.same_numbers(), Ok(()));
         assert_eq!(read.regions[0].way, ForeignWay::Plain([3; 64]));
         assert_eq!(read.regions[1].way, ForeignWay::Mapped(vec![(5, 50)]));
+    }
+
+    /// The release before wrote its card's UUID where the PID namespace is said, and read nothing there.
+    #[test]
+    fn a_description_of_the_release_before_has_an_unknown_namespace() {
+        let (now, mut then) = (description(), description());
+        let at = now.windows(8).position(|part| part == NAMESPACE).unwrap();
+        then[at..at + 16].fill(9);
+        let (now, then) = (Description::read(&now).unwrap(), Description::read(&then).unwrap());
+        assert_eq!(then, Description { namespace: None, ..now });
+        assert!(matches!(then.same_numbers(), Err(Error::Unsupported(_))));
+    }
+
+    #[test]
+    fn a_number_of_another_or_an_unknown_namespace_is_refused() {
+        let same = Description::read(&description()).unwrap();
+        for namespace in [None, same.namespace.map(|number| number + 1)] {
+            let other = Description { namespace, ..same.clone() };
+            let error = other.same_numbers().unwrap_err().to_string();
+            assert!(error.contains("hostPID: true, --pid=host"), "{error}");
+        }
     }
 
     #[test]

@@ -38,10 +38,13 @@ impl Signals {
         Self { card: card.clone(), free: Arc::default() }
     }
 
-    /// A word for one launch in a stream, which must be that of all others.
-    pub(super) fn take(&self, stream: &Stream) -> Result<Signal, Error> {
+    /// A word for one launch in a stream, which must be that of all others; and whether the stream fills what it
+    /// counts in first, which that launch must not overlap.
+    pub(super) fn take(&self, stream: &Stream) -> Result<(Signal, bool), Error> {
         let mut free = self.free.lock();
-        let (page, number) = match free.pop() {
+        let known = free.pop();
+        let filled = known.is_none();
+        let (page, number) = match known {
             Some(place) => place,
             None => {
                 let count = PAGE / APART;
@@ -56,7 +59,7 @@ impl Signals {
         };
         let signal = Signal { page, number, home: self.clone() };
         signal.word().store(0, Ordering::Relaxed);
-        Ok(signal)
+        Ok((signal, filled))
     }
 }
 

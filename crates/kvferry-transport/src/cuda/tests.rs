@@ -9,6 +9,7 @@ use kvferry_layout::{BlockPair, Loop, Place};
 use proptest::prelude::*;
 
 use super::line::{DENSE, INLINE, WIDE};
+use super::program::Limits;
 use super::*;
 use crate::shared::spans::Spans;
 
@@ -48,13 +49,12 @@ impl Host {
         })
     }
 
-    /// Carries loops out by the kernel's code.
+    /// Carries a program out by the kernel's code.
     ///
     /// # Safety
     ///
     /// As for the twin.
-    unsafe fn carry_out(&self, loops: &Loops, batch_bytes: u64) {
-        let program = Program::new(loops, batch_bytes, |_| 0);
+    unsafe fn carry_out(&self, program: &Program<'_>) {
         // Words, for the alignment.
         let mut words = vec![0u128; program.bytes().div_ceil(16)];
         // SAFETY: there is room for the program, and the caller vouches for the addresses.
@@ -158,11 +158,13 @@ fn start(memory: &mut [u128]) -> u64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
-    /// The kernel's code does to every byte what the twin does, padding and neighbours included.
+    /// The kernel's code does to every byte what the twin does, padding and neighbours included, however small the
+    /// parts are that nests are cut into.
     #[test]
     fn the_kernel_does_what_the_twin_does(
         nests in prop::collection::vec(drawn(), 1..4),
         batch_bytes in prop::sample::select(vec![4u64 << 10, 13 << 10, 64 << 10]),
+        items in prop::sample::select(vec![32u64, 64, 100, 300, 1 << 31, 1 << 31]),
         seed in any::<u64>(),
     ) {
         let sizes = |side: fn(&Drawn) -> u64| -> Vec<u64> {
@@ -196,7 +198,10 @@ proptest! {
         // SAFETY: the vectors hold everything that the nests reach.
         unsafe {
             carry_out(&loops(to_expected, source));
-            Host::get().carry_out(&loops(to_found, source), batch_bytes);
+            let loops = loops(to_found, source);
+            let program = Program::in_parts(&loops, |_| 0, Limits { batch_bytes, items });
+            prop_assert!(program.counts().flatten().all(|count| count < items));
+            Host::get().carry_out(&program);
         }
         let bytes = |memory: &[u128], start: u64| {
             let skipped = (start - memory.as_ptr() as u64) as usize;
@@ -241,6 +246,38 @@ fn conv_columns_and_channels_that_change_places_are_tiles() {
     let channels = Loop { count: 2048, source: 2, destination: 6 };
     loops.add_nest((0, 0), 2, (1 << 20, 1 << 20), &[channels, columns], table).unwrap();
     assert!(Program::new(&loops, 4 << 10, |_| 0).uses_tiles());
+}
+
+#[test]
+fn nests_that_are_too_large_are_cut() {
+    let mut loops = Loops::default();
+    let one = loops.add_table([BlockPair { source: 1, destination: 2 }]);
+    let two = loops.add_table((0..2).map(|at| BlockPair { source: at, destination: at }));
+    let same = |count, stride| Loop { count, source: stride, destination: stride };
+    // Runs of more words than can be counted, around which a loop is cut until it goes round once.
+    let run = (1 << 36) + 48;
+    loops.add_nest((0, 0), run, (0, 0), &[same(3, 1 << 40), same(1, 1 << 50)], one).unwrap();
+    loops.add_nest((0, 0), run, (1 << 40, 1 << 40), &[], two).unwrap();
+    // Many short ones.
+    loops.add_nest((0, 0), 48, (0, 0), &[same(1 << 20, 1 << 30), same(1 << 14, 96)], one).unwrap();
+    for [items, words, ..] in Program::new(&loops, 4 << 10, |_| 0).counts() {
+        assert!(items < 1 << 31 && words < 1 << 31, "{items} items, {words} words");
+    }
+}
+
+#[test]
+fn a_tile_that_is_too_wide_is_cut() {
+    let mut loops = Loops::default();
+    let table = loops.add_table([BlockPair::default()]);
+    let many = (1 << 32) + 5;
+    let columns = Loop { count: many, source: 2, destination: 6 };
+    let rows = Loop { count: 3, source: 1 << 34, destination: 2 };
+    loops.add_nest((0, 0), 2, (0, 0), &[columns, rows], table).unwrap();
+    let program = Program::new(&loops, 4 << 10, |_| 0);
+    assert!(program.uses_tiles());
+    let words = program.counts().map(|[_, _, across, along]| across * along);
+    assert_eq!(words.sum::<u64>(), many * 3);
+    assert!(program.counts().flatten().all(|count| count < 1 << 31));
 }
 
 #[test]

@@ -162,11 +162,13 @@ impl Nixl {
         let loaded = self.quiesce(peer, deadline).and_then(|()| {
             self.state.prepared.forget_peer(peer.instance());
             // NIXL does not add to what it knows of a peer.
+            peer.0.metadata.lock().clear();
             let _ = self.state.agent.forget(&peer.0.name);
             self.load(metadata)
         });
         if loaded.is_ok() {
             *peer.0.spans.lock() = Arc::new(spans);
+            *peer.0.metadata.lock() = metadata.to_vec();
         }
         peer.0.paused.store(false, Ordering::SeqCst);
         self.state.changed.notify_all();
@@ -225,7 +227,8 @@ impl Transport for Nixl {
         let mut peers = self.state.peers.lock();
         let known = peers.iter().find(|peer| peer.instance() == instance);
         if let Some(peer) = known.cloned() {
-            if *peer.spans() != spans {
+            // Memory that was registered anew has other keys, also where it lies at the same addresses.
+            if *peer.spans() != spans || *peer.0.metadata.lock() != metadata {
                 self.reload(&peer, spans, metadata, deadline)?;
             }
             return Ok(peer);
@@ -245,7 +248,7 @@ impl Transport for Nixl {
             ));
         }
         let rate = RateWatch::new(Medium::Nixl(Medium::fastest_rdma()));
-        let peer = NixlPeer::new(instance, loaded, spans, rate);
+        let peer = NixlPeer::new(instance, loaded, (spans, metadata), rate);
         peers.push(peer.clone());
         drop(peers);
         if let Some(told) = told

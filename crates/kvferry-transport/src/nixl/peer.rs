@@ -24,6 +24,8 @@ pub(super) struct Inner {
     /// NIXL's name for it.
     pub(super) name: CString,
     pub(super) spans: Mutex<Arc<Spans>>,
+    /// What NIXL was told of it; empty where that failed.
+    pub(super) metadata: Mutex<Vec<u8>>,
     pub(super) rate: Arc<RateWatch>,
     pub(super) closed: AtomicBool,
     /// Nothing new is posted while its metadata is being replaced.
@@ -35,11 +37,17 @@ pub(super) struct Inner {
 }
 
 impl NixlPeer {
-    pub(super) fn new(instance: Instance, name: CString, spans: Spans, rate: RateWatch) -> Self {
+    pub(super) fn new(
+        instance: Instance,
+        name: CString,
+        (spans, metadata): (Spans, &[u8]),
+        rate: RateWatch,
+    ) -> Self {
         let peer = Self(Arc::new(Inner {
             instance,
             name,
             spans: Mutex::new(Arc::new(spans)),
+            metadata: Mutex::new(metadata.to_vec()),
             rate: Arc::new(rate),
             closed: AtomicBool::new(false),
             paused: AtomicBool::new(false),

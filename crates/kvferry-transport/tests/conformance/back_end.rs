@@ -7,7 +7,7 @@ use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Error, Transport};
 
-use crate::memory::{CardMemory, Memory, card};
+use crate::memory::{CardMemory, MappedMemory, Memory, card};
 
 pub(crate) trait BackEnd: 'static {
     type Transport: Transport;
@@ -207,5 +207,25 @@ impl BackEnd for CudaTwinEnd {
     fn new() -> Result<Cuda, Error> {
         // There is nothing to compile.
         Cuda::new(&CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
+    }
+}
+
+/// The same for memory from the virtual-memory interface.
+pub(crate) struct MappedTwinEnd;
+
+impl BackEnd for MappedTwinEnd {
+    type Transport = Cuda;
+    type Memory = MappedMemory;
+
+    const NAME: &'static str = "cuda-mapped-twin";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = CudaTwinEnd::ENVIRONMENT;
+    const NEEDS_THE_PEER: bool = CudaTwinEnd::NEEDS_THE_PEER;
+    const SEES_DEREGISTRATION: bool = CudaTwinEnd::SEES_DEREGISTRATION;
+    const SETTLES_ALONE: bool = CudaTwinEnd::SETTLES_ALONE;
+    const OUTLIVES_THE_PEER: bool = CudaTwinEnd::OUTLIVES_THE_PEER;
+    const AS_ONE: bool = CudaTwinEnd::AS_ONE;
+
+    fn new() -> Result<Cuda, Error> {
+        CudaTwinEnd::new()
     }
 }

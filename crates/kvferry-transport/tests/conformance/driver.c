@@ -1,7 +1,7 @@
 /*
  * Enough of CUDA's driver to run the cuda back end without a GPU: memory that other processes can open,
  * streams that work in order in threads of their own, and one kernel, whose body is loops.h. A kernel that may
- * overlap the one before it runs first if both are queued. What a card does is done by the CPU; everything around
+ * overlap the one before it runs first if both are queued; it is refused where what comes before it fills memory. What a card does is done by the CPU; everything around
  * it is the back end's own code.
  *
  * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
@@ -9,7 +9,12 @@
  * KVFERRY_TWIN_REFUSES=next   nor do those that find another one under way
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
  * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
+ * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
+ * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
+ * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
+ *                             wait (cuStreamSynchronize), event (cuEventQuery), context (cuCtxSetCurrent while a
+ *                             kernel is under way)
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "../../src/cuda/host.c"
@@ -32,13 +38,36 @@ static int refuses(const char *what)
     return refused && !strcmp(refused, what);
 }
 
+/* The code to answer with, if this is the question that is to be answered so, and was not yet. */
+static int once(const char *what)
+{
+    static char said[32];
+    char name[16];
+    int code = OK;
+    const char *wanted = getenv("KVFERRY_TWIN_ONCE");
+    if (!wanted || sscanf(wanted, "%15s %d", name, &code) != 2 || strcmp(name, what))
+        return OK;
+    pthread_mutex_lock(&lock);
+    if (strncmp(said, wanted, sizeof said - 1))
+        strncpy(said, wanted, sizeof said - 1);
+    else
+        code = OK;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
 /* Memory "on the card": a file without a name, which other processes open through this one. */
 struct span {
     uint64_t base, bytes;
-    int file; /* -1 where it is another process's */
+    int file; /* -1 where it is another process's, or mapped */
+    uint64_t serial; /* no other allocation of this process has it */
+    struct allocation *mapped; /* where it is from the virtual-memory interface */
     struct span *next;
 };
 static struct span *spans;
+
+/* As a card does, addresses that were given back last are given out first. */
+static void *freed;
 
 static struct span *find(uint64_t address)
 {
@@ -48,22 +77,15 @@ static struct span *find(uint64_t address)
     return span;
 }
 
-static int add(uint64_t *address, uint64_t bytes, int file, int keep)
+static void link_in(struct span *span)
 {
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED)
-        return NO_MEMORY;
-    struct span *span = malloc(sizeof *span);
-    *span = (struct span){(uint64_t)memory, bytes, keep ? file : -1, NULL};
     pthread_mutex_lock(&lock);
     span->next = spans;
     spans = span;
     pthread_mutex_unlock(&lock);
-    *address = span->base;
-    return OK;
 }
 
-static int take_away(uint64_t address)
+static struct span *link_out(uint64_t address)
 {
     pthread_mutex_lock(&lock);
     struct span **at = &spans, *span;
@@ -72,9 +94,30 @@ static int take_away(uint64_t address)
     if ((span = *at))
         *at = span->next;
     pthread_mutex_unlock(&lock);
+    return span;
+}
+
+static int add(uint64_t *address, uint64_t bytes, int file, int keep)
+{
+    static uint64_t serial;
+    void *memory = mmap(freed, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED)
+        return NO_MEMORY;
+    struct span *span = malloc(sizeof *span);
+    *span = (struct span){.base = (uint64_t)memory, .bytes = bytes, .file = keep ? file : -1};
+    span->serial = __atomic_add_fetch(&serial, 1, __ATOMIC_RELAXED);
+    link_in(span);
+    *address = span->base;
+    return OK;
+}
+
+static int take_away(uint64_t address)
+{
+    struct span *span = link_out(address);
     if (!span)
         return INVALID;
     munmap((void *)span->base, span->bytes);
+    freed = (void *)span->base;
     if (span->file >= 0)
         close(span->file);
     free(span);
@@ -89,6 +132,8 @@ int cuMemGetInfo_v2(size_t *free, size_t *all)
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
+    if (refuses("memory"))
+        return NO_MEMORY;
     int file = memfd_create("card", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, bytes))
         return NO_MEMORY;
@@ -98,9 +143,9 @@ int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 int cuMemFree_v2(uint64_t address) { return take_away(address); }
 
 struct handle {
-    uint64_t bytes;
+    uint64_t bytes, serial;
     int pid, file;
-    char rest[48];
+    char rest[40];
 };
 
 int cuIpcGetMemHandle(struct handle *handle, uint64_t address)
@@ -108,7 +153,7 @@ int cuIpcGetMemHandle(struct handle *handle, uint64_t address)
     pthread_mutex_lock(&lock);
     struct span *span = find(address);
     if (span)
-        *handle = (struct handle){.bytes = span->bytes, .pid = getpid(), .file = span->file};
+        *handle = (struct handle){span->bytes, span->serial, getpid(), span->file, {0}};
     pthread_mutex_unlock(&lock);
     return span ? OK : INVALID;
 }
@@ -144,17 +189,22 @@ int cuPointerGetAttribute(void *to, int attribute, uint64_t address)
 {
     pthread_mutex_lock(&lock);
     struct span *span = find(address);
+    if (span) {
+        /* 9: the card's number, which is 0; 10: whether it has an IPC handle; 18 and 19: of a mapping, bytes and base. */
+        if (attribute == 18 || attribute == 19)
+            *(uint64_t *)to = attribute == 18 ? span->bytes : span->base;
+        else
+            *(int *)to = attribute == 10 && !span->mapped;
+    }
     pthread_mutex_unlock(&lock);
-    if (!span)
-        return INVALID;
-    /* 9: the card's number, which is 0; 10: whether it has an IPC handle. */
-    *(int *)to = attribute == 10;
-    return OK;
+    return span ? OK : INVALID;
 }
 
 int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
 {
     (void)flags;
+    if (refuses("memory") || refuses("pinned"))
+        return NO_MEMORY;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return *memory ? OK : NO_MEMORY;
 }
@@ -198,6 +248,7 @@ struct stream {
     pthread_cond_t changed;
     struct work *first, **last;
     int busy, closing, code;
+    int newest; /* the kind of what was queued last */
 };
 
 /* Kernels that are queued or run. */
@@ -276,6 +327,7 @@ static int push(struct stream *stream, struct work work)
     pthread_mutex_lock(&stream->lock);
     *stream->last = made;
     stream->last = &made->next;
+    stream->newest = work.kind;
     pthread_cond_broadcast(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
     return OK;
@@ -294,6 +346,9 @@ int cuStreamCreateWithPriority(struct stream **made, unsigned flags, int priorit
 
 int cuStreamSynchronize(struct stream *stream)
 {
+    int code = once("wait");
+    if (code)
+        return code;
     pthread_mutex_lock(&stream->lock);
     while (stream->first || stream->busy)
         pthread_cond_wait(&stream->changed, &stream->lock);
@@ -303,6 +358,9 @@ int cuStreamSynchronize(struct stream *stream)
 
 int cuStreamQuery(struct stream *stream)
 {
+    int code = once("stream");
+    if (code)
+        return code;
     pthread_mutex_lock(&stream->lock);
     int busy = stream->first || stream->busy;
     pthread_mutex_unlock(&stream->lock);
@@ -356,6 +414,9 @@ int cuEventRecord(struct event *event, struct stream *stream)
 
 int cuEventQuery(struct event *event)
 {
+    int code = once("event");
+    if (code)
+        return code;
     uint64_t recorded = __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE);
     return __atomic_load_n(&event->passed, __ATOMIC_ACQUIRE) < recorded ? NOT_READY : OK;
 }
@@ -422,6 +483,11 @@ int cuLaunchKernelEx(const struct config *config, void *function, void **argumen
     int overlaps = config->count == 1 && config->attributes[0].id == 6 && config->attributes[0].value[0];
     if (refuses("launch") || (refuses("next") && __atomic_load_n(&kernels, __ATOMIC_ACQUIRE)))
         return NO_MEMORY;
+    pthread_mutex_lock(&config->stream->lock);
+    int filled = config->stream->newest == FILL;
+    pthread_mutex_unlock(&config->stream->lock);
+    if (overlaps && filled)
+        return INVALID;
     __atomic_fetch_add(&kernels, 1, __ATOMIC_RELEASE);
     if (bytes == sizeof(uint64_t))
         return push(config->stream,
@@ -449,12 +515,6 @@ int cuDeviceGet(int *device, int ordinal)
 {
     *device = ordinal;
     return ordinal ? 101 : OK;
-}
-
-int cuDeviceGetUuid_v2(unsigned char uuid[16], int device)
-{
-    memset(uuid, device + 1, 16);
-    return OK;
 }
 
 int cuDeviceGetName(char *name, int length, int device)
@@ -494,7 +554,7 @@ int cuDevicePrimaryCtxRelease_v2(int device)
 int cuCtxSetCurrent(void *context)
 {
     (void)context;
-    return OK;
+    return __atomic_load_n(&kernels, __ATOMIC_ACQUIRE) ? once("context") : OK;
 }
 
 int cuCtxSynchronize(void) { return OK; }
@@ -505,17 +565,115 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return OK;
 }
 
-/* Memory from the virtual-memory interface: not here. */
-#define NOT_HERE(NAME)                                                                              \
-    int NAME(void) { return NOT_SUPPORTED; }
-NOT_HERE(cuMemRetainAllocationHandle)
-NOT_HERE(cuMemCreate)
-NOT_HERE(cuMemRelease)
-NOT_HERE(cuMemExportToShareableHandle)
-NOT_HERE(cuMemImportFromShareableHandle)
-NOT_HERE(cuMemGetAllocationGranularity)
-NOT_HERE(cuMemAddressReserve)
-NOT_HERE(cuMemAddressFree)
-NOT_HERE(cuMemMap)
-NOT_HERE(cuMemUnmap)
-NOT_HERE(cuMemSetAccess)
+/* Memory from the virtual-memory interface: allocations, which are files too, and addresses that they are mapped at. */
+struct allocation {
+    int file, uses;
+};
+
+static int made(struct allocation **handle, int file)
+{
+    if (file < 0)
+        return NO_MEMORY;
+    *handle = malloc(sizeof **handle);
+    **handle = (struct allocation){file, 1};
+    return OK;
+}
+
+int cuMemCreate(struct allocation **handle, size_t bytes, const void *properties, uint64_t flags)
+{
+    (void)properties, (void)flags;
+    int file = memfd_create("mapped", MFD_CLOEXEC);
+    return made(handle, file < 0 || ftruncate(file, bytes) ? -1 : file);
+}
+
+int cuMemRelease(struct allocation *handle)
+{
+    if (!__atomic_sub_fetch(&handle->uses, 1, __ATOMIC_ACQ_REL)) {
+        close(handle->file);
+        free(handle);
+    }
+    return OK;
+}
+
+int cuMemRetainAllocationHandle(struct allocation **handle, uint64_t address)
+{
+    pthread_mutex_lock(&lock);
+    struct span *span = find(address);
+    *handle = span ? span->mapped : NULL;
+    if (*handle)
+        __atomic_add_fetch(&(*handle)->uses, 1, __ATOMIC_ACQ_REL);
+    pthread_mutex_unlock(&lock);
+    return *handle ? OK : INVALID;
+}
+
+int cuMemExportToShareableHandle(int *descriptor, struct allocation *handle, unsigned type, uint64_t flags)
+{
+    (void)type, (void)flags;
+    *descriptor = fcntl(handle->file, F_DUPFD_CLOEXEC, 0);
+    return *descriptor < 0 ? NO_MEMORY : OK;
+}
+
+int cuMemImportFromShareableHandle(struct allocation **handle, uint64_t descriptor, unsigned type)
+{
+    (void)type;
+    return made(handle, fcntl((int)descriptor, F_DUPFD_CLOEXEC, 0));
+}
+
+int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, unsigned which)
+{
+    (void)properties, (void)which;
+    *bytes = 1 << 16;
+    return OK;
+}
+
+static int reserve(void *at, size_t bytes, void **reserved)
+{
+    int fixed = at ? MAP_FIXED : 0;
+    *reserved = mmap(at ? at : freed, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
+    return *reserved == MAP_FAILED ? NO_MEMORY : OK;
+}
+
+int cuMemAddressReserve(void **base, size_t bytes, size_t alignment, uint64_t wanted, uint64_t flags)
+{
+    (void)alignment, (void)wanted, (void)flags;
+    return reserve(NULL, bytes, base);
+}
+
+int cuMemAddressFree(void *base, size_t bytes)
+{
+    freed = base;
+    return munmap(base, bytes) ? INVALID : OK;
+}
+
+int cuMemMap(void *base, size_t bytes, size_t offset, struct allocation *handle, uint64_t flags)
+{
+    (void)flags;
+    struct stat stat;
+    if (fstat(handle->file, &stat) || offset + bytes > (size_t)stat.st_size)
+        return INVALID;
+    int access = PROT_READ | PROT_WRITE;
+    if (mmap(base, bytes, access, MAP_SHARED | MAP_FIXED, handle->file, offset) == MAP_FAILED)
+        return INVALID;
+    __atomic_add_fetch(&handle->uses, 1, __ATOMIC_ACQ_REL);
+    struct span *span = malloc(sizeof *span);
+    *span = (struct span){.base = (uint64_t)base, .bytes = bytes, .file = -1, .mapped = handle};
+    link_in(span);
+    return OK;
+}
+
+int cuMemUnmap(void *base, size_t bytes)
+{
+    void *same;
+    struct span *span = link_out((uint64_t)base);
+    if (!span)
+        return INVALID;
+    cuMemRelease(span->mapped);
+    free(span);
+    return reserve(base, bytes, &same);
+}
+
+int cuMemSetAccess(uint64_t base, size_t bytes, const void *access, size_t count)
+{
+    (void)base, (void)bytes, (void)access, (void)count;
+    return OK;
+}

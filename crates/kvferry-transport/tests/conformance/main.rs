@@ -27,7 +27,8 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use back_end::{
-    BackEnd, CudaEnd, CudaTwinEnd, LocalEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, NixlTwinEnd, TcpEnd,
+    BackEnd, CudaEnd, CudaTwinEnd, LocalEnd, MappedTwinEnd, NixlCardEnd, NixlEnd, NixlTcpEnd,
+    NixlTwinEnd, TcpEnd,
 };
 use kvferry_transport::cuda::driver::Card;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
             NixlTwinEnd::NAME => run_child::<NixlTwinEnd>(role, rest),
             CudaEnd::NAME => run_child::<CudaEnd>(role, rest),
             CudaTwinEnd::NAME => run_child::<CudaTwinEnd>(role, rest),
+            MappedTwinEnd::NAME => run_child::<MappedTwinEnd>(role, rest),
             other => panic!("no back end is called {other}"),
         }
         return ExitCode::SUCCESS;

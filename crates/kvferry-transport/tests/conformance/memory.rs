@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use kvferry_layout::{Place, Region};
-use kvferry_transport::cuda::driver::Card;
+use kvferry_transport::cuda::driver::{Card, Mapped};
 use kvferry_transport::memory::HostMemory;
 
 /// A block of memory, touched only through its address.
@@ -67,21 +67,15 @@ impl Memory for CardMemory {
     }
 
     fn snapshot(&self) -> Vec<u8> {
-        let mut content = vec![0; self.bytes];
-        card().download(&mut content, self.base).unwrap();
-        content
+        snapshot(self.base, self.bytes)
     }
 
     fn write(&self, at: usize, content: &[u8]) {
-        assert!(at + content.len() <= self.bytes);
-        card().upload(self.base + at as u64, content).unwrap();
+        write(self.base, self.bytes, at, content);
     }
 
     fn byte(&self, at: usize) -> u8 {
-        assert!(at < self.bytes);
-        let mut content = [0];
-        card().download(&mut content, self.base + at as u64).unwrap();
-        content[0]
+        byte(self.base, self.bytes, at)
     }
 }
 
@@ -90,4 +84,50 @@ impl Drop for CardMemory {
         // SAFETY: allocated for this value; the tests drop transports first.
         unsafe { card().free(self.base) }.unwrap();
     }
+}
+
+/// Memory of the first card from the virtual-memory interface: three allocations in a row.
+pub(crate) struct MappedMemory {
+    mapped: Mapped,
+    bytes: usize,
+}
+
+impl Memory for MappedMemory {
+    fn new(bytes: usize) -> Self {
+        Self { mapped: card().allocate_mapped(bytes as u64, 3).unwrap(), bytes }
+    }
+
+    fn region(&self) -> Region {
+        Region { base: self.mapped.base(), bytes: self.bytes as u64, place: Place::Gpu(0) }
+    }
+
+    fn snapshot(&self) -> Vec<u8> {
+        snapshot(self.base(), self.bytes)
+    }
+
+    fn write(&self, at: usize, content: &[u8]) {
+        write(self.base(), self.bytes, at, content);
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        byte(self.base(), self.bytes, at)
+    }
+}
+
+fn snapshot(base: u64, bytes: usize) -> Vec<u8> {
+    let mut content = vec![0; bytes];
+    card().download(&mut content, base).unwrap();
+    content
+}
+
+fn write(base: u64, bytes: usize, at: usize, content: &[u8]) {
+    assert!(at + content.len() <= bytes);
+    card().upload(base + at as u64, content).unwrap();
+}
+
+fn byte(base: u64, bytes: usize, at: usize) -> u8 {
+    assert!(at < bytes);
+    let mut content = [0];
+    card().download(&mut content, base + at as u64).unwrap();
+    content[0]
 }

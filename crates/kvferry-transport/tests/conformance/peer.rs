@@ -65,6 +65,14 @@ impl Peer {
         self.ask("hash").parse().unwrap()
     }
 
+    /// Has it give its memory up for other memory, filled with the pattern of `seed`.
+    pub(crate) fn exchange(&mut self, seed: u64) {
+        let answer = self.ask(&format!("exchange {seed}"));
+        let (base, description) = answer.split_once(' ').unwrap();
+        self.base = base.parse().unwrap();
+        self.description = from_hex(description);
+    }
+
     pub(crate) fn signal(&self, signal: i32) {
         // SAFETY: sends a signal to our own child, which has not been waited for.
         let sent = unsafe { libc::kill(self.child.id() as i32, signal) };
@@ -122,26 +130,33 @@ pub(crate) fn serve<B: BackEnd>(arguments: &[String]) {
         File::from(output)
     };
     let mut say = |line: &str| writeln!(output, "{line}").unwrap();
-    let memory = B::Memory::new(bytes.parse().unwrap());
-    memory.write(0, &pattern(seed.parse().unwrap(), memory.bytes()));
+    let mut memory = Some(filled::<B::Memory>(bytes.parse().unwrap(), seed));
     let transport = B::new().unwrap();
+    let first = memory.as_ref().unwrap().region();
     // SAFETY: the memory outlives the transport, and is only touched through its address.
-    let mut region = Some(unsafe { transport.register(memory.region()) }.unwrap());
-    say(&format!("ready {} {}", memory.base(), to_hex(&transport.describe().unwrap())));
+    let mut region = Some(unsafe { transport.register(first) }.unwrap());
+    say(&format!("ready {} {}", first.base, to_hex(&transport.describe().unwrap())));
     let mut line = String::new();
     while std::io::stdin().read_line(&mut line).unwrap() > 0 {
-        let answer = obey(&transport, &memory, &mut region, line.trim_end());
+        let answer = obey(&transport, &mut memory, &mut region, line.trim_end());
         say(&answer);
         line.clear();
     }
 }
 
-fn obey<T: Transport>(
+fn filled<M: Memory>(bytes: usize, seed: &str) -> M {
+    let memory = M::new(bytes);
+    memory.write(0, &pattern(seed.parse().unwrap(), bytes));
+    memory
+}
+
+fn obey<T: Transport, M: Memory>(
     transport: &T,
-    memory: &impl Memory,
+    held: &mut Option<M>,
     region: &mut Option<RegionId>,
     command: &str,
 ) -> String {
+    let memory = held.as_ref().unwrap();
     let words: Vec<&str> = command.split(' ').collect();
     let soon = Instant::now() + Duration::from_secs(20);
     match words[..] {
@@ -159,6 +174,16 @@ fn obey<T: Transport>(
             // SAFETY: as in `serve`.
             *region = Some(unsafe { transport.register(memory.region()) }.unwrap());
             "ok".to_owned()
+        }
+        // Other memory, at the same address if that is given out again.
+        ["exchange", seed] => {
+            let bytes = memory.bytes();
+            transport.deregister(region.take().unwrap(), soon).unwrap();
+            *held = None;
+            let memory = held.insert(filled(bytes, seed));
+            // SAFETY: as in `serve`.
+            *region = Some(unsafe { transport.register(memory.region()) }.unwrap());
+            format!("{} {}", memory.base(), to_hex(&transport.describe().unwrap()))
         }
         _ => panic!("a peer does not know how to {command}"),
     }

@@ -2,12 +2,12 @@
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr;
+use std::time::Duration;
 
 use super::Card;
-use super::load::{Code, Handle, LaunchAttribute, LaunchConfig};
+use super::load::{Handle, LaunchAttribute, LaunchConfig};
 use crate::contract::Error;
 
-const NOT_READY: Code = 600;
 const NON_BLOCKING: c_uint = 1;
 const NO_TIMING: c_uint = 2;
 const MAX_DYNAMIC_SHARED: c_int = 8;
@@ -113,20 +113,21 @@ impl Stream {
         }
     }
 
-    /// Whether all of it has ended.
+    /// Whether all of it has ended. After an error nothing of it runs any more, either.
     pub(crate) fn has_ended(&self) -> Result<bool, Error> {
-        let driver = self.card.enter()?;
         // SAFETY: it is live.
-        match unsafe { (driver.0.stream_query)(self.stream) } {
-            NOT_READY => Ok(false),
-            code => driver.said("carrying out copies", code).map(|()| true),
-        }
+        self.card.has_ended(|driver| unsafe { (driver.0.stream_query)(self.stream) })
     }
 
-    /// Waits until all of it has ended.
+    /// Waits until all of it has ended. After an error nothing of it runs any more, either.
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: it is live.
-        unsafe { call!(self.card, "waiting for a stream", stream_synchronize(self.stream)) }
+        let wait =
+            || self.card.has_ended(|driver| unsafe { (driver.0.stream_synchronize)(self.stream) });
+        while !wait()? {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Starts a kernel. `arguments` point to the arguments' values.
@@ -215,14 +216,10 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// Whether the stream has passed it.
+    /// Whether the stream has passed it. After an error nothing of the stream runs any more, either.
     pub fn passed(&self) -> Result<bool, Error> {
-        let driver = self.card.enter()?;
         // SAFETY: it is live.
-        match unsafe { (driver.0.event_query)(self.event) } {
-            NOT_READY => Ok(false),
-            code => driver.said("carrying out copies", code).map(|()| true),
-        }
+        self.card.has_ended(|driver| unsafe { (driver.0.event_query)(self.event) })
     }
 
     /// Milliseconds from `earlier` to this; both must have passed and count time.

@@ -16,8 +16,6 @@ pub(super) type Code = c_int;
 
 /// Bytes that name an allocation to another process.
 pub(crate) type IpcHandle = [u8; 64];
-/// Bytes that name a card wherever it is seen.
-pub(crate) type Uuid = [u8; 16];
 
 /// CUmemAllocationProp, and CUmemLocation and CUmemAccessDesc inside and beside it.
 #[derive(Clone, Copy, Default)]
@@ -96,7 +94,6 @@ functions! {
     init = "cuInit": fn(c_uint);
     error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
     device_get = "cuDeviceGet": fn(*mut c_int, c_int);
-    device_uuid = "cuDeviceGetUuid_v2": fn(*mut Uuid, c_int);
     device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
     device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int);
     driver_version = "cuDriverGetVersion": fn(*mut c_int);

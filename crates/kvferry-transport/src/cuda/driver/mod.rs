@@ -9,6 +9,7 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::contract::Error;
 
@@ -27,12 +28,13 @@ mod memory;
 
 pub(crate) use launch::Grid;
 pub use launch::{Event, Kernel, Module, Stream};
+pub(crate) use load::IpcHandle;
 pub(super) use load::reason;
-use load::{Driver, Handle};
-pub(crate) use load::{IpcHandle, Uuid};
+use load::{Code, Driver, Handle};
 pub use memory::Mapped;
 pub(crate) use memory::Pinned;
 
+const NOT_READY: Code = 600;
 const MULTIPROCESSORS: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
@@ -49,7 +51,8 @@ struct Held {
     ordinal: u32,
     device: c_int,
     context: Handle,
-    uuid: Uuid,
+    /// The last answer that did not say whether work has ended.
+    unclear: AtomicI32,
 }
 
 // SAFETY: CUDA's handles may be used from any thread.
@@ -68,7 +71,7 @@ impl Card {
     /// The card with this number.
     pub fn open(ordinal: u32) -> Result<Self, Error> {
         let driver = Driver::get()?;
-        let (mut device, mut context, mut uuid) = (0, ptr::null_mut(), Uuid::default());
+        let (mut device, mut context) = (0, ptr::null_mut());
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         // SAFETY: all pointers are to live values.
         unsafe {
@@ -76,13 +79,12 @@ impl Card {
                 &format!("looking for GPU {ordinal}"),
                 (driver.0.device_get)(&raw mut device, number),
             )?;
-            driver.said("asking for its UUID", (driver.0.device_uuid)(&raw mut uuid, device))?;
             driver.said(
                 &format!("entering GPU {ordinal}"),
                 (driver.0.context_retain)(&raw mut context, device),
             )?;
         }
-        Ok(Self(Arc::new(Held { driver, ordinal, device, context, uuid })))
+        Ok(Self(Arc::new(Held { driver, ordinal, device, context, unclear: AtomicI32::new(0) })))
     }
 
     fn enter(&self) -> Result<&'static Driver, Error> {
@@ -92,13 +94,33 @@ impl Card {
         Ok(driver)
     }
 
+    /// Asks whether work on the card has ended, where "no" is also the answer to a question that CUDA did not
+    /// answer. After an error nothing of the context runs any more.
+    fn has_ended(&self, ask: impl Fn(&Driver) -> Code) -> Result<bool, Error> {
+        let driver = self.0.driver;
+        // SAFETY: the context is held.
+        let code = match unsafe { (driver.0.context_set)(self.0.context) } {
+            0 => ask(driver),
+            code => code,
+        };
+        if code == NOT_READY {
+            return Ok(false);
+        }
+        match driver.said("carrying out copies", code) {
+            Ok(()) => Ok(true),
+            Err(error) if ends_context(code) => Err(error),
+            Err(error) => {
+                if self.0.unclear.swap(code, Ordering::Relaxed) != code {
+                    tracing::warn!("the GPU does not say whether copies have ended: {error}");
+                }
+                Ok(false)
+            }
+        }
+    }
+
     /// Its number.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
-    }
-
-    pub(crate) fn uuid(&self) -> Uuid {
-        self.0.uuid
     }
 
     /// Its name, and the newest CUDA that its driver knows, as in 13000 for 13.0.
@@ -148,5 +170,34 @@ impl Card {
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: takes nothing.
         unsafe { call!(self, "waiting for a GPU", context_synchronize()) }
+    }
+}
+
+/// Whether an answer to a question after work means that nothing of the context runs any more, nor will again.
+/// So CUDA's documentation says of these: the driver ends (4), the card failed (uncorrectable errors of its memory or
+/// of NVLink: 214, 220; contained ones: 226), a kernel did (700, 702, 710, 714 to 719, 721), the context is no more
+/// (709), the server of MPS has ended this process (810), or a device outside of CUDA failed (911). A context that is
+/// not valid (201) or a handle that is not (400) was so when it was made and is held: somebody has reset the card.
+///
+/// Other codes tell of the question and not of the work. Those of stream capture (900 to 909), for one, are given
+/// to whoever asks while another thread captures a graph, as engines do when they start.
+fn ends_context(code: Code) -> bool {
+    let failed = matches!(code, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721 | 911);
+    failed || matches!(code, 4 | 201 | 400 | 709 | 810)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_some_errors_mean_that_nothing_runs_any_more() {
+        for code in [4, 214, 700, 709, 714, 715, 716, 717, 718, 719] {
+            assert!(ends_context(code), "{code}");
+        }
+        // Invalid values, no memory, not ready, not permitted, captures, unknown.
+        for code in [0, 1, 2, 3, 600, 701, 800, 801, 900, 901, 905, 907, 908, 909, 910, 999] {
+            assert!(!ends_context(code), "{code}");
+        }
     }
 }

@@ -7,19 +7,13 @@ use kvferry_layout::{BlockPair, Loop, Loops};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{Error, Operation, Status, Transport};
 
+use super::cuda::twin;
 use super::packed::{carry_out, loops};
 use crate::back_end::{BackEnd, NixlTcpEnd, NixlTwinEnd};
 use crate::data::pattern;
 use crate::memory::{CardMemory, Memory};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
 use crate::peer::{Peer, wait_until};
-
-/// Tells the twin of this process, and of those that it starts from now on.
-fn twin(variable: &str, value: &str) {
-    // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
-    // work, and they have none.
-    unsafe { std::env::set_var(variable, value) };
-}
 
 fn exact(pair: &Pair<NixlTwinEnd>) {
     let loops = loops(pair, 512, 16, 300);
@@ -41,6 +35,17 @@ pub(super) fn kernels_that_are_late_are_waited_for() {
     twin("KVFERRY_TWIN_LATE_MS", "30");
     let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
     exact(&pair);
+}
+
+/// A question after a kernel that CUDA does not answer is asked again: the kernel is under way until then.
+pub(super) fn answers_that_say_nothing_are_no_end() {
+    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_LATE_MS", "30");
+    for answer in ["stream 900", "context 900"] {
+        pair.ours.write(0, &pattern(OUR_SEED, pair.bytes));
+        twin("KVFERRY_TWIN_ONCE", answer);
+        exact(&pair);
+    }
 }
 
 /// A read that is cancelled while kernels put bytes in their place is not safe before they have ended.
@@ -95,6 +100,15 @@ pub(super) fn kernels_that_break_fail_the_read() {
 /// A card that cannot be given the kernel is read directly, and reads directly.
 pub(super) fn cards_without_the_kernel_are_read_directly() {
     twin("KVFERRY_TWIN_REFUSES", "module");
+    let mut pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    assert_eq!(pair.transport.rates(&pair.peer).packed, None);
+    exact(&pair);
+    assert_eq!(packed(&mut pair).1, 0);
+}
+
+/// A card for which there is no memory to tell kernels what to do is read directly, and reads directly.
+pub(super) fn cards_without_memory_are_read_directly() {
+    twin("KVFERRY_TWIN_REFUSES", "pinned");
     let mut pair = Pair::<NixlTwinEnd>::new(8 * MIB);
     assert_eq!(pair.transport.rates(&pair.peer).packed, None);
     exact(&pair);

@@ -1,14 +1,17 @@
 //! What only `cuda` promises: mappings, loops, and what happens when the card refuses.
 
-use kvferry_layout::{BlockPair, Loop, Loops};
-use kvferry_transport::cuda::mappings;
-use kvferry_transport::{Error, Operation, Status, Transport};
+use std::time::{Duration, Instant};
 
-use crate::back_end::{BackEnd, CudaTwinEnd};
+use kvferry_layout::{BlockPair, Loop, Loops, Region};
+use kvferry_transport::cuda::mappings;
+use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
+
+use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
+use crate::census;
 use crate::data::pattern;
-use crate::memory::Memory;
+use crate::memory::{CardMemory, Memory, card};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, done, soon};
-use crate::peer::Peer;
+use crate::peer::{Peer, wait_until};
 
 /// A peer's memory is mapped while the peer is connected, and not longer: also when it has died, comes
 /// back as another, or its transport is dropped.
@@ -43,6 +46,112 @@ pub(super) fn mappings_go_with_their_peers<B: BackEnd>() {
     drop(peer);
 }
 
+/// Allocations are told apart by their handles, not by their addresses, and what a peer does not name any more is
+/// closed when it is connected to again.
+pub(super) fn only_what_is_described_stays_open() {
+    let mut pair = Pair::<CudaTwinEnd>::new(MIB);
+    let base = pair.process.base;
+    for seed in 10..20 {
+        twin("KVFERRY_TWIN_LATE_MS", "50");
+        let before = pair.read_all();
+        pair.process.exchange(seed);
+        assert_eq!(pair.process.base, base, "the address was not given out again");
+        pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+        // What a kernel reads is kept until it has ended.
+        assert_eq!(mappings(), 2);
+        done(&before);
+        assert_eq!(mappings(), 1);
+        let old = if seed == 10 { PEER_SEED } else { seed - 1 };
+        assert!(pair.ours.snapshot() == pattern(old, MIB), "memory changed under a kernel");
+        done(&pair.read_all());
+        assert!(pair.ours.snapshot() == pattern(seed, MIB), "the memory before was read");
+    }
+    // The same for mapped memory, whose descriptors have the same numbers again.
+    let mut mapped = Pair::<MappedTwinEnd>::new(MIB);
+    let base = mapped.process.base;
+    for seed in 10..13 {
+        done(&mapped.read_all());
+        mapped.process.exchange(seed);
+        assert_eq!(mapped.process.base, base, "the address was not given out again");
+        mapped.peer = mapped.transport.connect(&mapped.process.description, soon()).unwrap();
+        assert_eq!(mappings(), 2);
+        done(&mapped.read_all());
+        assert!(mapped.ours.snapshot() == pattern(seed, MIB), "the memory before was read");
+    }
+}
+
+/// A description with other regions: (base, bytes), all in the one allocation that it has.
+fn described(description: &[u8], regions: &[(u64, u64)]) -> Vec<u8> {
+    let mark = description.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    let (front, rest) = description.split_at(mark + 16);
+    // How many there are; base, bytes; allocation, no parts, handle.
+    let one = &rest[4 + 16..];
+    assert_eq!(one.len(), 8 + 4 + 64);
+    let mut out = [front, &(regions.len() as u32).to_le_bytes()[..]].concat();
+    for (base, bytes) in regions {
+        out.extend(base.to_le_bytes());
+        out.extend(bytes.to_le_bytes());
+        out.extend(one);
+    }
+    out
+}
+
+/// Also where the allocation is open already: by a region before it, or by a description before it.
+pub(super) fn regions_beyond_their_allocation_are_refused() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    let (base, bytes) = (pair.process.base, MIB as u64);
+    let half = bytes / 2;
+    let beyond = [
+        vec![(base, half), (base + half, half + 1)],
+        vec![(base, bytes + 4096)],
+        vec![(base, 16), (base + 16, u64::MAX - base - 16)],
+        vec![(base, half), (base + bytes, 16)],
+    ];
+    let other = CudaTwinEnd::new().unwrap();
+    for regions in beyond {
+        let description = described(&pair.process.description, &regions);
+        for transport in [&other, &pair.transport] {
+            let result = transport.connect(&description, soon());
+            assert!(matches!(result, Err(Error::BadDescription(_))), "{regions:?}: {result:?}");
+        }
+        assert_eq!(mappings(), 1, "what was opened for nothing is closed");
+    }
+    let halves = described(&pair.process.description, &[(base, half), (base + half, half)]);
+    pair.transport.connect(&halves, soon()).unwrap();
+    assert_eq!(mappings(), 1);
+    let copies = [pair.inward(0, 0, MIB / 2), pair.inward(MIB / 2, MIB / 2, MIB / 2)];
+    done(&pair.read(&copies));
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// Memory of this process is not opened: it is looked up in what is registered.
+pub(super) fn regions_of_this_process_must_be_registered() {
+    let (theirs, ours) = (CardMemory::new(MIB), CardMemory::new(MIB));
+    theirs.write(0, &pattern(PEER_SEED, MIB));
+    let (source, reader) = (CudaTwinEnd::new().unwrap(), CudaTwinEnd::new().unwrap());
+    let (base, half) = (theirs.base(), MIB as u64 / 2);
+    let region = Region { bytes: half, ..theirs.region() };
+    // SAFETY: the memory outlives the transports, and is only touched through its address.
+    let id = unsafe { source.register(region) }.unwrap();
+    // SAFETY: as above.
+    unsafe { reader.register(ours.region()) }.unwrap();
+    let description = source.describe().unwrap();
+    for (base, bytes) in
+        [(base, half + 1), (base - 1, 16), (base + half, 16), (base, u64::MAX - base)]
+    {
+        let result = reader.connect(&described(&description, &[(base, bytes)]), soon());
+        assert!(matches!(result, Err(Error::BadDescription(_))), "{base:#x} {bytes}: {result:?}");
+    }
+    let peer = reader.connect(&description, soon()).unwrap();
+    let copy = ByteCopy { source: base, destination: ours.base(), bytes: half };
+    done(&reader.read(&peer, &[copy], soon()).unwrap());
+    assert!(ours.snapshot()[..MIB / 2] == pattern(PEER_SEED, MIB)[..MIB / 2]);
+    source.deregister(id, soon()).unwrap();
+    let result = reader.connect(&description, soon());
+    assert!(matches!(result, Err(Error::BadDescription(_))), "{result:?}");
+    drop((source, reader));
+}
+
 /// Loops and tables instead of a list: what they say, and nothing else.
 pub(super) fn loops_are_exact<B: BackEnd>() {
     let pair = Pair::<B>::new(4 * MIB);
@@ -70,10 +179,15 @@ pub(super) fn loops_are_exact<B: BackEnd>() {
     assert!(pair.ours.snapshot() == ours, "loops are not exact");
 }
 
-fn twin_refuses(what: &str) {
+/// Tells the twin of this process, and of those that it starts from now on.
+pub(super) fn twin(variable: &str, value: &str) {
     // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
     // work, and they have none.
-    unsafe { std::env::set_var("KVFERRY_TWIN_REFUSES", what) };
+    unsafe { std::env::set_var(variable, value) };
+}
+
+fn twin_refuses(what: &str) {
+    twin("KVFERRY_TWIN_REFUSES", what);
 }
 
 /// Other containers, MIG: the cause is named, nothing stays open, and the transport works on.
@@ -96,6 +210,116 @@ pub(super) fn memory_that_cannot_be_opened_is_named() {
     assert_eq!(mappings(), 0);
 }
 
+/// Memory from the virtual-memory interface is taken from its process, which has a number in one PID namespace
+/// only: with another, as in another container, nothing is taken, whatever process has that number here.
+pub(super) fn mapped_memory_of_another_pid_namespace_is_not_taken() {
+    let pair = Pair::<MappedTwinEnd>::new(MIB);
+    assert_eq!(mappings(), 1);
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+    let description = &pair.process.description;
+    let mark = description.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    let transport = CudaTwinEnd::new().unwrap();
+    // Another namespace, one that is not known, and what the release before wrote there.
+    for (at, bytes) in [(mark + 8, &[1; 8][..]), (mark + 8, &[0; 8]), (mark, &[9; 16])] {
+        let mut other = description.clone();
+        other[at..at + bytes.len()].copy_from_slice(bytes);
+        let error = transport.connect(&other, soon()).unwrap_err();
+        assert!(matches!(error, Error::Unsupported(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("PID namespace") && text.contains("use nixl"), "{text}");
+        assert_eq!(mappings(), 1);
+    }
+    // Plain allocations have handles, which are no numbers of processes.
+    let process = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
+    let mut plain = process.description.clone();
+    let mark = plain.windows(8).position(|part| part == b"kvfy-pid").unwrap();
+    plain[mark..mark + 16].fill(9);
+    transport.connect(&plain, soon()).unwrap();
+    assert_eq!(mappings(), 2);
+}
+
+/// All of the peer's memory, in blocks of so many bytes, the last block first.
+fn backwards(pair: &Pair<CudaTwinEnd>, bytes: usize) -> Loops {
+    let mut loops = Loops::default();
+    let blocks = (pair.bytes / bytes) as u32;
+    let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
+    let table = loops.add_table((0..blocks).map(pair_of));
+    let (start, bytes) = ((pair.process.base, pair.ours.base()), bytes as u64);
+    loops.add_nest(start, bytes, (bytes, bytes), &[], table).unwrap();
+    loops
+}
+
+fn is_backwards(pair: &Pair<CudaTwinEnd>, bytes: usize) -> bool {
+    let theirs = pattern(PEER_SEED, pair.bytes);
+    let expected: Vec<u8> = theirs.chunks_exact(bytes).rev().flatten().copied().collect();
+    pair.ours.snapshot() == expected
+}
+
+/// Launches overlap each other, but not what fills the memory that they count in: the twin refuses those. There are
+/// more of them at once than there is such memory at first.
+pub(super) fn launches_do_not_overlap_what_is_filled() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin("KVFERRY_TWIN_LATE_MS", "5");
+    let reads: Vec<_> = (0..200).map(|_| pair.read_all()).collect();
+    reads.iter().for_each(done);
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+fn no_memory(operation: &impl Operation) {
+    let status = operation.wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { code: 2, .. })), "{status:?}");
+}
+
+/// No memory for what a transport or a launch needs: the cause is named, nothing stays behind, and the next one works.
+pub(super) fn no_memory_is_an_error_and_leaks_nothing() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    let before = census::take();
+    for what in ["memory", "pinned"] {
+        twin_refuses(what);
+        let error = CudaTwinEnd::new().map(drop).unwrap_err();
+        assert!(matches!(error, Error::Cuda { code: 2, .. }), "{error:?}");
+        // Where the launch counts, and says that it has ended.
+        no_memory(&pair.read_all());
+        assert_eq!(pair.transport.statistics().quarantined, 0);
+    }
+    let after = census::take();
+    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
+    twin_refuses("nothing");
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// Programs that do not fit into staging, by themselves or because others are under way, have memory of their own; where
+/// there is none, the read fails, and those under way do not.
+pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
+    let pair = Pair::<CudaTwinEnd>::new(24 * MIB);
+    // 8 bytes for each of them, 12 MiB and 3 MiB in all; staging has 8 MiB.
+    let (long, short) = (backwards(&pair, 16), backwards(&pair, 64));
+    let read = |loops: &Loops| pair.transport.read_loops(&pair.peer, loops, soon()).unwrap();
+    done(&read(&long));
+    assert!(is_backwards(&pair, 16), "a long program is not exact");
+    twin("KVFERRY_TWIN_LATE_MS", "20");
+    let all: Vec<_> = (0..6).map(|_| read(&short)).collect();
+    all.iter().for_each(done);
+    assert!(is_backwards(&pair, 64), "programs beside staging are not exact");
+    let before = census::take();
+    for what in ["memory", "pinned"] {
+        twin_refuses(what);
+        no_memory(&read(&long));
+        // Two have room, the third one has not.
+        let under_way = [read(&short), read(&short)];
+        no_memory(&read(&short));
+        under_way.iter().for_each(done);
+        assert_eq!(pair.transport.statistics().quarantined, 0);
+    }
+    twin_refuses("nothing");
+    done(&read(&long));
+    assert!(is_backwards(&pair, 16), "a long program is not exact");
+    let after = census::take();
+    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
+}
+
 pub(super) fn kernels_that_do_not_start_fail() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     twin_refuses("launch");
@@ -110,13 +334,8 @@ pub(super) fn kernels_that_do_not_start_fail() {
 pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     // Too many pairs of blocks to travel with the launch.
-    let mut loops = Loops::default();
-    let blocks = (MIB / 512) as u32;
-    let pair_of = |at| BlockPair { source: at, destination: blocks - 1 - at };
-    let table = loops.add_table((0..blocks).map(pair_of));
-    loops.add_nest((pair.process.base, pair.ours.base()), 512, (512, 512), &[], table).unwrap();
-    // SAFETY: as in `twin_refuses`.
-    unsafe { std::env::set_var("KVFERRY_TWIN_LATE_MS", "300") };
+    let loops = backwards(&pair, 512);
+    twin("KVFERRY_TWIN_LATE_MS", "300");
     twin_refuses("next");
     let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
     let second = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap().wait(soon());
@@ -129,9 +348,7 @@ pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     );
     done(&one);
     done(&other);
-    let (theirs, ours) = (pattern(PEER_SEED, MIB), pair.ours.snapshot());
-    let backwards: Vec<u8> = theirs.chunks_exact(512).rev().flatten().copied().collect();
-    assert!(ours == backwards, "loops are not exact");
+    assert!(is_backwards(&pair, 512), "loops are not exact");
 }
 
 /// A kernel that an error ends sets no signal: the transport asks the card, and nothing waits for ever.
@@ -141,4 +358,46 @@ pub(super) fn kernels_that_break_fail() {
     let status = pair.read_all().wait(soon());
     assert!(matches!(status, Status::Failed(Error::Cuda { .. })), "{status:?}");
     assert_eq!(pair.transport.statistics().quarantined, 0);
+}
+
+/// Whoever asks after work while another thread captures a graph is given an error that says nothing of the work: it
+/// counts as under way, and nothing that it touches is given up.
+pub(super) fn answers_that_say_nothing_are_no_end() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    twin("KVFERRY_TWIN_LATE_MS", "300");
+    for answer in ["stream 900", "context 901", "stream 1"] {
+        pair.ours.write(0, &pattern(OUR_SEED, MIB));
+        twin("KVFERRY_TWIN_ONCE", answer);
+        let operation = pair.read_all();
+        let early = operation.wait(Instant::now() + Duration::from_millis(100));
+        assert!(!early.is_safe(), "{answer}: {early:?}");
+        done(&operation);
+        assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+    }
+    // An error that ends the context ends the work.
+    twin("KVFERRY_TWIN_ONCE", "stream 719");
+    let status = pair.read_all().wait(soon());
+    assert!(matches!(status, Status::Failed(Error::Cuda { code: 719, .. })), "{status:?}");
+}
+
+/// The same for those who wait for a stream or a point of it.
+pub(super) fn waiting_outlasts_answers_that_say_nothing() {
+    let memory = CardMemory::new(MIB);
+    let (stream, event) = (card().stream(true).unwrap(), card().event(false).unwrap());
+    // SAFETY: the memory is kept until the stream has passed.
+    let fill = || unsafe { stream.fill(memory.base(), 7, MIB as u64) }.unwrap();
+    fill();
+    stream.record(&event).unwrap();
+    twin("KVFERRY_TWIN_ONCE", "event 900");
+    assert_eq!(event.passed(), Ok(false));
+    wait_until("the stream has passed", || event.passed().unwrap());
+    twin("KVFERRY_TWIN_ONCE", "wait 900");
+    fill();
+    assert_eq!(stream.synchronize(), Ok(()));
+    for (answer, wait) in [("event 700", false), ("wait 700", true)] {
+        twin("KVFERRY_TWIN_ONCE", answer);
+        let said = if wait { stream.synchronize() } else { event.passed().map(drop) };
+        assert!(matches!(said, Err(Error::Cuda { code: 700, .. })), "{answer}: {said:?}");
+    }
+    stream.synchronize().unwrap();
 }

@@ -44,6 +44,10 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("posting_does_not_wait", custody::posting_does_not_wait::<B>),
         ("a_killed_peer_is_an_error", peers::a_killed_peer_is_an_error::<B>),
         ("a_restarted_peer_is_reachable", peers::a_restarted_peer_is_reachable::<B>),
+        (
+            "a_peer_with_other_memory_is_read_anew",
+            peers::a_peer_with_other_memory_is_read_anew::<B>,
+        ),
         ("disconnecting_ends_operations", peers::disconnecting_ends_operations::<B>),
         ("packed_reads_are_exact", packed::packed_reads_are_exact::<B>),
         ("random_pairs_are_exact_in_every_way", packed::random_pairs_are_exact_in_every_way::<B>),
@@ -74,14 +78,38 @@ pub(crate) fn for_cuda() -> Vec<Promise> {
 pub(crate) fn for_cuda_twin() -> Vec<Promise> {
     vec![
         ("mappings_go_with_their_peers", cuda::mappings_go_with_their_peers::<CudaTwinEnd>),
+        ("only_what_is_described_stays_open", cuda::only_what_is_described_stays_open),
+        (
+            "regions_beyond_their_allocation_are_refused",
+            cuda::regions_beyond_their_allocation_are_refused,
+        ),
+        (
+            "regions_of_this_process_must_be_registered",
+            cuda::regions_of_this_process_must_be_registered,
+        ),
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
+        (
+            "mapped_memory_of_another_pid_namespace_is_not_taken",
+            cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
+        ),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
         (
             "kernels_that_do_not_start_disturb_no_other",
             cuda::kernels_that_do_not_start_disturb_no_other,
         ),
         ("kernels_that_break_fail", cuda::kernels_that_break_fail),
+        ("launches_do_not_overlap_what_is_filled", cuda::launches_do_not_overlap_what_is_filled),
+        ("no_memory_is_an_error_and_leaks_nothing", cuda::no_memory_is_an_error_and_leaks_nothing),
+        (
+            "programs_longer_than_staging_have_memory_of_their_own",
+            cuda::programs_longer_than_staging_have_memory_of_their_own,
+        ),
+        ("answers_that_say_nothing_are_no_end", cuda::answers_that_say_nothing_are_no_end),
+        (
+            "waiting_outlasts_answers_that_say_nothing",
+            cuda::waiting_outlasts_answers_that_say_nothing,
+        ),
     ]
 }
 
@@ -92,6 +120,7 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
             "kernels_that_are_late_are_waited_for",
             card_packing::kernels_that_are_late_are_waited_for,
         ),
+        ("answers_that_say_nothing_are_no_end", card_packing::answers_that_say_nothing_are_no_end),
         (
             "kernels_in_flight_keep_the_destination",
             card_packing::kernels_in_flight_keep_the_destination,
@@ -103,6 +132,10 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
             card_packing::cards_without_the_kernel_are_read_directly,
         ),
         (
+            "cards_without_memory_are_read_directly",
+            card_packing::cards_without_memory_are_read_directly,
+        ),
+        (
             "a_card_and_a_host_pack_for_each_other",
             card_packing::a_card_and_a_host_pack_for_each_other,
         ),
@@ -112,6 +145,7 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
 /// What only `nixl` promises, and why it keeps destinations in quarantine.
 pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
     vec![
+        ("other_metadata_is_loaded", nixl::other_metadata_is_loaded),
         ("a_missing_plugin_is_named", nixl::a_missing_plugin_is_named),
         ("released_requests_of_nixl_land_late", nixl::released_requests_of_nixl_land_late),
     ]

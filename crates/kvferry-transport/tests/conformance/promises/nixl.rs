@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::nixl::{Nixl, NixlOptions, capi, find};
-use kvferry_transport::{Error, Place};
+use kvferry_transport::{Error, Place, Transport};
 
 use crate::back_end::NixlTcpEnd;
 use crate::data::pattern;
-use crate::pair::{MIB, PEER_SEED};
+use crate::pair::{MIB, PEER_SEED, Pair, done, soon};
 use crate::peer::{Peer, wait_until};
 
 pub(super) fn a_missing_plugin_is_named() {
@@ -20,6 +20,26 @@ pub(super) fn a_missing_plugin_is_named() {
     let file = "/nonexistent/plugins/libplugin_UCX.so: it is not there";
     assert!(message.contains(file), "{message}");
     assert!(message.contains("kvferry nixl install"), "{message}");
+}
+
+/// Memory that is registered anew has other keys, also at the same address: what NIXL knows of a peer is replaced
+/// whenever its metadata is another, and comes back after metadata that NIXL cannot load.
+pub(super) fn other_metadata_is_loaded() {
+    let pair = Pair::<NixlTcpEnd>::new(MIB);
+    // What has not changed is not loaded again.
+    assert_eq!(pair.transport.describe(), pair.transport.describe());
+    let good = &pair.process.description;
+    // Behind 8 + 16 bytes of names, 4 of a count and the regions.
+    let regions = u32::from_le_bytes(good[24..28].try_into().unwrap()) as usize;
+    let metadata = b"not NIXL's";
+    let mut other = good[..28 + 20 * regions].to_vec();
+    other.extend((metadata.len() as u32).to_le_bytes());
+    other.extend(metadata);
+    let result = pair.transport.connect(&other, soon());
+    assert!(matches!(result, Err(Error::BadDescription(_))), "{result:?}");
+    pair.transport.connect(good, soon()).unwrap();
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
 }
 
 /// Not a promise but the reason for one: NIXL's own interface lets a request go, and its bytes land

@@ -97,6 +97,23 @@ pub(super) fn a_restarted_peer_is_reachable<B: BackEnd>() {
     }
 }
 
+/// A peer that has registered other memory, wherever that lies, and is connected to again: what is read is what
+/// it has now.
+pub(super) fn a_peer_with_other_memory_is_read_anew<B: BackEnd>() {
+    let bytes = MIB;
+    let mut pair = Pair::<B>::new(bytes);
+    let (first, mut same) = (pair.process.base, 0);
+    for seed in 10..20 {
+        done(&pair.read_all());
+        pair.process.exchange(seed);
+        same += u64::from(pair.process.base == first);
+        pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+        done(&pair.read_all());
+        assert!(pair.ours.snapshot() == pattern(seed, bytes), "the memory before was read");
+    }
+    assert!(!B::NAME.ends_with("-twin") || same > 0, "no address was given out again");
+}
+
 pub(super) fn disconnecting_ends_operations<B: BackEnd>() {
     let pair = Pair::<B>::new(64 * MIB);
     let operations: Vec<_> = (0..10).map(|_| pair.read_all()).collect();
