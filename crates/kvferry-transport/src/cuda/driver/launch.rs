@@ -2,12 +2,14 @@
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Card;
 use super::load::{Handle, LaunchAttribute, LaunchConfig};
 use crate::contract::Error;
 
+/// CUDA is not asked for longer than this whether a stream has ended, if it does not answer.
+const UNANSWERED: Duration = Duration::from_secs(60);
 const NON_BLOCKING: c_uint = 1;
 const NO_TIMING: c_uint = 2;
 const MAX_DYNAMIC_SHARED: c_int = 8;
@@ -119,12 +121,17 @@ impl Stream {
         self.card.has_ended(|driver| unsafe { (driver.0.stream_query)(self.stream) })
     }
 
-    /// Waits until all of it has ended. After an error nothing of it runs any more, either.
+    /// Waits until all of it has ended. After an error nothing of it runs any more, either, unless CUDA has not
+    /// said for a minute whether it does.
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: it is live.
         let wait =
             || self.card.has_ended(|driver| unsafe { (driver.0.stream_synchronize)(self.stream) });
+        let asked = Instant::now();
         while !wait()? {
+            if asked.elapsed() > UNANSWERED {
+                return self.card.unclear();
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())

@@ -118,6 +118,12 @@ impl Card {
         }
     }
 
+    /// The error that is left of questions which were not answered.
+    fn unclear(&self) -> Result<(), Error> {
+        let code = self.0.unclear.load(Ordering::Relaxed);
+        self.0.driver.said("asking whether copies have ended", code)
+    }
+
     /// Its number.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
