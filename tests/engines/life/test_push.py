@@ -76,7 +76,7 @@ NOT_THERE = "the load failed failure=the request does not fit: source group 0:"
         ("gemma3", {}, {}),
         ("nemotron_h", {}, {}),
         ("qwen3", TWO, {}),
-        ("qwen3", STAGES, {}),
+        more("qwen3", STAGES, {}),
         more("qwen3", {"block_size": 96}, {}),
         more("qwen3", {"async_scheduling": True}, {"async_scheduling": True}),
         more("qwen3", {}, TWO),
@@ -213,13 +213,20 @@ def test_more_requests_than_either_engine_holds(pair, kind):
     chunks = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 24}
     prefill, decode = pair(kind, few | chunks, {"extra": CHUNKS["extra"]})
     draw = random.Random(46)
-    many = prompts(draw, [1, 32, 33] + [draw.randrange(50, 180) for _ in range(13)])
+    many = prompts(draw, [1, 32, 33] + [draw.randrange(50, 180) for _ in range(9)])
     alone = [decode.generate(prompt, 40)[0] for prompt in many]
-    # As it would be, and as eager as D can be.
+    there = prefill.call(where)
+    # As it would be; and D is as eager as it can be, for those that P comes to last.
     for at_once in (False, True):
         decode.call(take_at_once, at_once)
         prefill.call(count_preemptions)
-        names = start(prefill, decode, many, 40, prefix=f"many{at_once}-")
+        names = [f"many{at_once}-{at}" for at in range(len(many))]
+        for name, prompt in zip(names, many):
+            prefill.call(begin, name, prompt, 1, dict(REMOTE_DECODE))
+        for name, prompt in sorted(zip(names, many), reverse=at_once, key=lambda one: names.index(one[0])):
+            decode.call(begin, name, prompt, 40, dict(there))
+        # D has all the blocks that it will take.
+        decode.call(steps, 20)
         assert answers(prefill, decode, names, 90) == [(tokens, "length") for tokens in alone]
         assert prefill.call(preemptions) > 0
     decode.call(take_at_once, False)
