@@ -273,9 +273,8 @@ class Decode:
         and P computes it. P may need the blocks of those for this one: if each waited for the other,
         neither would ever be served."""
         if self.largest is None:
-            self.largest = self.groups.largest_share()
-        own: float = self.largest * wanted.tokens / self.groups.config.model_config.max_model_len
-        return free - own >= self.largest
+            self.largest = self.groups.share(self.groups.config.model_config.max_model_len)
+        return free - self.groups.share(wanted.tokens) >= self.largest
 
     def _is_new(self, name: str, wanted: Wanted, ticket: dict[str, Any]) -> bool:
         """Whether a ticket that was found by a name is nobody else's."""

@@ -44,11 +44,15 @@ class Groups:
             1 if self._needs_last_token() else 0, draft_lookahead(vllm_config) - 1
         )
 
-    def largest_share(self) -> float:
-        """The share of all blocks that the longest possible request takes."""
-        specs = (group.kv_cache_spec for group in self.cache.kv_cache_groups)
-        each = (-(-spec.max_memory_usage_bytes(self.config) // spec.page_size_bytes) for spec in specs)
-        share: float = sum(each) / self.cache.num_blocks
+    def share(self, tokens: int) -> float:
+        """The share of all blocks that a request of so many tokens takes at most, one more being computed. That
+        of a state is the same for all of them."""
+        blocks = 0
+        for group in self.cache.kv_cache_groups:
+            spec = group.kv_cache_spec
+            most = -(-spec.max_memory_usage_bytes(self.config) // spec.page_size_bytes)
+            blocks += most if is_state_group(spec) else min(most, tokens // spec.block_size + 1)
+        share: float = blocks / self.cache.num_blocks
         return share
 
     def agreed(self, prompt: int) -> int:
