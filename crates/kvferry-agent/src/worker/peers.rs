@@ -125,22 +125,37 @@ impl Peers {
     pub(super) async fn look_after(&self) {
         loop {
             sleep(LOOK).await;
-            let known: Vec<_> =
-                self.known.lock().iter().map(|(a, known)| (a.clone(), known.clone())).collect();
-            for (address, acquaintance) in known {
-                if self.links.is_open(&address) || self.introduced.knows(&address) {
-                    continue;
-                }
-                let Ok(mut held) = acquaintance.try_lock() else { continue };
-                // Only this one knows it: whoever wants to read from it asks for this lock first.
-                let Some(engine) = held.engine.take_if(|it| Arc::strong_count(it) == 1) else {
-                    continue;
-                };
-                drop(held);
-                info!(address, "the connection has ended: the engine is let go");
-                engine.disconnect();
-                self.drop_if_unknown(&address, &acquaintance);
-            }
+            self.let_go_of_ended();
+        }
+    }
+
+    fn let_go_of_ended(&self) {
+        let known: Vec<_> =
+            self.known.lock().iter().map(|(a, known)| (a.clone(), known.clone())).collect();
+        let mut held = vec![];
+        for (address, acquaintance) in &known {
+            // Somebody shakes hands, perhaps with an engine that has another address, too: another time.
+            let Ok(one) = acquaintance.try_lock() else { return };
+            let here = self.links.is_open(address) || self.introduced.knows(address);
+            held.push((address, acquaintance, one, here));
+        }
+        // Under another address it may be there. What transports have of it is the same for all of them.
+        let there: HashSet<Incarnation> = held
+            .iter()
+            .filter(|(.., here)| *here)
+            .filter_map(|(_, _, one, _)| one.engine.as_ref().map(|engine| engine.incarnation))
+            .collect();
+        for (address, acquaintance, mut one, _) in held {
+            // Only this one knows it: whoever wants to read from it asks for this lock first.
+            let ended = one.engine.take_if(|engine| {
+                Arc::strong_count(engine) == 1 && !there.contains(&engine.incarnation)
+            });
+            drop(one);
+            let Some(engine) = ended else { continue };
+            info!(address, "the connection has ended: the engine is let go");
+            engine.disconnect();
+            drop(engine);
+            self.drop_if_unknown(address, acquaintance);
         }
     }
 

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::*;
-use kvferry_agent::{Ended, Failure, Loss, Notice, Outcome};
+use kvferry_agent::{Ended, Failure, Loss, Notice, Outcome, Ticket};
 use kvferry_transport::Error;
 
 /// Decode aborts, its blocks are used for another request, and a late write corrupts that.
@@ -300,6 +300,31 @@ fn who_has_ended_is_let_go() {
     let late = Failure::Deadline { stage: "confirming".to_owned() };
     assert_eq!(d.ranks[0].wait_end("r").outcome, Outcome::Failed(late));
     eventually("it is let go", || held.connections() == 0);
+}
+
+/// An engine that is known by two addresses, one of which is of no use any more, is still there.
+#[test]
+fn who_has_another_address_is_not_let_go() {
+    let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
+    let wire = Wire::to(p.scheduler.address());
+    for (number, address) in [&wire.address, p.scheduler.address()].into_iter().enumerate() {
+        let name = format!("r{number}");
+        p.prefill(1, &[3], 4);
+        let ticket = Ticket { address: address.to_owned(), ..p.grant(&name, &[3], 4) };
+        d.start_load(&name, &ticket, &[3], &[9], 4, LONG);
+        assert_eq!(d.wait_ends(&name), [Outcome::Done]);
+    }
+    drop(wire);
+    for number in 2..8 {
+        thread::sleep(Duration::from_secs(1));
+        let name = format!("r{number}");
+        let ticket = p.grant(&name, &[3], 4);
+        d.start_load(&name, &ticket, &[3], &[9], 4, LONG);
+        assert_eq!(d.wait_ends(&name), [Outcome::Done], "{number}");
+        assert_eq!(d.ranks[0].wrong(1, &[9], 4), 0);
+    }
+    let handshakes = "kvferry_handshakes_total{engine=\"d\",rank=\"0\"} 2";
+    assert!(d.ranks[0].worker.metrics().contains(handshakes), "it was known all the time");
 }
 
 fn held_pair(tp: u64) -> (Engine, Engine) {
