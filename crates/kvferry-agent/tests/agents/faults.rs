@@ -283,7 +283,9 @@ fn an_abort_from_the_other_side() {
 /// Whoever has ended is let go of, without anybody asking for it again; but not while something is read from it.
 #[test]
 fn who_has_ended_is_let_go() {
-    let (p, d) = held_pair(2);
+    // D tries for a term to tell P that it gives its lease up.
+    let p = Recipe::new("p", 2).by(By::Held).term(Duration::from_secs(5)).start();
+    let d = Recipe::new("d", 1).by(By::Held).start();
     let held = d.ranks[0].held.clone().unwrap();
     p.prefill(1, &[3], 4);
     let ticket = p.grant("r", &[3], 4);
@@ -291,14 +293,14 @@ fn who_has_ended_is_let_go() {
     let reads = [held.next(), held.next()];
     assert_eq!(held.connections(), 2);
     drop(p);
-    thread::sleep(Duration::from_secs(4));
+    thread::sleep(Duration::from_secs(3));
     assert_eq!(held.connections(), 2, "it is being read");
     for read in &reads {
         read.land(0, read.copies.len());
         read.finish();
     }
-    let late = Failure::Deadline { stage: "confirming".to_owned() };
-    assert_eq!(d.ranks[0].wait_end("r").outcome, Outcome::Failed(late));
+    let outcome = d.ranks[0].wait_end("r").outcome;
+    assert!(matches!(outcome, Outcome::Failed(Failure::Deadline { .. })), "{outcome:?}");
     eventually("it is let go", || held.connections() == 0);
 }
 
@@ -323,8 +325,6 @@ fn who_has_another_address_is_not_let_go() {
         assert_eq!(d.wait_ends(&name), [Outcome::Done], "{number}");
         assert_eq!(d.ranks[0].wrong(1, &[9], 4), 0);
     }
-    let handshakes = "kvferry_handshakes_total{engine=\"d\",rank=\"0\"} 2";
-    assert!(d.ranks[0].worker.metrics().contains(handshakes), "it was known all the time");
 }
 
 fn held_pair(tp: u64) -> (Engine, Engine) {
