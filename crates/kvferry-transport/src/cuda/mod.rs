@@ -32,10 +32,12 @@ use crate::shared::random::random;
 
 pub mod digest;
 pub mod driver;
+pub(crate) mod errand;
 mod flight;
 mod landing;
 mod line;
 mod list;
+mod measure;
 pub mod nvrtc;
 mod peer;
 pub(crate) mod porter;
@@ -51,6 +53,7 @@ use flight::Flight;
 use landing::Landing;
 use line::{Extent, Line};
 use list::grouped;
+use measure::Scratch;
 use program::Program;
 use share::{Description, Export, Exports};
 use watch::Watch;
@@ -94,6 +97,8 @@ pub struct Cuda {
     extent: Mutex<Extent>,
     /// Ends with the last launch, before what launches need does.
     watch: Watch,
+    /// What the prices of peers are measured with.
+    scratch: Scratch,
     line: Mutex<Line>,
 }
 
@@ -121,6 +126,7 @@ impl Cuda {
             extent: Mutex::new(Extent::new(options.sms, all_sms)),
             line: Mutex::new(line),
             watch: Watch::start()?,
+            scratch: Scratch::default(),
         };
         peer::OWN.lock().insert(instance, this.exports.clone());
         Ok(this)
@@ -222,7 +228,7 @@ impl Transport for Cuda {
         Ok(Description::write(self.instance, &self.exports.all()))
     }
 
-    fn connect(&self, description: &[u8], _: Instant) -> Result<CudaPeer, Error> {
+    fn connect(&self, description: &[u8], deadline: Instant) -> Result<CudaPeer, Error> {
         let description = Description::read(description)?;
         if !description.is_here() {
             return Err(Error::Unsupported(
@@ -236,7 +242,10 @@ impl Transport for Cuda {
             peer.refresh(&self.card, &description)?;
             return Ok(peer.clone());
         }
-        let peer = CudaPeer::open(&self.card, &description)?;
+        let peer = CudaPeer::open(&self.card, &description, |table| {
+            let extent = *self.extent.lock();
+            self.scratch.price((&self.card, &self.line), extent, table, deadline)
+        })?;
         peers.push(peer.clone());
         Ok(peer)
     }
@@ -250,9 +259,8 @@ impl Transport for Cuda {
         peer.close();
     }
 
-    fn price(&self, _: &CudaPeer) -> Price {
-        // A launch and its upload take 10 µs; then 1,500 GB/s; a run costs next to nothing.
-        Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 }
+    fn price(&self, peer: &CudaPeer) -> Price {
+        peer.price()
     }
 
     fn read(

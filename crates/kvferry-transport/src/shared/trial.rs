@@ -27,7 +27,7 @@ pub(crate) fn price(long: u64, mut read: impl FnMut(u64, u64) -> Option<f64>) ->
     let (whole, short) = (take(1, long)?, take(COUNT, SHORT)?);
     let byte = (whole - launch).max(0.0) / long as f64;
     let copy = (short - launch) / COUNT as f64 - SHORT as f64 * byte;
-    Some(Price { launch, copy: copy.max(1.0), byte: byte.max(0.0001) })
+    Some(Price { launch, copy: copy.max(0.1), byte: byte.max(0.0001) })
 }
 
 /// Nanoseconds of the quickest of a few reads of a kind. The first does not count: it sets things up, and takes up

@@ -12,7 +12,8 @@ use parking_lot::Mutex;
 use super::staging::Staging;
 use super::walk;
 use crate::contract::{Error, StagingStatistics};
-use crate::cuda::porter::{Errand, Porter};
+use crate::cuda::errand::Errand;
+use crate::cuda::porter::Porter;
 
 /// The yards of one transport.
 #[derive(Debug)]

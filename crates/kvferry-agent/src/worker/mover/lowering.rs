@@ -39,9 +39,8 @@ impl Reads {
     /// The way that it is read, and what that should take by these rates, where one can tell.
     pub(super) fn expected(&self, rates: &Rates) -> Option<(Way, f64)> {
         let (way, price) = match self {
-            Self::List(_) => (Way::Direct, rates.direct),
+            Self::List(_) | Self::Loops(_) => (Way::Direct, rates.direct),
             Self::Packed(_) => (Way::Packed, rates.packed?),
-            Self::Loops(_) => return None,
         };
         Some((way, price.of(self.copies(), self.bytes())))
     }

@@ -320,6 +320,43 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
 }
 
+/// What reads take is measured when a peer is connected to. Where that cannot be, it is what they usually take, and
+/// reads are none the worse for it.
+pub(super) fn prices_are_measured() {
+    // Less memory than is read to measure.
+    let little = Pair::<CudaTwinEnd>::new(MIB);
+    let usual = little.transport.price(&little.peer);
+    let pair = Pair::<CudaTwinEnd>::new(16 * MIB);
+    let met = || {
+        let process = Peer::start::<CudaTwinEnd>(16 * MIB, PEER_SEED);
+        let peer = pair.transport.connect(&process.description, soon()).unwrap();
+        pair.transport.price(&peer)
+    };
+    // On a busy machine it may take too long, but not always.
+    let is_measured = || wait_until("a price is measured", || met() != usual);
+    is_measured();
+    twin("KVFERRY_TWIN_LATE_MS", "3");
+    let late = met();
+    assert!(late == usual || late.launch >= 3e6, "{late:?}");
+    // Too late: what is read meanwhile goes where nobody looks.
+    twin("KVFERRY_TWIN_LATE_MS", "300");
+    assert_eq!(met(), usual);
+    twin("KVFERRY_TWIN_LATE_MS", "0");
+    twin_refuses("launch");
+    assert_eq!(met(), usual);
+    twin_refuses("nothing");
+    is_measured();
+    // A transport that has not measured anything yet finds no memory to read into.
+    let process = Peer::start::<CudaTwinEnd>(16 * MIB, PEER_SEED);
+    let transport = CudaTwinEnd::new().unwrap();
+    twin_refuses("memory");
+    let peer = transport.connect(&process.description, soon()).unwrap();
+    assert_eq!(transport.price(&peer), usual);
+    twin_refuses("nothing");
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, 16 * MIB));
+}
+
 pub(super) fn kernels_that_do_not_start_fail() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     twin_refuses("launch");

@@ -93,6 +93,7 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
             "mapped_memory_of_another_pid_namespace_is_not_taken",
             cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
         ),
+        ("prices_are_measured", cuda::prices_are_measured),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
         (
             "kernels_that_do_not_start_disturb_no_other",
