@@ -1,22 +1,28 @@
 //! A decode engine that runs meanwhile: how much its steps slow down while loads come in.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use kvferry_transport::Transport;
 use kvferry_transport::cuda::CudaOptions;
 use kvferry_transport::cuda::driver::{Card, Kernel, Module, Stream};
 use kvferry_transport::cuda::nvrtc;
+use kvferry_transport::nixl::Nixl;
 use serde::Serialize;
 
 use super::Failure;
 use super::measure::{Bench, Case, median, transfer};
 use super::memory::{Memory, argument};
+use super::packed;
 
 /// Weights of a rank, and launches that read them in a step: those of llama-3.1-70b on 8 cards.
 const WEIGHTS: u64 = 17_600 << 20;
 const LAUNCHES: u64 = 160;
 const STEPS: usize = 30;
 const THREADS: u32 = 256;
+/// Steps go on until so many loads have come in, or for so long.
+const LEAST_LOADS: u64 = 4;
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How the kernels of a step fill the card.
 struct Kind {
@@ -37,8 +43,8 @@ const KINDS: [Kind; 2] = [
 #[derive(Debug, Serialize)]
 pub(super) struct Beside {
     kind: &'static str,
-    /// Multiprocessors that loads may take; `None`: as many as they do when nothing is asked for.
-    sms: Option<u32>,
+    /// What loads: a transport, and how many multiprocessors it may take.
+    by: String,
     alone_us: f64,
     step_us: f64,
     slowest_us: f64,
@@ -51,73 +57,53 @@ pub(super) struct Beside {
 pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failure> {
     let engine = Engine::new(&bench.card)?;
     let case = Case::scattered("llama-3.1-70b", "tp=4", "tp=8", 8 << 10);
-    let ready = bench.prepare(&case)?;
-    let (transport, peer) = ready.transport(&CudaOptions::default())?;
     let all = bench.card.multiprocessors()?;
     println!(
         "\ndecode steps ({LAUNCHES} kernels that read {:.1} GB) beside loads of llama-3.1-70b tp=4 -> tp=8, 8k",
         WEIGHTS as f64 / 1e9
     );
     println!(
-        "{:<36} {:>7} {:>9} {:>9} {:>6} {:>9} {:>12} {:>9}",
-        "kernels", "SMs", "alone us", "step us", "ratio", "slowest", "loaded GB/s", "ms per GB"
+        "{:<36} {:<24} {:>9} {:>9} {:>6} {:>9} {:>12} {:>9}",
+        "kernels",
+        "loads by",
+        "alone us",
+        "step us",
+        "ratio",
+        "slowest",
+        "loaded GB/s",
+        "ms per GB"
     );
+    {
+        let ready = bench.prepare(&case)?;
+        let (transport, peer) = ready.transport(&CudaOptions::default())?;
+        let load = || {
+            let loaded =
+                ready.with_request(|request| transfer(&transport, &peer, &ready.plan, request));
+            loaded.map(|_| ())
+        };
+        for kind in &KINDS {
+            for sms in [Some(4), Some(8), Some(16), Some(32), Some(66), None, Some(all)] {
+                transport.set_sms(sms);
+                let by = match sms {
+                    Some(sms) => format!("cuda, {sms} SMs"),
+                    None => "cuda, by default".to_owned(),
+                };
+                rows.push(engine.beside(kind, by, ready.bytes, load)?);
+            }
+        }
+    }
+    let ready = bench.prepare_packed(&case, Some(packed::usual()))?;
+    let (transport, peer) = ready.over_nixl(packed::usual())?;
+    let ways: [(&str, packed::Read); 2] =
+        [("nixl, packed", Nixl::read_packed), ("nixl, run by run", Nixl::read_loops)];
     for kind in &KINDS {
-        engine.steps(kind)?;
-        let alone = median(engine.steps(kind)?);
-        for sms in [Some(4), Some(8), Some(16), Some(32), Some(66), None, Some(all)] {
-            transport.set_sms(sms);
-            let (stop, loads) = (AtomicBool::new(false), AtomicU64::new(0));
-            let (mut times, began, seconds) = std::thread::scope(|scope| -> Result<_, Failure> {
-                let loader = scope.spawn(|| {
-                    while !stop.load(Ordering::Relaxed) {
-                        let loaded = ready.with_request(|request| {
-                            transfer(&transport, &peer, &ready.plan, request)
-                        });
-                        if let Err(error) = loaded {
-                            return Some(error.to_string());
-                        }
-                        loads.fetch_add(1, Ordering::Relaxed);
-                    }
-                    None
-                });
-                while loads.load(Ordering::Relaxed) < 2 && !loader.is_finished() {
-                    std::thread::yield_now();
-                }
-                let (began, start) = (loads.load(Ordering::Relaxed), Instant::now());
-                let times = engine.steps(kind);
-                let seconds = start.elapsed().as_secs_f64();
-                stop.store(true, Ordering::Relaxed);
-                match loader.join() {
-                    Ok(None) => Ok((times?, began, seconds)),
-                    Ok(Some(error)) => Err(error.into()),
-                    Err(_) => Err("the thread that loads panicked".into()),
-                }
-            })?;
-            let loaded = (loads.load(Ordering::Relaxed) - began) as f64 * ready.bytes as f64 / 1e9;
-            let longer = (times.iter().sum::<f64>() - alone * times.len() as f64) / 1e3;
-            times.sort_by(f64::total_cmp);
-            let row = Beside {
-                kind: kind.name,
-                sms,
-                alone_us: alone,
-                step_us: times[times.len() / 2],
-                slowest_us: times[times.len() - 1],
-                loaded: loaded / seconds,
-                ms_per_gb: longer / loaded,
+        for (way, read) in ways {
+            let load = || {
+                let loaded = ready
+                    .with_request(|request| packed::read(&transport, &peer, &ready, request, read));
+                loaded.map(|_| ())
             };
-            println!(
-                "{:<36} {:>7} {:>9.0} {:>9.0} {:>6.2} {:>9.0} {:>12.0} {:>9.3}",
-                row.kind,
-                row.sms.map_or_else(|| "default".to_owned(), |sms| sms.to_string()),
-                row.alone_us,
-                row.step_us,
-                row.step_us / row.alone_us,
-                row.slowest_us,
-                row.loaded,
-                row.ms_per_gb
-            );
-            rows.push(row);
+            rows.push(engine.beside(kind, way.to_owned(), ready.bytes, load)?);
         }
     }
     Ok(())
@@ -147,6 +133,75 @@ impl Engine {
             sms: card.multiprocessors()?,
             _module: module,
         })
+    }
+
+    /// Steps while loads come in, one after the other, of so many bytes each.
+    fn beside(
+        &self,
+        kind: &Kind,
+        by: String,
+        bytes: u64,
+        load: impl Fn() -> Result<(), Failure> + Sync,
+    ) -> Result<Beside, Failure> {
+        self.steps(kind)?;
+        let alone = median(self.steps(kind)?);
+        let (stop, loads) = (AtomicBool::new(false), AtomicU64::new(0));
+        let (mut times, loaded, seconds) = std::thread::scope(|scope| -> Result<_, Failure> {
+            let loader = scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    if let Err(error) = load() {
+                        return Some(error.to_string());
+                    }
+                    loads.fetch_add(1, Ordering::Relaxed);
+                }
+                None
+            });
+            while loads.load(Ordering::Relaxed) < 2 && !loader.is_finished() {
+                std::thread::yield_now();
+            }
+            let (began, start) = (loads.load(Ordering::Relaxed), Instant::now());
+            let loaded = || loads.load(Ordering::Relaxed) - began;
+            let steps = || -> Result<_, Failure> {
+                let mut times = self.steps(kind)?;
+                // Loads that take longer than those steps.
+                while loaded() < LEAST_LOADS && start.elapsed() < PATIENCE {
+                    times.extend(self.steps(kind)?);
+                }
+                Ok(times)
+            };
+            let times = steps();
+            let (loaded, seconds) = (loaded(), start.elapsed().as_secs_f64());
+            stop.store(true, Ordering::Relaxed);
+            match loader.join() {
+                Ok(None) => Ok((times?, loaded, seconds)),
+                Ok(Some(error)) => Err(error.into()),
+                Err(_) => Err("the thread that loads panicked".into()),
+            }
+        })?;
+        let loaded = loaded as f64 * bytes as f64 / 1e9;
+        let longer = (times.iter().sum::<f64>() - alone * times.len() as f64) / 1e3;
+        times.sort_by(f64::total_cmp);
+        let row = Beside {
+            kind: kind.name,
+            by,
+            alone_us: alone,
+            step_us: times[times.len() / 2],
+            slowest_us: times[times.len() - 1],
+            loaded: loaded / seconds,
+            ms_per_gb: longer / loaded,
+        };
+        println!(
+            "{:<36} {:<24} {:>9.0} {:>9.0} {:>6.2} {:>9.0} {:>12.0} {:>9.3}",
+            row.kind,
+            row.by,
+            row.alone_us,
+            row.step_us,
+            row.step_us / row.alone_us,
+            row.slowest_us,
+            row.loaded,
+            row.ms_per_gb
+        );
+        Ok(row)
     }
 
     /// Microseconds of steps, one right after the other.

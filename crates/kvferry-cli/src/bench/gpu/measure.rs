@@ -107,6 +107,8 @@ pub(super) struct Row {
     pub(super) cpu_us: f64,
     pub(super) check_us: f64,
     pub(super) loops_us: f64,
+    /// What all of it takes by the price that was measured when the two met.
+    pub(super) price_us: f64,
     /// With a bound on multiprocessors: their number, time, fraction of the limit.
     pub(super) bounded: Vec<(u32, f64, f64)>,
 }
@@ -380,6 +382,7 @@ impl Bench {
             cpu_us: of(|times| times.launched),
             check_us: of(|times| times.check),
             loops_us: of(|times| times.loops),
+            price_us: transport.price(&peer).of(copies.len() as u64, bytes) / 1e3,
             bounded,
         })
     }

@@ -15,7 +15,7 @@ use super::measure::{Bench, Case, Ready, median, soon};
 use super::source::Packing;
 
 /// As it is used unless something else is asked for.
-fn usual() -> Packing {
+pub(super) fn usual() -> Packing {
     let CardPacking { staging, slot, lanes, .. } = CardPacking::default();
     Packing { slot: slot >> 20, staging: staging >> 20, lanes }
 }
@@ -109,14 +109,7 @@ impl Bench {
             let (transport, peer) = ready.transport(&CudaOptions::default())?;
             self.limit(&transport, &peer, &ready, ready.bytes)?
         };
-        let transport = Nixl::new(&packing.options())?;
-        for span in &ready.memory {
-            let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
-            // SAFETY: the memory is freed after the transport is dropped.
-            unsafe { transport.register(region)? };
-        }
-        let description = ready.nixl.as_ref().ok_or("the source has no NIXL")?;
-        let peer = transport.connect(description, soon())?;
+        let (transport, peer) = ready.over_nixl(packing)?;
         let rates = transport.rates(&peer);
         let price = rates.packed.ok_or("the pair does not pack: see the log")?;
         let copies = ready.copies.len() as u64;
@@ -156,7 +149,22 @@ impl Bench {
     }
 }
 
-type Read = fn(
+impl Ready {
+    /// NIXL with the destination's memory registered, and the source connected to.
+    pub(super) fn over_nixl(&self, packing: Packing) -> Result<(Nixl, NixlPeer), Failure> {
+        let transport = Nixl::new(&packing.options())?;
+        for span in &self.memory {
+            let region = Region { base: span.base, bytes: span.bytes, place: Place::Gpu(0) };
+            // SAFETY: the caller keeps the memory.
+            unsafe { transport.register(region)? };
+        }
+        let description = self.nixl.as_ref().ok_or("the source has no NIXL")?;
+        let peer = transport.connect(description, soon())?;
+        Ok((transport, peer))
+    }
+}
+
+pub(super) type Read = fn(
     &Nixl,
     &NixlPeer,
     &Loops,
@@ -164,7 +172,7 @@ type Read = fn(
 ) -> Result<kvferry_transport::Transfer, kvferry_transport::Error>;
 
 /// Microseconds from block ids to the last byte.
-fn read(
+pub(super) fn read(
     transport: &Nixl,
     peer: &NixlPeer,
     ready: &Ready,
