@@ -5,10 +5,13 @@
 #
 #   pip install 'vllm==0.32.*' nixl .
 #   tools/check-gpu-vllm.sh              tiny random models: attention (Triton, FlashAttention), CUDA graphs,
-#                                        asynchronous scheduling, drafts, windows, requests sent to both at once, quantised caches, Mamba in both orders of its
-#                                        convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention), Kimi-Linear
+#                                        asynchronous scheduling, drafts (looked up, and of a model), windows,
+#                                        requests sent to both at once, quantised caches, Mamba in both orders
+#                                        of its convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention),
+#                                        Kimi-Linear
 #   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
 #   tools/check-gpu-vllm.sh --transport nixl   not what the connector chooses by itself, which here is cuda
+#   tools/check-gpu-vllm.sh --kernel copy.ptx  with the copy kernel compiled beforehand
 #
 # PYTHON        the python of the environment with vLLM in it; without it, `python3`
 # KVFERRY_NIXL  the NIXL library, where it is not in that environment

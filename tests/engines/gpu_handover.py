@@ -4,11 +4,12 @@ Tiny random models, in float32 and without the roundings of TF32 where there are
 equal means equal. Before every handover all of D's cache is overwritten with NaN: the right tokens can then
 only come from what was moved, and from zeroes where D's blocks have room for more. Every load is audited: the
 cards' digests of what D has and of what P holds must agree. Once more with kernels that write late: P's whole
-step waits on the GPU, and D's NaN come long after it was told to load.
+step waits on the GPU, a draft model behind it once more, and D's NaN come long after it was told to load.
 """
 
 import argparse
 import contextlib
+import functools
 import os
 import pathlib
 import random
@@ -52,6 +53,11 @@ GUESSES = {
         "prompt_lookup_max": 3,
     }
 }
+#: A model that guesses, with a cache of its own, which it fills after the step: the model itself, so that every guess
+#: is right whose cache is. `main` knows where it is.
+DRAFT_MODEL = {
+    "speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 3},
+}
 
 
 def attention(backend, **options):
@@ -82,6 +88,11 @@ PAIRS = {
         {"block_size": 64, "async_scheduling": True, **GRAPHS},
     ),
     "qwen3-drafts": ("qwen3", {"block_size": 32, **GUESSES}, {"block_size": 64, **GUESSES}),
+    "qwen3-draft-model": (
+        "qwen3",
+        {"block_size": 32, "async_scheduling": True, **DRAFT_MODEL},
+        {"block_size": 64, "async_scheduling": True, **DRAFT_MODEL},
+    ),
     "qwen3-push": ("qwen3", {"block_size": 32, **PUSH}, {"block_size": 64}),
     "nemotron_h-push": ("nemotron_h", PUSH, {}),
     "qwen3-fp8-flash": quantised("qwen3", "FLASH_ATTN", "fp8", 32, 64),
@@ -152,13 +163,15 @@ def main():
     names = [*PAIRS, "wide"]
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(names)}")
     parser.add_argument("--transport", help="instead of what the connector chooses by itself")
+    parser.add_argument("--kernel", help="the copy kernel, compiled beforehand (see docs/transports.md)")
     parser.add_argument("--models", type=pathlib.Path, help="a folder that keeps the models")
     asked = parser.parse_args()
     unknown = [pair for pair in asked.pairs if pair not in names]
     if unknown:
         parser.error(f"no pair '{unknown[0]}': there are {', '.join(names)}")
     wrong = []
-    extra = {"transport": asked.transport} if asked.transport else {}
+    extra = {"transport": asked.transport, "gpu_kernel": asked.kernel}
+    extra = {name: value for name, value in extra.items() if value}
     with tempfile.TemporaryDirectory() as folder:
         for pair in asked.pairs or list(PAIRS):
             kind, p, d = ("qwen3", WIDE, WIDE) if pair == "wide" else PAIRS[pair]
@@ -168,6 +181,7 @@ def main():
                 if not path.exists():
                     save_model(kind, path, latent_head=128)
                 for role, own in (("kv_producer", p), ("kv_consumer", d)):
+                    own = with_draft(own, path)
                     audit = {"audit": "off" if pair == "wide" else "all"}
                     changed = {
                         "prepare": [watch, *own.get("prepare", ())],
@@ -191,6 +205,14 @@ def main():
     return 1 if wrong else 0
 
 
+def with_draft(options, model):
+    """Options of an engine; where the model guesses for itself, with its folder, and late."""
+    if options.get("speculative_config", {}).get("model") != "itself":
+        return options
+    guesses = {**options["speculative_config"], "model": str(model)}
+    return {**options, "speculative_config": guesses, "prepare": [draft_late]}
+
+
 def check(model, prefill, decode, pushes=False):
     draw = random.Random(model)
     asked = prompts(draw, LENGTHS)
@@ -201,10 +223,15 @@ def check(model, prefill, decode, pushes=False):
     for prompt, alone in zip(asked, answers, strict=True):
         assert hand_over(prefill, decode, prompt) == alone, f"other tokens after {len(prompt)}"
     # Kernels that write late: those of P's step, and the NaN on D.
+    guessed = [rounds_of_guesses(decode, decode.generate, prompt) for prompt in asked]
     prefill.call(slow_down, True)
-    for prompt, alone in zip(asked, answers, strict=True):
-        made = hand_over(prefill, decode, prompt, spoil=poison_late)
-        assert made == alone, f"other tokens after {len(prompt)}, with kernels that write late"
+    for prompt, alone, rounds in zip(asked, answers, guessed, strict=True):
+        prefill.call(poison)
+        late = functools.partial(hand_over, prefill, decode, spoil=poison_late)
+        assert late(prompt) == alone, f"other tokens after {len(prompt)}, with kernels that write late"
+        prefill.call(poison)
+        again = rounds_of_guesses(decode, late, prompt)
+        assert again <= rounds + 1, f"{again} rounds of guesses after {len(prompt)} instead of {rounds}"
     if pushes:
         follow(prefill, decode, asked, answers)
     prefill.call(slow_down, False)
@@ -218,7 +245,7 @@ def check(model, prefill, decode, pushes=False):
     loads = decode.call(seen)
     failed = [load for load in loads if load["outcome"] != "done"]
     assert not failed, f"loads that were not done: {failed}"
-    assert len(loads) > 2 * len(LENGTHS) - 2, f"{len(loads)} loads for {2 * len(LENGTHS) + 1} prompts"
+    assert len(loads) > 3 * len(LENGTHS) - 3, f"{len(loads)} loads for {3 * len(LENGTHS) + 1} prompts"
     audits = decode.call(audited)
     assert audits == {"matched": len(loads), "mismatch": 0, "unable": 0}, f"audits: {audits}"
     print(
@@ -278,6 +305,13 @@ def hand_over(prefill, decode, prompt, other=None, spoil=None):
         return decode.generate(other or prompt, params=params)[0]
 
 
+def rounds_of_guesses(decode, generate, prompt):
+    """How often D's draft model, where it has one, guesses for an answer: for every token if its cache is wrong."""
+    before = decode.call(drafted)
+    generate(prompt)
+    return decode.call(drafted) - before
+
+
 def words(load):
     spent = load["seconds"]
     rate = load["bytes"] / (spent["wire"] + spent["post"]) / 1e9
@@ -292,6 +326,7 @@ def words(load):
 
 SIDES, LOADS = [], []
 SLOW = False
+DRAFTED = 0
 #: Cycles of the GPU: a tenth of a second or more.
 LATE = 200_000_000
 
@@ -318,6 +353,31 @@ def watch():
 
     WorkerSide.register, WorkerSide.results = register_seen, results_seen
     WorkerSide.obey = obey_slowly
+
+
+def draft_late():
+    """What a draft model computes waits on the GPU for longer still, behind the token from which P's scheduler learns
+    that a prompt is complete."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    def late(propose):
+        def proposed(self, *args, **more):
+            global DRAFTED
+            DRAFTED += 1
+            if SLOW and torch.cuda.is_available():
+                torch.cuda._sleep(10 * LATE)
+            return propose(self, *args, **more)
+
+        return proposed
+
+    for kind in (SpecDecodeBaseProposer, StandaloneARSpeculator):
+        kind.propose = late(kind.propose)
+
+
+def drafted(engine):
+    """How often a draft model has guessed."""
+    return DRAFTED
 
 
 def poison(engine, byte=0xFF):
