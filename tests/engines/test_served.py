@@ -48,7 +48,7 @@ PAIRS = {
 def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
-    # One server after the other: what is sent to both at once is in test_served_both.py and life/test_push.py.
+    # One server after the other: what is sent to both at once is in test_served_both.py and life/test_push*.py.
     extra = {"lease": LEASE, "push": "never", **extra}
     pair = Pair(folder / kind, folder, serve, transfer, extra, only)
     try:

@@ -9,8 +9,7 @@ from exact import prompts
 
 from .common import eventually, more
 from .inside import blank, counter, filled, forget, pump, restarts, side, steps, take_at_once, waiting
-from .pushed import answers, push, start
-from .test_push import CHUNKS, STAGES, TWO, preempt
+from .pushed import CHUNKS, STAGES, TWO, answers, preempt, push, start
 
 #: All of a prompt at once.
 ONE_STEP = CHUNKS | {"max_num_batched_tokens": 512}

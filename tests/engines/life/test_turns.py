@@ -9,9 +9,8 @@ from exact import prompts
 from .between import held, hold, stand_aside, stand_between
 from .common import AHEAD, eventually, more
 from .inside import begin, computed, count_computed, counter, leases, pump, side, steps
-from .pushed import ends, start
+from .pushed import CHUNKS, content, ends, start
 from .test_held import let_states_be_cached
-from .test_push import CHUNKS, content
 
 #: Longer than a test.
 KEPT = {"extra": {"next_turn": 600.0}}
