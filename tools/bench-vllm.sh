@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs the package as released beside the real vLLM and runs bench-vllm.py, which says what it
+# Installs the package as released beside the real vLLM and runs bench_vllm, which says what it
 # measures and takes the arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(tools/python-env.sh release)
-exec "$python" tools/bench-vllm.py "$@"
+cd tools
+exec "$python" -m bench_vllm "$@"

@@ -3,4 +3,6 @@
 # Installs vLLM and builds the package on first use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec "$(tools/python-env.sh dev)" tools/census.py "$@"
+python=$(tools/python-env.sh dev)
+cd tools
+exec "$python" -m census "$@"

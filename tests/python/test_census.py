@@ -1,21 +1,16 @@
 """The census is what the installed vLLM and the connector's tables make it, and misses nothing."""
 
-import importlib.util
 import json
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 
-
-@cache
-def program():
-    spec = importlib.util.spec_from_file_location("census", ROOT / "tools/census.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from census import nixl, page, rows, source  # noqa: E402
 
 
 @cache
@@ -24,19 +19,18 @@ def data():
 
 
 def test_the_census_is_what_would_be_written():
-    for path, text in program().written().items():
+    for path, text in page.written().items():
         assert path.read_text() == text, f"{path.name} is stale: run tools/census.sh"
 
 
 def test_what_is_new_fails_by_name():
-    census = program()
     for row, what in [
-        (lambda: census.spec("UnseenSpec"), "the cache spec class UnseenSpec"),
-        (lambda: census.quantised("UNSEEN"), "the quantisation mode UNSEEN"),
-        (lambda: census.backend("UNSEEN", ["some.Class"]), "the attention back end UNSEEN of some.Class"),
-        (lambda: census.state("UNSEEN"), "the type of states UNSEEN"),
+        (lambda: rows.spec("UnseenSpec"), "the cache spec class UnseenSpec"),
+        (lambda: rows.quantised("UNSEEN"), "the quantisation mode UNSEEN"),
+        (lambda: rows.backend("UNSEEN", ["some.Class"]), "the attention back end UNSEEN of some.Class"),
+        (lambda: rows.state("UNSEEN"), "the type of states UNSEEN"),
     ]:
-        with pytest.raises(census.Unknown, match=what):
+        with pytest.raises(nixl.Unknown, match=what):
             row()
 
 
@@ -45,20 +39,18 @@ def test_the_names_are_those_that_vllm_loads():
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    census = program()
     found = {interface.KVCacheSpec}
     while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
         found |= more
     own = {cls.__name__ for cls in found if cls.__module__ == interface.__name__}
-    assert set(census.spec_classes()) == own
-    assert census.quantisation_modes() == [mode.name for mode in interface.KVQuantMode]
-    assert census.members("MambaAttentionBackendEnum") == list(MambaAttentionBackendEnum.__members__)
+    assert set(source.spec_classes()) == own
+    assert source.quantisation_modes() == [mode.name for mode in interface.KVQuantMode]
+    assert source.members("MambaAttentionBackendEnum") == list(MambaAttentionBackendEnum.__members__)
 
 
 def test_a_source_that_no_longer_says_so_fails():
-    census = program()
-    with pytest.raises(census.Unknown, match="no longer says 'not in there'"):
-        census.nixl(("serves", "", f"{census.NIXL}/metadata.py", "not in there"), "it")
+    with pytest.raises(nixl.Unknown, match="no longer says 'not in there'"):
+        nixl.nixl(("serves", "", f"{nixl.NIXL}/metadata.py", "not in there"), "it")
 
 
 def test_what_the_engines_own_connector_serves_is_described():

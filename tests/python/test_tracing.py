@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from handmade import grant, load
-from kvferry.vllm import logs, tracing
+from kvferry.vllm import logs, tracing, tracing_spans
 from kvferry.vllm.messages import Moved
 from kvferry.vllm.options import Options
 from kvferry.vllm.scheduler import SchedulerSide
@@ -30,7 +30,7 @@ def start():
 
     def start(engine, **options):
         exporter = InMemorySpanExporter()
-        tracer = tracing.Tracer(engine, exporter, at_once=True)
+        tracer = tracing_spans.Tracer(engine, exporter, at_once=True)
         side = start_side(tracing.TracedScheduler, engine, tracer=tracer, **options)
         side.exported = exporter
         made.append(side)
@@ -118,7 +118,7 @@ def test_one_trace_from_the_request_s_parent_to_the_first_token(start, how):
     assert len({span.context.span_id for span in (*of_p.values(), *of_d.values())}) == len(of_p) + len(of_d)
     assert ids(root)[1] == GIVEN.split("-")[2]
     assert other.parent.span_id == root.context.span_id
-    assert orders.traces == {"request-1": tracing.traceparent(other)}
+    assert orders.traces == {"request-1": tracing_spans.traceparent(other)}
     assert set(of_p) == {"kvferry.prefill", "kvferry.prefill.compute", "kvferry.prefill.lease"}
     assert set(of_d) == {
         "kvferry.decode", "kvferry.decode.queue", "kvferry.decode.allocate", "kvferry.decode.order",
@@ -182,7 +182,7 @@ def test_a_reader_s_own_trace_is_kept_and_linked(start):
 def test_a_parent_that_makes_no_sense_is_none(start, nonsense):
     prefill = start("p")
     params = hand_over(prefill, traceparent=nonsense)
-    assert tracing._context(params["kvferry"]) is not None
+    assert tracing_spans._context(params["kvferry"]) is not None
     prefill.agent.revoke("request-1")
     until(lambda: prefill.orders([]).released)
     assert spans(prefill)["kvferry.prefill"].parent is None
@@ -222,7 +222,7 @@ def test_a_failure_ends_the_spans_that_it_concerns_with_an_error(start, caplog, 
     root = spans(decode)["kvferry.decode"]
     assert (root.status.description, root.attributes["kvferry.outcome"]) == ("the cable", "failed")
     # The log leads to the trace.
-    assert f"request-1 was not loaded; its trace is {tracing.traceparent(root)}" in caplog.text
+    assert f"request-1 was not loaded; its trace is {tracing_spans.traceparent(root)}" in caplog.text
     assert not decode.taken
 
 
@@ -317,7 +317,7 @@ def test_whether_to_trace():
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(ValueError, match="'trace' .* OpenTelemetry is not installed here .*; install"):
-        tracing.Tracer.to("p", "http://127.0.0.1:1")
+        tracing_spans.Tracer.to("p", "http://127.0.0.1:1")
 
 
 def test_without_tracing_not_a_line_of_it_runs(start):
@@ -325,9 +325,10 @@ def test_without_tracing_not_a_line_of_it_runs(start):
     traced = tracing.sides(None, Options.read({"trace": "http://x"}))
     assert traced == (tracing.TracedScheduler, tracing.TracedWorker)
     # OpenTelemetry is imported by what runs.
-    top = ast.parse(inspect.getsource(tracing)).body
-    imports = [ast.unparse(node) for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert imports and not any("opentelemetry" in line for line in imports)
+    for module in (tracing, tracing_spans):
+        top = ast.parse(inspect.getsource(module)).body
+        imports = [ast.unparse(node) for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imports and not any("opentelemetry" in line for line in imports)
 
     def lines_of_tracing(prefill, decode):
         """Functions of ours, and of OpenTelemetry, that a request enters."""

@@ -17,10 +17,11 @@ use crate::rules::grant::{Fingerprint, Grant, InFlight, Origin};
 use crate::rules::lease::{Answer, Consumer, Ended, Frontier, LeaseKey, Loss};
 use crate::wire::door::{Door, Host, Limits};
 use crate::wire::message::{
-    Card, Hello, Incarnation, Known, Left, News, Question, Reply, Sought, Welcome, decode,
-    decode_opening, encode, encode_opening,
+    Card, Hello, Left, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
+use crate::wire::news::{Known, News, Sought};
 use crate::wire::task::{Task, TaskReply, Token};
+use crate::wire::ticket::Incarnation;
 use crate::wire::trust::{Key, Trust};
 use crate::wire::version::Version;
 

@@ -22,7 +22,8 @@ use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
-use crate::wire::message::{Card, Incarnation, Ticket};
+use crate::wire::message::Card;
+use crate::wire::ticket::{Incarnation, Ticket};
 
 #[derive(Debug)]
 pub(super) struct Core {

@@ -20,7 +20,9 @@ use crate::background::after;
 use crate::error::{Error, Misbehaviour, PeerError};
 use crate::rules::lease::{Ended, Loss};
 use crate::wire::link::{Told, is_final};
-use crate::wire::message::{Known, News, Sought, Ticket, Welcome};
+use crate::wire::message::Welcome;
+use crate::wire::news::{Known, News, Sought};
+use crate::wire::ticket::Ticket;
 
 /// A request that another engine computes for this one: where to ask for it.
 #[derive(Clone, Debug, PartialEq, Eq)]

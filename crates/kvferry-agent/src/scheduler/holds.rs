@@ -16,7 +16,8 @@ use crate::mailbox::Mailbox;
 use crate::metrics::SchedulerMetrics;
 use crate::rules::lease::{Answer, Ended, LeaseKey, Loss};
 use crate::wire::link::{Caller, Links};
-use crate::wire::message::{Incarnation, Question, Reply, Ticket};
+use crate::wire::message::{Question, Reply};
+use crate::wire::ticket::{Incarnation, Ticket};
 
 /// A request of this engine whose blocks elsewhere are gone.
 #[derive(Clone, Debug, PartialEq, Eq)]

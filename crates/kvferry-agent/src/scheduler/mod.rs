@@ -41,7 +41,8 @@ use crate::rules::lease::Released;
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
 use crate::wire::link::Caller;
-use crate::wire::message::{Card, Incarnation, Left, Ticket};
+use crate::wire::message::{Card, Left};
+use crate::wire::ticket::{Incarnation, Ticket};
 use crate::wire::trust::Trust;
 
 /// The scheduler half of an agent. Dropping it ends its thread and connections.

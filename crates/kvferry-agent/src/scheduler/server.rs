@@ -11,10 +11,10 @@ use super::notes::Did;
 use crate::rules::grant::{Claim, Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
 use crate::wire::door::Host;
-use crate::wire::message::{
-    Card, Incarnation, Known, News, Question, Reply, ServiceCard, Sought, Welcome,
-};
+use crate::wire::message::{Card, Question, Reply, ServiceCard, Welcome};
+use crate::wire::news::{Known, News, Sought};
 use crate::wire::task::{Task, TaskReply};
+use crate::wire::ticket::Incarnation;
 use crate::wire::version::Version;
 
 impl Host for Core {

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::background::after;
 use crate::error::{Misbehaviour, PeerError};
 use crate::wire::link::{Caller, Link};
-use crate::wire::message::{Incarnation, Question, Reply};
+use crate::wire::message::{Question, Reply};
+use crate::wire::ticket::Incarnation;
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 

@@ -14,8 +14,9 @@ use crate::error::Error;
 use crate::rules::grant::Grant;
 use crate::source::steps::Steps;
 use crate::wire::door::{Door, Host, Limits};
-use crate::wire::message::{Incarnation, Question, Reply, ServiceCard, Welcome};
+use crate::wire::message::{Question, Reply, ServiceCard, Welcome};
 use crate::wire::task::{Task, TaskReply, Token};
+use crate::wire::ticket::Incarnation;
 use crate::wire::version::Version;
 use crate::worker::WorkerOptions;
 

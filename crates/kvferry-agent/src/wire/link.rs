@@ -15,9 +15,10 @@ use tracing::{debug, warn};
 
 use super::channel::{self, MAX_REPLY, Receiver, Sender, io_error};
 use super::message::{
-    Hello, Known, News, Question, Reply, Sought, Ticket, Welcome, decode, decode_opening, encode,
-    encode_opening,
+    Hello, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
+use super::news::{Known, News, Sought};
+use super::ticket::Ticket;
 use super::trust::Trust;
 use super::version::Version;
 use crate::background::after;

@@ -1,7 +1,7 @@
 //! What passes between two agents, and how.
 //!
-//! * [`version`]: which protocol is spoken. [`message`]: what is said in it. [`task`]: what the ranks of
-//!   an engine are asked to do.
+//! * [`version`]: which protocol is spoken. [`message`]: what is said in it. [`ticket`]: what names a request in
+//!   it. [`news`]: how far a lease has come. [`task`]: what the ranks of an engine are asked to do.
 //! * [`trust`]: how a peer proves who it is.
 //! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
 //!   who does not speak TLS.
@@ -12,7 +12,9 @@ pub(crate) mod channel;
 pub(crate) mod door;
 pub(crate) mod link;
 pub(crate) mod message;
+pub(crate) mod news;
 mod overheard;
 pub(crate) mod task;
+pub(crate) mod ticket;
 pub(crate) mod trust;
 pub(crate) mod version;

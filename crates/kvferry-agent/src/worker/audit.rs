@@ -24,8 +24,9 @@ use crate::rules::failure::Failure;
 use crate::rules::grant::Fingerprint;
 use crate::rules::lease::Loss;
 use crate::wire::link::Links;
-use crate::wire::message::{Question, Reply, Ticket};
+use crate::wire::message::{Question, Reply};
 use crate::wire::task::{Task, TaskReply};
+use crate::wire::ticket::Ticket;
 use crate::wire::version::Version;
 
 /// What came of an audit.
@@ -405,7 +406,7 @@ mod tests {
 
     use super::*;
     use crate::rules::grant::Grant;
-    use crate::wire::message::Incarnation;
+    use crate::wire::ticket::Incarnation;
 
     fn load(tokens: u64, cached: Vec<u64>) -> Load {
         Load {

@@ -18,7 +18,8 @@ use crate::rules::follow::{Contradiction, Follower, Pace, Part};
 use crate::rules::grant::{Fingerprint, Grant, InFlight};
 use crate::rules::lease::Loss;
 use crate::wire::link::{Told, is_final};
-use crate::wire::message::{Known, Ticket};
+use crate::wire::news::Known;
+use crate::wire::ticket::Ticket;
 
 /// However quickly an engine answers, it is not asked more often than this without news.
 const PAUSE: Duration = Duration::from_millis(10);

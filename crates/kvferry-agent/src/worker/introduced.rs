@@ -15,7 +15,8 @@ use super::Worker;
 use super::rank::Rank;
 use crate::error::Error;
 use crate::several::offer_one;
-use crate::wire::message::{Card, Incarnation};
+use crate::wire::message::Card;
+use crate::wire::ticket::Incarnation;
 
 /// The transport that such engines are read by.
 const NIXL: &str = "nixl";

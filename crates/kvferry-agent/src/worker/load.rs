@@ -11,7 +11,7 @@ use crate::rules::failure::Failure;
 use crate::rules::grant::{Grant, Origin};
 use crate::rules::lease::Loss;
 use crate::rules::life::Stage;
-use crate::wire::message::Ticket;
+use crate::wire::ticket::Ticket;
 
 /// A request to load.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -23,8 +23,10 @@ use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links, PATIENT_ANSWER, Told, is_final};
-use crate::wire::message::{Card, Incarnation, Known, Question, Reply, Sought, Ticket};
+use crate::wire::message::{Card, Question, Reply};
+use crate::wire::news::{Known, Sought};
 use crate::wire::task::TaskReply;
+use crate::wire::ticket::{Incarnation, Ticket};
 use crate::wire::version::Version;
 
 /// An engine that does not fit is not asked again for so long.

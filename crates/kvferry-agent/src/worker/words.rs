@@ -14,8 +14,8 @@ use tracing::{Instrument, debug};
 use super::peers::{Peers, SourceEngine};
 use crate::rules::grant::InFlight;
 use crate::wire::link::is_final;
-use crate::wire::message::Ticket;
 use crate::wire::task::TaskReply;
+use crate::wire::ticket::Ticket;
 
 /// However quickly layers are written, a rank is not asked for them more often than this.
 const PAUSE: Duration = Duration::from_millis(1);

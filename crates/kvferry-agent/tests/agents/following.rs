@@ -16,6 +16,11 @@ pub(crate) fn patient() -> Recipe {
     p
 }
 
+/// A P and a D whose reads wait until the test lets them land.
+pub(crate) fn held_pair() -> (Engine, Engine) {
+    (Recipe::new("p", 1).by(By::Held).start(), Recipe::new("d", 1).by(By::Held).start())
+}
+
 /// A load that follows the lease of a ticket.
 pub(crate) fn follow(name: &str, ticket: &Ticket, destination: &[u32], tokens: u64) -> Load {
     Load { grant: None, ..load(name, ticket, granted(&[], tokens), destination) }

@@ -12,6 +12,7 @@ mod following;
 mod frontier;
 mod growth;
 mod handover;
+mod interrupted;
 mod introduced;
 mod lowering;
 mod named;

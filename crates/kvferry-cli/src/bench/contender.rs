@@ -15,9 +15,7 @@ use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
 
-use super::memory;
-
-type Failure = Box<dyn std::error::Error>;
+use super::{Failure, memory};
 
 /// Who takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

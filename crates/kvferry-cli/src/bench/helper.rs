@@ -7,7 +7,7 @@ use kvferry_demo::own_output;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-type Failure = Box<dyn std::error::Error>;
+use super::Failure;
 
 /// That process, from the one that asks. It ends with this.
 pub(super) struct Helper {

@@ -12,6 +12,9 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
+/// Why nothing, or not all, was measured.
+type Failure = Box<dyn std::error::Error>;
+
 /// Measure kvferry on this machine, next to its rivals.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
@@ -60,7 +63,7 @@ struct Gpu {
 }
 
 impl Gpu {
-    fn run(self) -> Result<(), gpu::Failure> {
+    fn run(self) -> Result<(), Failure> {
         let Self { rounds, suites, only, json, serve } = self;
         if serve {
             return gpu::serve();
@@ -93,7 +96,7 @@ fn chosen<C>(
     mut cases: Vec<C>,
     name: impl Fn(&C) -> String,
     only: &str,
-) -> Result<Vec<C>, Box<dyn std::error::Error>> {
+) -> Result<Vec<C>, Failure> {
     let known: Vec<String> = cases.iter().map(&name).collect();
     cases.retain(|case| name(case).contains(only));
     if cases.is_empty() {

@@ -9,6 +9,7 @@ use clap::Args;
 use kvferry_transport::nixl;
 use serde::Serialize;
 
+use super::Failure;
 use super::contender::{Case, Contender, Order, Running};
 
 /// Measure the transports between two processes of this machine.
@@ -37,8 +38,6 @@ pub(super) struct Transfer {
     #[arg(long, default_value = "python3", value_name = "PATH")]
     python: String,
 }
-
-type Failure = Box<dyn std::error::Error>;
 
 #[derive(Debug, Serialize)]
 struct Results {

@@ -17,9 +17,7 @@ use handoff::Handoff;
 use measure::{Bench, Row};
 use packed::Packed;
 
-use super::chosen;
-
-pub(crate) type Failure = Box<dyn std::error::Error>;
+use super::{Failure, chosen};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Suite {

@@ -17,10 +17,8 @@ use kvferry_transport::nixl::{self, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use serde::Serialize;
 
-use super::chosen;
+use super::{Failure, chosen};
 use measure::Row;
-
-pub(super) type Failure = Box<dyn std::error::Error>;
 
 /// Compare the ways to read: every copy by itself, packed, and more than is needed.
 ///

@@ -13,8 +13,7 @@ use clap::Args;
 use serde::Serialize;
 
 use self::pair::{Pair, Prefill, Times, Way};
-
-type Failure = Box<dyn std::error::Error>;
+use super::Failure;
 
 /// Measure how much of the transfer prefill hides, against the prompt's length.
 ///

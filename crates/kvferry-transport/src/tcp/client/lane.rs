@@ -5,18 +5,14 @@ use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvferry_layout::Loops;
-
-use super::state::{Fetch, Forsaken, HELLO_PATIENCE, Lane, PeerRegions, Question, State};
-use crate::contract::{Error, InvalidFrame, Operation, Side, Status};
+use super::fetching::{self, Landing};
+use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
+use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
-use crate::shared::custody::Custody;
 use crate::shared::spans::Spans;
-use crate::shared::staging::Slot;
 use crate::shared::walk;
-use crate::shared::yard::Moving;
 use crate::tcp::frame::{self, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
 
@@ -25,10 +21,6 @@ use crate::tcp::{gather, socket};
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Requests on the way per lane.
 const DEPTH: usize = 4;
-/// How long a lane waits for what is being fetched before it looks whether it is still wanted.
-const GLANCE: Duration = Duration::from_millis(1);
-/// How long a card may take to put a part where it belongs.
-const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
@@ -37,14 +29,6 @@ enum OnTheWay {
     /// slot that was of no use.
     Release(Option<Landing>, u64),
     Question(Question, u64),
-}
-
-/// A chunk that was fetched to a slot and is being put where it belongs.
-struct Landing {
-    operation: Arc<Chunked>,
-    chunk: Chunk,
-    moving: Moving,
-    slot: Slot,
 }
 
 enum Work {
@@ -206,7 +190,7 @@ impl<'a> LaneThread<'a> {
             self.state.work.notify_one();
         }
         if let (Piece::Copies(_), Some(fetch)) = (&chunk.piece, &self.state.fetch) {
-            self.read_otherwise(&**fetch, &operation, chunk);
+            fetching::read_otherwise(self.state, self.lane(), &**fetch, &operation, chunk);
             return Ok(());
         }
         let id = self.number_request();
@@ -254,8 +238,9 @@ impl<'a> LaneThread<'a> {
             (OnTheWay::Chunk(operation, chunk, _), Verdict::Done) => {
                 match (&chunk.piece, &self.state.fetch) {
                     (Piece::Packed(loops), Some(fetch)) => {
+                        let custody = operation.custody();
                         let landing =
-                            self.fetch(&**fetch, operation.custody(), loops, answer.bytes)?;
+                            fetching::fetch(self.state, &**fetch, custody, loops, answer.bytes)?;
                         fetched = Some(landing);
                     }
                     _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
@@ -289,7 +274,7 @@ impl<'a> LaneThread<'a> {
                 socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
             }
             Some(OnTheWay::Release(Some(landing), _)) => {
-                if let Some((_, chunk, outcome)) = self.landed(landing) {
+                if let Some((_, chunk, outcome)) = landing.wait(self.state, self.lane()) {
                     match outcome {
                         Ok(()) => chunk.in_place(),
                         Err(error) => chunk.fail(error),
@@ -331,96 +316,6 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    /// Reads a chunk by the other transport, straight to where it belongs.
-    fn read_otherwise(&self, fetch: &dyn Fetch, operation: &Arc<Chunked>, chunk: Chunk) {
-        let custody = operation.custody();
-        let inner = match fetch.direct(chunk.copies(), custody.deadline()) {
-            Ok(inner) => inner,
-            Err(error) => {
-                self.lane().forget(custody.id());
-                chunk.fail(error);
-                return;
-            }
-        };
-        let error = loop {
-            match inner.wait(Instant::now() + GLANCE) {
-                Status::Done(_) => break None,
-                Status::Failed(error) => break Some(error),
-                Status::InProgress if !custody.is_stopped() && !self.state.queue.lock().closing => {
-                }
-                status @ (Status::InProgress | Status::Quarantined(_)) => {
-                    custody.stop(match status {
-                        Status::Quarantined(error) => error,
-                        _ => Error::Disconnected,
-                    });
-                    inner.cancel();
-                    self.lane().forget(custody.id());
-                    fetch.forsake(Forsaken::read(inner, chunk));
-                    return;
-                }
-            }
-        };
-        self.lane().forget(custody.id());
-        match error {
-            None => chunk.in_place(),
-            Some(error) => chunk.fail(error),
-        }
-    }
-
-    /// Waits until a chunk is where it belongs, and how that ended. `None` where it takes too long: then
-    /// its operation has failed, and all that may still be touched is kept.
-    fn landed(&self, landing: Landing) -> Option<(Arc<Chunked>, Chunk, Result<(), Error>)> {
-        let Landing { operation, chunk, moving, slot } = landing;
-        self.lane().forget(operation.custody().id());
-        if let Some(outcome) = moving.wait(Instant::now() + SCATTER_PATIENCE) {
-            return Some((operation, chunk, outcome));
-        }
-        let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
-        operation.custody().stop(Error::Library(late));
-        let forsaken = Forsaken::scattered(moving, slot, chunk);
-        match &self.state.fetch {
-            Some(fetch) => fetch.forsake(forsaken),
-            None => drop(forsaken),
-        }
-        None
-    }
-
-    /// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None`
-    /// where there was no memory to fetch it into, or nobody to put it in its place.
-    fn fetch(
-        &self,
-        fetch: &dyn Fetch,
-        custody: &Custody,
-        loops: &Loops,
-        address: u64,
-    ) -> Result<Option<(Moving, Slot)>, Error> {
-        let Some(fetched) = fetch.begin(loops, address, custody.deadline())? else {
-            return Ok(None);
-        };
-        loop {
-            match fetched.operation.wait(Instant::now() + GLANCE) {
-                Status::Done(_) => break,
-                Status::Failed(error) => return Err(error),
-                Status::InProgress if !custody.is_stopped() && !self.state.queue.lock().closing => {
-                }
-                Status::InProgress | Status::Quarantined(_) => {
-                    fetched.operation.cancel();
-                    fetch.forsake(Forsaken::fetched(fetched.operation, fetched.slot));
-                    return Err(Error::Disconnected);
-                }
-            }
-        }
-        if custody.is_stopped() {
-            return Ok(Some((Moving::nothing(), fetched.slot)));
-        }
-        // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves say
-        // (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`) of the place that
-        // `begin` found, which may be written at any time and which the operation holds until its chunks
-        // are settled: this one, when the bytes have been moved.
-        let moving = unsafe { fetched.scatter(loops)? };
-        Ok(moving.map(|moving| (moving, fetched.slot)))
-    }
-
     /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
     /// the destinations, and a card for it; both have stopped, so all of it may be tried again.
     fn broken(&mut self, error: &Error) {
@@ -445,7 +340,8 @@ impl<'a> LaneThread<'a> {
                 OnTheWay::Release(None, _) => {}
                 // Whether the peer kept the slot will never be known.
                 OnTheWay::Release(Some(landing), _) => {
-                    let Some((operation, chunk, outcome)) = self.landed(landing) else { continue };
+                    let landed = landing.wait(self.state, self.lane());
+                    let Some((operation, chunk, outcome)) = landed else { continue };
                     if let Err(error) = outcome {
                         chunk.fail(error);
                     } else if operation.try_again(chunk, error) {

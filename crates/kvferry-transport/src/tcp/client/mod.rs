@@ -5,6 +5,7 @@
 //! opened again and what was on it is asked for again; only a peer that cannot be reached any more
 //! is lost.
 
+mod fetching;
 mod lane;
 mod measure;
 mod state;

@@ -1,0 +1,126 @@
+//! Chunks that another transport moves while a lane waits: what the peer has gathered, and copies as they are.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Loops;
+
+use super::state::{Fetch, Forsaken, Lane, State};
+use crate::contract::{Error, Operation, Status};
+use crate::shared::chunks::{Chunk, Chunked};
+use crate::shared::custody::Custody;
+use crate::shared::staging::Slot;
+use crate::shared::yard::Moving;
+
+/// How long a lane waits for what is being fetched before it looks whether it is still wanted.
+const GLANCE: Duration = Duration::from_millis(1);
+/// How long a card may take to put a part where it belongs.
+const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A chunk that was fetched to a slot and is being put where it belongs.
+pub(super) struct Landing {
+    pub(super) operation: Arc<Chunked>,
+    pub(super) chunk: Chunk,
+    pub(super) moving: Moving,
+    pub(super) slot: Slot,
+}
+
+impl Landing {
+    /// Waits until it is where it belongs, and how that ended. `None` where that takes too long: then its
+    /// operation has failed, and all that may still be touched is kept.
+    pub(super) fn wait(
+        self,
+        state: &State,
+        lane: &Lane,
+    ) -> Option<(Arc<Chunked>, Chunk, Result<(), Error>)> {
+        let Self { operation, chunk, moving, slot } = self;
+        lane.forget(operation.custody().id());
+        if let Some(outcome) = moving.wait(Instant::now() + SCATTER_PATIENCE) {
+            return Some((operation, chunk, outcome));
+        }
+        let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
+        operation.custody().stop(Error::Library(late));
+        let forsaken = Forsaken::scattered(moving, slot, chunk);
+        match &state.fetch {
+            Some(fetch) => fetch.forsake(forsaken),
+            None => drop(forsaken),
+        }
+        None
+    }
+}
+
+/// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None`
+/// where there was no memory to fetch it into, or nobody to put it in its place.
+pub(super) fn fetch(
+    state: &State,
+    fetch: &dyn Fetch,
+    custody: &Custody,
+    loops: &Loops,
+    address: u64,
+) -> Result<Option<(Moving, Slot)>, Error> {
+    let Some(fetched) = fetch.begin(loops, address, custody.deadline())? else {
+        return Ok(None);
+    };
+    loop {
+        match fetched.operation.wait(Instant::now() + GLANCE) {
+            Status::Done(_) => break,
+            Status::Failed(error) => return Err(error),
+            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {}
+            Status::InProgress | Status::Quarantined(_) => {
+                fetched.operation.cancel();
+                fetch.forsake(Forsaken::fetched(fetched.operation, fetched.slot));
+                return Err(Error::Disconnected);
+            }
+        }
+    }
+    if custody.is_stopped() {
+        return Ok(Some((Moving::nothing(), fetched.slot)));
+    }
+    // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves say
+    // (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`) of the place that
+    // `begin` found, which may be written at any time and which the operation holds until its chunks
+    // are settled: this one, when the bytes have been moved.
+    let moving = unsafe { fetched.scatter(loops)? };
+    Ok(moving.map(|moving| (moving, fetched.slot)))
+}
+
+/// Reads a chunk by the other transport, straight to where it belongs.
+pub(super) fn read_otherwise(
+    state: &State,
+    lane: &Lane,
+    fetch: &dyn Fetch,
+    operation: &Chunked,
+    chunk: Chunk,
+) {
+    let custody = operation.custody();
+    let inner = match fetch.direct(chunk.copies(), custody.deadline()) {
+        Ok(inner) => inner,
+        Err(error) => {
+            lane.forget(custody.id());
+            chunk.fail(error);
+            return;
+        }
+    };
+    let error = loop {
+        match inner.wait(Instant::now() + GLANCE) {
+            Status::Done(_) => break None,
+            Status::Failed(error) => break Some(error),
+            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {}
+            status @ (Status::InProgress | Status::Quarantined(_)) => {
+                custody.stop(match status {
+                    Status::Quarantined(error) => error,
+                    _ => Error::Disconnected,
+                });
+                inner.cancel();
+                lane.forget(custody.id());
+                fetch.forsake(Forsaken::read(inner, chunk));
+                return;
+            }
+        }
+    };
+    lane.forget(custody.id());
+    match error {
+        None => chunk.in_place(),
+        Some(error) => chunk.fail(error),
+    }
+}
