@@ -10,7 +10,7 @@ def test_it_passes_on_a_pair_that_is_right(serve, capsys):
     decode = serve("qwen3", "kv_consumer", block_size=96, **watched)
     gpu_handover.check("qwen3", prefill, decode, pushes=True)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("qwen3: every token right, 36 loads")
+    assert line.startswith("qwen3: every token right, 43 loads")
     assert "all audited" in line and "MiB in" in line and "GB/s" in line
     # Poison is poison: what is not moved is NaN.
     decode.call(gpu_handover.poison)
