@@ -214,8 +214,8 @@ impl WorkerMetrics {
     ) -> String {
         let mut out = String::new();
         let mut text = Text { out: &mut out, labels };
-        text.head("kvferry_loads_total", "counter", "Requests to load.");
-        text.line("kvferry_loads_total", "", self.loads.get() as f64);
+        text.head("kvferry_loads_begun_total", "counter", "Requests whose load has begun.");
+        text.line("kvferry_loads_begun_total", "", self.loads.get() as f64);
         text.head("kvferry_loads_ended_total", "counter", "Requests by how their load ended.");
         let ended = [("done", &self.done), ("aborted", &self.aborted), ("expired", &self.expired)];
         for (how, counter) in ended {

@@ -39,11 +39,11 @@ def test_six_turns(pair, kind, both, p):
     said, params, there = [], {}, 0
     for turn, (length, answer) in enumerate(zip((70, 5, 33, 1, 64, 40), (12, 20, 1, 31, 7, 12))):
         said += prompts(draw, [length])[0]
-        before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_total")
+        before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_begun_total")
         _, params = prefill.generate(said, 1, dict(REMOTE_DECODE) | params)
         assert prefill.call(computed) - before == max(1, len(said) - held_back - there), turn
         # Not even one token is left that P could not have computed sooner than moved.
-        assert prefill.call(counter, "kvferry_loads_total") - moved == (turn > 0 and workers(p))
+        assert prefill.call(counter, "kvferry_loads_begun_total") - moved == (turn > 0 and workers(p))
         made, params = decode.generate(said, answer, params)
         alone, _ = decode.generate(said, answer)
         assert made == alone, turn
@@ -152,12 +152,12 @@ def test_an_answer_that_is_gone(pair, kind, policy):
     said, params = answered(prefill, decode, prompt)
     decode.call(let_go)
     assert decode.idle() == 0
-    before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_total")
+    before, moved = prefill.call(computed), prefill.call(counter, "kvferry_loads_begun_total")
     again, how = continued(prefill, said + new, params)
     assert how == "length"
     assert prefill.call(computed) - before == len(said + new) - (kind != "qwen3")
     # Nothing was tried.
-    assert prefill.call(counter, "kvferry_loads_total") == moved
+    assert prefill.call(counter, "kvferry_loads_begun_total") == moved
     assert again["do_remote_prefill"]
     assert decode.generate(said + new, 12, again)[0] == decode.generate(said + new)[0]
     decode.call(let_go)

@@ -54,9 +54,9 @@ class Case:
 
     def _ends(self, params, fails, refused):
         before, not_granted = self.prefill.call(computed), self.not_granted()
-        loads = self.prefill.call(counter, "kvferry_loads_total")
+        loads = self.prefill.call(counter, "kvferry_loads_begun_total")
         again, how = continued(self.prefill, self.next, params)
-        assert self.prefill.call(counter, "kvferry_loads_total") - loads == fails
+        assert self.prefill.call(counter, "kvferry_loads_begun_total") - loads == fails
         assert self.not_granted() - not_granted == refused
         if fails and self.policy == "fail":
             assert (again, how) == (None, "error")
