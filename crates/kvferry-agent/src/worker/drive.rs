@@ -39,6 +39,7 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
         deadline,
         turn: None,
         queued: false,
+        asked: None,
         engine: None,
         growing: None,
         following: None,
@@ -64,7 +65,10 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
                 None => break,
             },
             () = running.abort.notified(), if alive => one.happen(Event::Abort),
-            () = sleep_until(one.deadline.into()), if alive => one.happen(Event::Deadline),
+            () = sleep_until(one.deadline.into()), if alive => {
+                one.give_up_on_silence();
+                one.happen(Event::Deadline);
+            }
         }
     }
 }
@@ -95,6 +99,8 @@ struct Drive {
     turn: Option<OwnedSemaphorePermit>,
     /// It waits for its turn.
     queued: bool,
+    /// When what is read now was asked for.
+    asked: Option<Instant>,
     engine: Option<Arc<SourceEngine>>,
     /// What is known and read of the request; as soon as the engine is known.
     growing: Option<Growing>,
@@ -183,13 +189,18 @@ impl Drive {
                 let took = moved.post + moved.wire;
                 if let (Some(growing), Some(engine)) = (&mut self.growing, &self.engine) {
                     growing.arrived(engine, took);
+                    *engine.arrived.lock() = Some(self.since);
                 }
+                self.asked = None;
                 Event::Arrived
             }
             Step::Moving(Progress::Failed(failure)) => {
                 let broken = matches!(failure, Failure::PeerGone(_) | Failure::PeerMisbehaved(_));
                 if let (true, Some(engine)) = (broken, &self.engine) {
                     self.core.peers.forget(engine);
+                }
+                if let Failure::Deadline { .. } = failure {
+                    self.give_up_on_silence();
                 }
                 Event::Failed(failure)
             }
@@ -217,6 +228,16 @@ impl Drive {
             }
         };
         self.happen(event);
+    }
+
+    /// A read has not ended in time, and nothing else has come from its engine meanwhile, either: the connection may
+    /// be dead without anybody having said so. The next load makes another.
+    fn give_up_on_silence(&mut self) {
+        if let (Some(asked), Some(engine)) = (self.asked.take(), &self.engine)
+            && engine.arrived.lock().is_none_or(|arrived| arrived < asked)
+        {
+            self.core.peers.forget(engine);
+        }
     }
 
     fn not_held(&self, loss: Loss) -> Event {
@@ -386,6 +407,7 @@ impl Drive {
         self.moments.reads.get_or_insert(self.began.elapsed());
         // Of an earlier part.
         self.moments.arrived = None;
+        self.asked = Some(Instant::now());
         let steps = self.steps.clone();
         self.core.read(Job {
             attempt: self.attempt,

@@ -78,6 +78,8 @@ pub(super) struct SourceEngine {
     pub(super) trial: Arc<Mutex<Trial>>,
     /// Seconds that a token took, of all layers, in the request that was read last.
     pub(super) each: Mutex<Option<f64>>,
+    /// When something that was read from it arrived last.
+    pub(super) arrived: Mutex<Option<Instant>>,
 }
 
 impl Peers {
@@ -266,6 +268,7 @@ impl Peers {
             ranks,
             trial,
             each: Mutex::default(),
+            arrived: Mutex::default(),
         })
     }
 

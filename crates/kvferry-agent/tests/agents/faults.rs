@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::common::held::HeldRead;
 use crate::common::*;
 use kvferry_agent::{Ended, Failure, Loss, Notice, Outcome, Ticket};
 use kvferry_transport::Error;
@@ -302,6 +303,39 @@ fn who_has_ended_is_let_go() {
     let outcome = d.ranks[0].wait_end("r").outcome;
     assert!(matches!(outcome, Outcome::Failed(Failure::Deadline { .. })), "{outcome:?}");
     eventually("it is let go", || held.connections() == 0);
+}
+
+/// Reads that do not end while nothing else comes from an engine, either: its connection is given up, although nobody
+/// has said that it is dead, and the next load makes another. One that is late beside others is only late.
+#[test]
+fn a_silent_connection_is_given_up() {
+    let (p, d) = held_pair(1);
+    let held = d.ranks[0].held.clone().unwrap();
+    p.prefill(1, &[3], 4);
+    let begin = |name: &str, block: u32, deadline: Duration| {
+        let ticket = p.grant(name, &[3], 4);
+        d.start_load(name, &ticket, &[3], &[block], 4, deadline);
+        held.next()
+    };
+    let is_done = |name: &str, read: &HeldRead| {
+        read.land(0, read.copies.len());
+        read.finish();
+        assert_eq!(d.ranks[0].wait_end(name).outcome, Outcome::Done);
+    };
+    let is_late = |name: &str, read: &HeldRead| {
+        let outcome = d.ranks[0].wait_end(name).outcome;
+        assert!(matches!(outcome, Outcome::Failed(Failure::Deadline { .. })), "{outcome:?}");
+        read.settle(Error::Cancelled);
+        eventually("it is settled", || d.ranks[0].worker.loads().is_empty());
+    };
+    let late = begin("late", 9, Duration::from_secs(6));
+    is_done("other", &begin("other", 10, LONG));
+    is_late("late", &late);
+    assert_eq!(held.connections(), 1);
+    is_late("silent", &begin("silent", 9, Duration::from_secs(1)));
+    eventually("the connection is given up", || held.connections() == 0);
+    is_done("again", &begin("again", 9, LONG));
+    assert_eq!(held.connections(), 1);
 }
 
 /// An engine that is known by two addresses, one of which is of no use any more, is still there.
