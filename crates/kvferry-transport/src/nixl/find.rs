@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use super::wheel::{self, Wheel};
 use crate::contract::Error;
 
 /// The version that [`install`](super::install()) fetches, and that everything here is tested with.
@@ -28,7 +29,7 @@ pub fn find(option: Option<&Path>) -> Result<PathBuf, Error> {
 
 /// The same, with folders that the caller knows to be those of its own Python environment.
 pub(super) fn find_in(option: Option<&Path>, site_packages: &[PathBuf]) -> Result<PathBuf, Error> {
-    let mut search = Search::default();
+    let mut search = Search::new();
     let named = option.map(Path::to_owned).or_else(|| env::var_os(VARIABLE).map(PathBuf::from));
     if let Some(named) = named {
         return search.at(&named).ok_or_else(|| search.failed());
@@ -38,8 +39,7 @@ pub(super) fn find_in(option: Option<&Path>, site_packages: &[PathBuf]) -> Resul
 
 /// Looks where nobody said it is.
 fn elsewhere(mut search: Search, site_packages: &[PathBuf]) -> Result<PathBuf, Error> {
-    let folders =
-        site_packages.iter().cloned().chain(cache_directory()).chain(guessed_site_packages());
+    let folders = site_packages.iter().cloned().chain(installed()).chain(guessed_site_packages());
     for folder in folders {
         if let Some(library) = search.at(&folder) {
             return Ok(library);
@@ -49,12 +49,22 @@ fn elsewhere(mut search: Search, site_packages: &[PathBuf]) -> Result<PathBuf, E
 }
 
 /// Where to look, and in which order. What was looked at is kept for the error message.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Search {
+    /// Of several wheels, this one comes first.
+    wheel: &'static Wheel,
     tried: Vec<PathBuf>,
 }
 
 impl Search {
+    pub(super) fn new() -> Self {
+        Self::of(wheel::fitting())
+    }
+
+    fn of(wheel: &'static Wheel) -> Self {
+        Self { wheel, tried: vec![] }
+    }
+
     /// The library itself, or a directory that holds the wheel's content.
     pub(super) fn at(&mut self, path: &Path) -> Option<PathBuf> {
         if path.is_file() {
@@ -65,7 +75,8 @@ impl Search {
             return Some(direct);
         }
         self.tried.push(direct);
-        // The wheel keeps its libraries in a hidden directory named after the CUDA version.
+        // A wheel keeps its libraries in a hidden directory named after the CUDA version. There may be several:
+        // the package that brings all of them leaves the choice to whoever uses it.
         let mut inside: Vec<PathBuf> = fs::read_dir(path)
             .into_iter()
             .flatten()
@@ -76,7 +87,8 @@ impl Search {
                 name.starts_with(".nixl_cu") && name.ends_with(".mesonpy.libs")
             })
             .collect();
-        inside.sort();
+        let fits = |folder: &PathBuf| folder.ends_with(self.wheel.folder());
+        inside.sort_by_key(|folder| (!fits(folder), folder.clone()));
         if inside.is_empty() {
             self.tried.push(path.join(".nixl_cu*.mesonpy.libs").join(LIBRARY));
         }
@@ -96,19 +108,31 @@ impl Search {
         Error::Library(format!(
             "NIXL was not found. Looked for:{tried}\n\
              Install it with `kvferry nixl install`, or into the Python environment with \
-             `pip install nixl-cu12=={VERSION}`, or name the library or the wheel's directory in \
-             {VARIABLE}."
+             `pip install {}=={VERSION}`, or name the library or the wheel's directory in \
+             {VARIABLE}.",
+            self.wheel.name()
         ))
     }
 }
 
-/// Where [`install`](super::install()) puts the library: below the user's cache, one directory per version.
+/// Where [`install`](super::install()) puts the library that fits: below the user's cache, one directory for each
+/// version, and for each CUDA but the oldest.
 pub fn cache_directory() -> Option<PathBuf> {
+    directory_of(wheel::fitting())
+}
+
+/// Where wheels may have been installed, the one that fits first.
+fn installed() -> Vec<PathBuf> {
+    let others = wheel::ALL.iter().filter(|wheel| *wheel != wheel::fitting());
+    std::iter::once(wheel::fitting()).chain(others).filter_map(directory_of).collect()
+}
+
+fn directory_of(wheel: &Wheel) -> Option<PathBuf> {
     let base = env::var_os("XDG_CACHE_HOME")
         .filter(|value| Path::new(value).is_absolute())
         .map(PathBuf::from)
         .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
-    Some(base.join("kvferry").join(format!("nixl-{VERSION}")))
+    Some(base.join("kvferry").join(format!("nixl-{VERSION}{}", wheel.suffix())))
 }
 
 /// The folders of packages of the Python environments that seem to be in use, the surest first.
@@ -289,7 +313,11 @@ mod tests {
     }
 
     fn install(packages: &Path) {
-        let wheel = packages.join(".nixl_cu13.mesonpy.libs");
+        unpack(packages, ".nixl_cu13.mesonpy.libs");
+    }
+
+    fn unpack(packages: &Path, folder: &str) {
+        let wheel = packages.join(folder);
         fs::create_dir_all(&wheel).unwrap();
         fs::write(wheel.join(LIBRARY), "").unwrap();
     }
@@ -300,7 +328,7 @@ mod tests {
             let known = variables.iter().find(|(known, _)| *known == name);
             known.map(|(_, value)| value.as_os_str().to_owned())
         };
-        let mut search = Search::default();
+        let mut search = Search::of(&wheel::ALL[0]);
         prefixes(&variable, invoked)
             .iter()
             .flat_map(|prefix| packages_below(prefix))
@@ -364,7 +392,28 @@ mod tests {
         let folder = Folder::new();
         install(&folder.0);
         let library = folder.0.join(".nixl_cu13.mesonpy.libs").join(LIBRARY);
-        assert_eq!(elsewhere(Search::default(), std::slice::from_ref(&folder.0)), Ok(library));
+        assert_eq!(elsewhere(Search::new(), std::slice::from_ref(&folder.0)), Ok(library));
+    }
+
+    /// As `pip install nixl` leaves it: a library for every CUDA.
+    #[test]
+    fn of_several_wheels_the_one_that_fits_is_taken() {
+        let folder = Folder::new();
+        let folders = wheel::ALL.each_ref().map(Wheel::folder);
+        for folder_of in &folders {
+            unpack(&folder.0, folder_of);
+        }
+        for (wheel, folder_of) in std::iter::zip(&wheel::ALL, &folders) {
+            let found = Search::of(wheel).at(&folder.0);
+            assert_eq!(found, Some(folder.0.join(folder_of).join(LIBRARY)));
+        }
+        // Another is better than none.
+        for (wheel, folder_of) in std::iter::zip(&wheel::ALL, folders.iter().rev()) {
+            let folder = Folder::new();
+            unpack(&folder.0, folder_of);
+            let found = Search::of(wheel).at(&folder.0);
+            assert_eq!(found, Some(folder.0.join(folder_of).join(LIBRARY)));
+        }
     }
 
     #[test]
@@ -378,7 +427,7 @@ mod tests {
             "/nonexistent/kvferry/.nixl_cu*.mesonpy.libs/libnixl_capi.so",
             "kvferry nixl install",
             "KVFERRY_NIXL",
-            "nixl-cu12==1.5.1",
+            &format!("{}==1.5.1", wheel::fitting().name()),
         ] {
             assert!(message.contains(part), "{part} is missing in: {message}");
         }

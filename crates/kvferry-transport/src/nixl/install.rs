@@ -7,17 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::find::{Search, VERSION, cache_directory};
+use super::wheel;
 use crate::contract::Error;
 use crate::shared::random::random;
 
-/// The wheels' hashes, as pip checks them: x86_64 and aarch64.
-const HASHES: [&str; 2] = [
-    "sha256:341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
-    "sha256:aced5529cc9781f8be1ee22e451c852630455460c1812b06cc863b05d797f2db",
-];
-
-/// Fetches the wheel with pip, checks its hash, and unpacks it into [`cache_directory`]. Nothing is
-/// fetched when it is there already. Returns where the library is.
+/// Fetches the wheel for the CUDA that is here with pip, checks its hash, and unpacks it into [`cache_directory`].
+/// Nothing is fetched when it is there already. Returns where the library is.
 ///
 /// `python` is the interpreter whose pip is used; `python3` without.
 pub fn install(python: Option<&Path>) -> Result<PathBuf, Error> {
@@ -26,7 +21,7 @@ pub fn install(python: Option<&Path>) -> Result<PathBuf, Error> {
             "no place to install NIXL to: neither XDG_CACHE_HOME nor HOME is set".to_owned(),
         )
     })?;
-    if let Some(library) = Search::default().at(&cache) {
+    if let Some(library) = Search::new().at(&cache) {
         return Ok(library);
     }
     let platform = match env::consts::ARCH {
@@ -53,7 +48,7 @@ pub fn install(python: Option<&Path>) -> Result<PathBuf, Error> {
     });
     let _ = fs::remove_dir_all(&temporary);
     result?;
-    let mut search = Search::default();
+    let mut search = Search::new();
     search.at(&cache).ok_or_else(|| search.failed())
 }
 
@@ -63,8 +58,9 @@ fn fetch(python: Option<&Path>, platform: &str, temporary: &Path) -> Result<(), 
     };
     fs::create_dir_all(temporary).map_err(|error| io(&error))?;
     let requirements = temporary.join("requirements.txt");
-    let mut line = format!("nixl-cu12=={VERSION}");
-    for hash in HASHES {
+    let wheel = wheel::fitting();
+    let mut line = format!("{}=={VERSION}", wheel.name());
+    for hash in wheel.hashes {
         line.push_str(&format!(" --hash={hash}"));
     }
     fs::write(&requirements, line + "\n").map_err(|error| io(&error))?;

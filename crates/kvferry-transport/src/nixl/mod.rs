@@ -54,6 +54,7 @@ mod peer;
 mod prepared;
 mod price;
 mod state;
+mod wheel;
 
 use capi::{Agent, AgentError};
 use driver::Driver;

@@ -1,8 +1,8 @@
 /*
  * Enough of CUDA's driver to run the cuda back end without a GPU: memory that other processes can open,
  * streams that work in order in threads of their own, and one kernel, whose body is loops.h. A kernel that may
- * overlap the one before it runs first if both are queued; it is refused where what comes before it fills memory. What a card does is done by the CPU; everything around
- * it is the back end's own code.
+ * overlap the one before it runs first if both are queued; it is refused where what comes before it fills
+ * memory. What a card does is done by the CPU; everything around it is the back end's own code.
  *
  * KVFERRY_TWIN_REFUSES=open   memory of other processes cannot be opened, as in other containers and under MIG
  * KVFERRY_TWIN_REFUSES=launch kernels do not start

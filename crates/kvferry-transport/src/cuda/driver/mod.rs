@@ -34,6 +34,14 @@ use load::{Code, Driver, Handle};
 pub use memory::Mapped;
 pub(crate) use memory::Pinned;
 
+/// The newest major version of CUDA that the driver knows. `None` without one.
+pub(crate) fn major_version() -> Option<u32> {
+    let mut version = 0;
+    // SAFETY: the pointer is to a live value.
+    let code = unsafe { (Driver::get().ok()?.0.driver_version)(&raw mut version) };
+    (code == 0).then_some(version as u32 / 1000)
+}
+
 const NOT_READY: Code = 600;
 const MULTIPROCESSORS: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;
