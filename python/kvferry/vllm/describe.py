@@ -40,10 +40,11 @@ def manifest(
     `kv_caches` are the tensors by layer that vLLM hands to a connector. What is left out is taken from
     the running process: the rank (`tp_rank`, `pp_rank`, and `pcp_rank` of prefill context parallelism),
     the engine's name, the order of convolution states (`conv_order`, "SD" or "DS"), the attention back
-    ends by layer, the spec that each layer asked for (`layer_specs`: its group may keep more of it), and whether later requests may use blocks
-    again (`prefix_caching`). `kv_heads` (by layer) and `mamba_groups` say how many there are in the
-    whole model where its configuration does not; `identity` adds to or replaces what must be equal on
-    both sides; `elsewhere` are allocations that others reach at another address only, in host memory; with `own_draft` nothing of a draft model is handed over.
+    ends by layer, the spec that each layer asked for (`layer_specs`: its group may keep more of it), and
+    whether later requests may use blocks again (`prefix_caching`). `kv_heads` (by layer) and
+    `mamba_groups` say how many there are in the whole model where its configuration does not; `identity`
+    adds to or replaces what must be equal on both sides; `elsewhere` are allocations that others reach
+    at another address only, in host memory; with `own_draft` nothing of a draft model is handed over.
 
     Raises `Unsupported` where a layer's cache cannot be described, and `ManifestError` where what it
     is described as makes no sense.

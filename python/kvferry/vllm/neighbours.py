@@ -3,6 +3,8 @@ only concerns us is kept from them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from . import specs
@@ -36,21 +38,25 @@ def check() -> None:
         )
 
 
-def gather(card: bytes) -> tuple[bytes, ...] | None:
-    """The cards of a rank in all pipeline stages, in the first of them; None in the others.
+def gather(card: bytes, groups: Sequence[Any]) -> tuple[bytes, ...] | None:
+    """The cards of a rank in all of `groups` (vLLM's: pipeline stages, for one), in the first rank of all of
+    them; None in the others.
 
     vLLM hands what one connector makes known to all of its neighbours, too, and most of these end the
-    engine when it comes from a later stage.
+    engine when it comes from a later stage. And of ranks that differ in nothing but their part of a
+    prefill's context, it keeps what one of them makes known.
     """
     import torch
-    from vllm.distributed.parallel_state import get_pp_group
 
-    group = get_pp_group()
-    if group.world_size == 1:
-        return (card,)
-    cards: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(cards, card, group=group.cpu_group)
-    return tuple(cards) if group.is_first_rank else None
+    cards, first = (card,), True
+    for group in groups:
+        if group.world_size == 1:
+            continue
+        of_each: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(of_each, cards, group=group.cpu_group)
+        cards = tuple(itertools.chain.from_iterable(of_each))
+        first = first and group.is_first_rank
+    return cards if first else None
 
 
 def _children() -> list[dict[str, Any]]:

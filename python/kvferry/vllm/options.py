@@ -25,7 +25,7 @@ class Options:
     #: inside a node, by a kernel) or `gpu` (`cuda` or `nixl`, whichever works best with each peer). The
     #: same on both sides. Left out: `gpu` for caches on a GPU, `tcp` for others.
     transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
-    #: The address to listen on.
+    #: The address to listen on; `auto`: this machine's own, as vLLM finds it.
     host: str = _option("127.0.0.1")
     #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.
     port: int = _option(0, least=0, most=65535)
@@ -141,14 +141,26 @@ class Options:
 
     def address(self, port: int) -> dict[str, Any]:
         """The arguments of either half of an agent that say where it listens."""
+        host = self._host()
         try:
-            socket.getaddrinfo(self.host, None)
+            socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
             # Said here, because the agent knows it by another name.
-            wanted = "an address of this machine, or a name that stands for one"
-            raise _error("host", self.host, f"{wanted} ({error})") from None
-        host = f"[{self.host}]" if ":" in self.host else self.host
+            wanted = "an address of this machine, a name that stands for one, or 'auto'"
+            raise _error("host", host, f"{wanted} ({error})") from None
+        host = f"[{host}]" if ":" in host else host
         return {"bind": f"{host}:{port}", "advertise": self.advertise}
+
+    def _host(self) -> str:
+        """Where this process listens, which may be on another machine than other ranks of the engine."""
+        if self.host != "auto":
+            return self.host
+        from vllm.utils.network_utils import get_ip
+
+        found = str(get_ip())
+        if found in ("", "0.0.0.0", "::"):
+            raise _error("host", self.host, "an address: this machine's own is not known, VLLM_HOST_IP may name it")
+        return found
 
     def port_of(self, engine: int) -> int:
         """The port of one of several data-parallel engines."""
