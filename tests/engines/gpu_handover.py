@@ -226,10 +226,10 @@ def check(model, prefill, decode, pushes=False):
     guessed = [rounds_of_guesses(decode, decode.generate, prompt) for prompt in asked]
     prefill.call(slow_down, True)
     for prompt, alone, rounds in zip(asked, answers, guessed, strict=True):
-        prefill.call(poison)
+        prefill.call(poison, 0)
         late = functools.partial(hand_over, prefill, decode, spoil=poison_late)
         assert late(prompt) == alone, f"other tokens after {len(prompt)}, with kernels that write late"
-        prefill.call(poison)
+        prefill.call(poison, 0)
         again = rounds_of_guesses(decode, late, prompt)
         assert again <= rounds + 1, f"{again} rounds of guesses after {len(prompt)} instead of {rounds}"
     if pushes:

@@ -5,9 +5,10 @@
 
 A pair of real vLLM engines (TP 1, on the GPU if there is one) per contender, all alive at once. In every
 round each pair gets one request of each length, or `--concurrent` of them at once, in random order. The
-clock runs from the moment P has finished the prompt until D's first token: what a user waits for beyond prefill. Ratios are
-of medians over the same rounds; below 1 kvferry is faster. The first request of a pair, which includes
-the handshake, is counted apart. A second table has the whole time to the first token, prefill included.
+clock runs from the moment P has finished the prompt until D's first token: what a user waits for beyond
+prefill. Ratios are of medians over the same rounds; below 1 kvferry is faster. The first request of a pair,
+which includes the handshake, is counted apart. A second table has the whole time to the first token,
+prefill included.
 
 Requests go to P, and to D when P has answered. With `+push` behind a transport's name they go to both
 at once, as `vllm-router` sends them, and D reads while P computes. With `@40` behind that, the link between
@@ -36,6 +37,7 @@ from .contenders import AGAIN, CONTENDERS, RIVAL, wrong_with
 from .link import Link
 from .models import MODELS
 from .pairs import Again, Pair, Tokens
+from .progress import Progress
 from .table import table
 
 
@@ -44,11 +46,12 @@ def measure(arguments, model, draw):
     pair's first request; of several at once the median counts. And how many first tokens differ."""
     measured = {contender: {} for contender in arguments.contenders}
     tokens = Tokens()
-    link = Link(arguments.contenders)
+    link, progress = Link(arguments.contenders), Progress(arguments)
 
     def ask(pairs, contender, length, prompts, count):
         rate = contender.partition("@")[2]
         link.carry(int(rate) if rate else None)
+        progress.asks(contender, prompts)
         seconds = pairs[contender].first_tokens(prompts)
         if count:
             middle = tuple(statistics.median(one) for one in zip(*seconds))
@@ -61,6 +64,7 @@ def measure(arguments, model, draw):
         return [[draw.randrange(1, 500) for _ in range(length)] for _ in range(count)]
 
     for start in range(arguments.starts):
+        progress.starts()
         pairs = {
             contender: Again(model, arguments, tokens)
             if contender == AGAIN
@@ -82,6 +86,7 @@ def measure(arguments, model, draw):
         finally:
             for pair in pairs.values():
                 pair.close()
+    progress.ends()
     return measured, +tokens.differ
 
 
