@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks what is under deploy/ and .github/ as far as that goes without a cluster or a container engine: each
-# file against the schema of what reads it, every query as Prometheus reads it, and what the servers are started
-# with as kvferry reads it. (That the metrics in the queries exist is checked on running servers:
-# tests/engines/test_served.py.)
+# file against the schema of what reads it, every query as Prometheus reads it, when each alert is raised, and what
+# the servers are started with as kvferry reads it. (That the metrics in the queries exist is checked on running
+# servers: tests/engines/test_served.py.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jsonschema=0.39.0 kubernetes=1.37.0 promql=0.11.0 hadolint=2.15.1
@@ -26,6 +26,7 @@ flock -u 9
 "$env/bin/kubernetes-validate" --strict deploy/kubernetes/*.yaml
 "$env/bin/hadolint" deploy/Containerfile
 "$env/bin/python" -m doctest tools/kubelet.py
+"$env/bin/python" tools/alert_cases.py
 
 PYTHONPATH=tools PYTHONDONTWRITEBYTECODE=1 "$env/bin/python" - <<'PYTHON'
 """Queries, what servers are started with, and what the files say about each other."""
@@ -75,9 +76,19 @@ for group in yaml.safe_load(Path("deploy/alerts.yaml").read_text())["groups"]:
             for field in ("summary", "description")
             if not rule["annotations"].get(field)
         ]
+shown = set()
 for panel in json.loads(Path("deploy/grafana/kvferry.json").read_text())["panels"]:
     for target in panel["targets"]:
         query(panel["title"], target["expr"])
+        names = set(re.findall(r"vllm:kvferry_\w+", target["expr"]))
+        shown |= {re.sub("_(bucket|count|sum)$", "", name) for name in names}
+        if panel["title"] == "What should stay at zero":
+            alerts = Path("deploy/alerts.yaml").read_text()
+            problems += [f"no alert asks for {name}, which should stay at zero" for name in names if name not in alerts]
+# The page has every metric (tests/python/test_metrics.py). Two say only that somebody is there.
+there = set(re.findall(r"`(vllm:kvferry_\w+)`", Path("docs/vllm.md").read_text()))
+there -= {"vllm:kvferry_connections_total", "vllm:kvferry_heartbeats_total"}
+problems += [f"the dashboard does not show {name}" for name in sorted(there - shown)]
 
 
 def option(line, name):
