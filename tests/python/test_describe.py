@@ -320,6 +320,21 @@ def test_identity(gqa):
     }
 
 
+def test_a_model_is_known_by_its_path_and_not_by_the_name_that_it_is_served_under(gqa):
+    model = gqa.config.model_config
+    model.model, model.served_model_name = "/models/tiny", "tiny"
+    made = describe(gqa)
+    model.served_model_name = "another"
+    assert describe(gqa).identity == made.identity
+    model.model = "/data/tiny"
+    with pytest.raises(kvferry.Incompatible) as caught:
+        kvferry.compile(describe(gqa), [made])
+    assert str(caught.value) == (
+        "'model' differs: '/models/tiny' on the source (again tp0), '/data/tiny' on the destination. Start both sides "
+        "with the same model and settings."
+    )
+
+
 def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
     model = gqa.config.model_config
     model.revision, model.quantization = "abc", "fp8"

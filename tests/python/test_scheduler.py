@@ -83,6 +83,32 @@ def test_parameters_for_another_prompt_are_not_used(start, caplog):
     released(prefill)
 
 
+@pytest.mark.parametrize("push", ["never", "always"])
+def test_a_request_that_d_s_server_rejects(start, push):
+    """vLLM's server makes another one of it, of a single token and aborted, for the connector to hear of it. Its name
+    and its prompt are not those that both engines know a request by, if it was sent to both."""
+    prefill, decode = start("kv_producer", push=push), start("kv_consumer")
+    asked = request("cmpl-1-0-0123abcd", do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    if push == "always":
+        names = ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")
+        params = {name: params[name] for name in names} | {"remote_request_id": "cmpl-1"}
+    rejected = request("cmpl-1", **params)
+    rejected.prompt_token_ids = rejected.all_token_ids = [0]
+    rejected.num_prompt_tokens, rejected.num_computed_tokens = 1, 0
+    rejected.status = RequestStatus.FINISHED_ABORTED
+    decode.on_new_request(rejected)
+    decode.finished(rejected, ([],))
+    if push == "never":
+        released(prefill)
+        return
+    time.sleep(1)
+    decode.orders([])
+    assert not prefill.orders([]).released and list(prefill.keep.kept) == ["cmpl-1-0-0123abcd"]
+    prefill.agent.revoke("cmpl-1-0-0123abcd")
+
+
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_a_session_that_goes_on_is_not_handed_over(start, caplog, side):
     """vLLM's streamed input: more of the prompt comes later."""
