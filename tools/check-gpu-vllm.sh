@@ -8,7 +8,7 @@
 #                                        asynchronous scheduling, drafts (looked up, and of a model), windows,
 #                                        requests sent to both at once, quantised caches, Mamba in both orders
 #                                        of its convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention),
-#                                        Kimi-Linear
+#                                        Kimi-Linear; beside vLLM's OffloadingConnector
 #   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
 #   tools/check-gpu-vllm.sh --transport nixl   not what the connector chooses by itself, which here is cuda
 #   tools/check-gpu-vllm.sh --kernel copy.ptx  with the copy kernel compiled beforehand

@@ -70,6 +70,21 @@ def quantised(kind, backend, mode, *blocks):
     return kind, p, d
 
 
+#: Beside us, vLLM's own connector keeps what was computed in host memory, and P has prompts back from there.
+OFFLOAD = {
+    "block_size": 32,
+    "multi": (
+        [],
+        [
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+            }
+        ],
+    ),
+}
+
 #: Requests go to both engines at once, and P computes them in several steps.
 PUSH = {"max_num_batched_tokens": 64, "extra": {"push": "always"}}
 
@@ -93,6 +108,7 @@ PAIRS = {
         {"block_size": 32, "async_scheduling": True, **DRAFT_MODEL},
         {"block_size": 64, "async_scheduling": True, **DRAFT_MODEL},
     ),
+    "qwen3-offload": ("qwen3", OFFLOAD, OFFLOAD),
     "qwen3-push": ("qwen3", {"block_size": 32, **PUSH}, {"block_size": 64}),
     "nemotron_h-push": ("nemotron_h", PUSH, {}),
     "qwen3-fp8-flash": quantised("qwen3", "FLASH_ATTN", "fp8", 32, 64),
@@ -335,7 +351,7 @@ def watch():
     register, results, obey = WorkerSide.register, WorkerSide.results, WorkerSide.obey
 
     def obey_slowly(self, orders):
-        if SLOW and torch.cuda.is_available():
+        if SLOW and not orders.idle and torch.cuda.is_available():
             # Before what the step computes, in its stream.
             torch.cuda._sleep(LATE)
         obey(self, orders)
