@@ -132,7 +132,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self.worker.agent is not None
-        cards = neighbours.gather(self.worker.agent.card(), self.worker.groups())
+        cards = neighbours.gather(self.worker.agent.card(), self.worker.fellows())
         return Card(cards) if cards is not None else None
 
     def _orders(self) -> Orders:

@@ -118,14 +118,14 @@ class WorkerSide:
             keepers = keepers_of_states(self.config, self.cache, made)
             self.step = Written(keepers, self.agent, self._mark if self._on_gpu() else None)
 
-    def groups(self) -> list[Any]:
-        """Of ranks that hold other parts of the same heads."""
+    def fellows(self) -> list[Any]:
+        """vLLM's groups of ranks that differ from this one in their stage, or in their part of a prefill's context."""
         from vllm.distributed import parallel_state
 
-        groups = [parallel_state.get_pp_group()]
+        fellows = [parallel_state.get_pp_group()]
         if self.config.parallel_config.prefill_context_parallel_size > 1:
-            groups.append(parallel_state.get_pcp_group())
-        return groups
+            fellows.append(parallel_state.get_pcp_group())
+        return fellows
 
     def copy_with(self, copy: buffer.Copy) -> None:
         """How the engine copies blocks between its device and host memory."""
