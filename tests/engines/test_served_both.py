@@ -73,9 +73,17 @@ def test_a_prefill_server_that_is_killed_while_requests_are_under_way(pair):
         except test_served.openai.APIError:
             return None
 
+    before = moved(pair)
+    process = pair.processes["prefill"].pid
+    # It stands still until D has some of them, so that they cannot all be over before anybody looks.
+    os.killpg(process, signal.SIGSTOP)
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(answer, prompt) for prompt in prompts]
-        until("some are under way", ANSWER, lambda: pair.metric("decode", "num_requests_waiting") > 0)
+        try:
+            until("D has some", ANSWER, lambda: pair.metric("decode", "num_requests_waiting") > 0)
+        finally:
+            os.killpg(process, signal.SIGCONT)
+        until("some have arrived", ANSWER, lambda: moved(pair) > before)
         pair.kill("prefill")
         answers = [one.result() for one in answers]
     assert all(one in (None, right) for one, right in zip(answers, alone, strict=True))

@@ -97,7 +97,7 @@ impl<'a> LaneThread<'a> {
                 },
             };
             if let Err(error) = done {
-                self.broken(&error);
+                self.broken(&self.state.why(error));
             }
         }
     }
@@ -150,6 +150,7 @@ impl<'a> LaneThread<'a> {
             }
             Err(error) => {
                 *self.lane().stream.lock() = None;
+                let error = self.state.why(error);
                 self.state.fail_all(&error);
                 Err(error)
             }

@@ -194,6 +194,11 @@ impl State {
         }
     }
 
+    /// Why a connection failed: whatever it says, because we closed it, if we did.
+    pub(super) fn why(&self, error: Error) -> Error {
+        if self.queue.lock().closing { Error::Disconnected } else { error }
+    }
+
     /// Opens the connection of a lane.
     pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Arc<TcpStream>, Error> {
         let until = Instant::now() + patience;

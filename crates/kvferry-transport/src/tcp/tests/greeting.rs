@@ -3,11 +3,14 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
-use super::super::frame::{Challenge, Hello, VERSION, Verb};
-use super::super::proof::End;
+use kvferry_layout::{ByteCopy, Region};
+
+use super::super::frame::{Challenge, Hello, Request, VERSION, Verb};
+use super::super::proof::{End, Secret};
 use super::super::{DESCRIPTION, Tcp, TcpOptions, parse};
 use super::{PAGE, Victim, request, rest, soon};
-use crate::contract::{Error, InvalidFrame, Transport};
+use crate::contract::{Error, Instance, InvalidFrame, Operation, Status, Transport};
+use crate::memory::HostMemory;
 use crate::shared::bytes::put_block;
 
 #[test]
@@ -128,6 +131,63 @@ fn silent_connections_keep_nobody_out() {
     let silent: Vec<TcpStream> = (0..50).map(|_| TcpStream::connect(address.at).unwrap()).collect();
     victim.enter();
     drop(silent);
+}
+
+/// One connection is open and waits for an answer, the other is being greeted: whichever thread first
+/// notices that both were cut, the read ends because we disconnected, not because the peer was lost.
+#[test]
+fn what_disconnecting_ends_says_so() {
+    let secret = Secret { instance: Instance([5; 16]), token: [7; 32] };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut description = DESCRIPTION.to_vec();
+    description.extend(secret.instance.0);
+    description.extend(secret.token);
+    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let memory = HostMemory::new(PAGE).unwrap();
+    let options = TcpOptions { connections: 2, ..TcpOptions::default() };
+    let transport = Tcp::new(options).unwrap();
+    // SAFETY: the transport is dropped before the memory.
+    unsafe { transport.register(Region::host(memory.base(), PAGE as u64)) }.unwrap();
+    for round in 0..40 {
+        let accepted = std::thread::scope(|scope| {
+            let server = scope.spawn(|| {
+                // The first is ended when it asks to be measured, as an older server does.
+                drop(greeted(&listener, &secret));
+                let mut open = greeted(&listener, &secret);
+                open.read_exact(&mut [0; Request::BYTES + 16]).unwrap();
+                let (mut silent, _) = listener.accept().unwrap();
+                silent.read_exact(&mut [0; Hello::BYTES]).unwrap();
+                (open, silent)
+            });
+            let peer = transport.connect(&description, soon()).unwrap();
+            let read = |at| {
+                let copy = ByteCopy { source: at, destination: memory.base() + at, bytes: 64 };
+                transport.read(&peer, &[copy], soon()).unwrap()
+            };
+            // More than one connection takes on.
+            let operations: Vec<_> = (0..16).map(|i| read(i * 256)).collect();
+            let accepted = server.join().unwrap();
+            transport.disconnect(&peer);
+            for operation in operations {
+                let status = operation.wait(soon());
+                assert_eq!(status, Status::Failed(Error::Disconnected), "round {round}");
+            }
+            accepted
+        });
+        drop(accepted);
+    }
+}
+
+/// The next connection, once its client has proved itself.
+fn greeted(listener: &TcpListener, secret: &Secret) -> TcpStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    let mut hello = [0; Hello::BYTES];
+    stream.read_exact(&mut hello).unwrap();
+    let nonce = [8; 32];
+    let proof = secret.prove(End::Server, &hello, &nonce);
+    stream.write_all(&Challenge { nonce, proof }.encode()).unwrap();
+    stream.read_exact(&mut [0; 32]).unwrap();
+    stream
 }
 
 #[test]
