@@ -1,6 +1,7 @@
 //! Chunks that another transport moves while a lane waits: what the peer has gathered, and copies as they are.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
@@ -53,6 +54,7 @@ impl Landing {
 /// where there was no memory to fetch it into, or nobody to put it in its place.
 pub(super) fn fetch(
     state: &State,
+    lane: &Lane,
     fetch: &dyn Fetch,
     custody: &Custody,
     loops: &Loops,
@@ -66,10 +68,17 @@ pub(super) fn fetch(
             Status::Done(_) => break,
             Status::Failed(error) => return Err(error),
             Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {}
-            Status::InProgress | Status::Quarantined(_) => {
+            status @ (Status::InProgress | Status::Quarantined(_)) => {
+                if custody.is_stopped() {
+                    // Whatever else is on the way here is none the worse for it.
+                    lane.cut_by_us.store(true, Ordering::SeqCst);
+                }
                 fetched.operation.cancel();
                 fetch.forsake(Forsaken::fetched(fetched.operation, fetched.slot));
-                return Err(Error::Disconnected);
+                return Err(match status {
+                    Status::Quarantined(error) => error,
+                    _ => Error::Disconnected,
+                });
             }
         }
     }

@@ -240,8 +240,9 @@ impl<'a> LaneThread<'a> {
                 match (&chunk.piece, &self.state.fetch) {
                     (Piece::Packed(loops), Some(fetch)) => {
                         let custody = operation.custody();
+                        let (state, lane) = (self.state, self.lane());
                         let landing =
-                            fetching::fetch(self.state, &**fetch, custody, loops, answer.bytes)?;
+                            fetching::fetch(state, lane, &**fetch, custody, loops, answer.bytes)?;
                         fetched = Some(landing);
                     }
                     _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,

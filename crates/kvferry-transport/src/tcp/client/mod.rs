@@ -161,7 +161,10 @@ impl Interrupt for Client {
         // Those that wait in line are simply dropped.
         self.state.queue.lock().operations.retain(|operation| operation.custody().id() != id);
         for lane in &self.state.lanes {
-            if lane.on_the_way.lock().contains(&id) {
+            // Held while it is cut: a lane strikes what was on the way off this list before it opens
+            // another connection, and so never loses that one to what went by the one before.
+            let on_the_way = lane.on_the_way.lock();
+            if on_the_way.contains(&id) {
                 lane.cut_by_us.store(true, Ordering::SeqCst);
                 lane.cut();
             }
