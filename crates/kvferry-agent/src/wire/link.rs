@@ -315,7 +315,10 @@ impl Links {
                     let pause = FIRST_PAUSE * 2_u32.pow(dial.failures.min(8));
                     dial.failures += 1;
                     dial.not_before = Some(Instant::now() + pause.min(LONGEST_PAUSE));
-                    dial.last = Some(error.clone());
+                    // A try that the deadline cuts short says less than the one before it.
+                    if dial.last.is_none() || Instant::now() < deadline {
+                        dial.last = Some(error.clone());
+                    }
                     warn!(address, %error, tries = dial.failures, "cannot connect");
                     if is_final(&error) {
                         return Err(error);
