@@ -12,6 +12,7 @@
  * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
  * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
+ * KVFERRY_TWIN_GATE=path      they wait as long as there is such a file, and make path.knock when they do
  * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
  *                             wait (cuStreamSynchronize), event (cuEventQuery), context (cuCtxSetCurrent while a
  *                             kernel is under way)
@@ -254,6 +255,18 @@ struct stream {
 /* Kernels that are queued or run. */
 static int kernels;
 
+static void wait_at_the_gate(void)
+{
+    const char *gate = getenv("KVFERRY_TWIN_GATE");
+    if (!gate || access(gate, F_OK))
+        return;
+    char knock[4096];
+    snprintf(knock, sizeof knock, "%s.knock", gate);
+    close(open(knock, O_CREAT | O_WRONLY, 0600));
+    while (!access(gate, F_OK))
+        usleep(100);
+}
+
 static void carry_out_work(struct stream *stream, struct work *work)
 {
     switch (work->kind) {
@@ -267,6 +280,7 @@ static void carry_out_work(struct stream *stream, struct work *work)
     case FREE_KERNEL:
         if (getenv("KVFERRY_TWIN_LATE_MS"))
             usleep(1000 * atoi(getenv("KVFERRY_TWIN_LATE_MS")));
+        wait_at_the_gate();
         if (refuses("run")) {
             stream->code = BROKEN;
         } else {

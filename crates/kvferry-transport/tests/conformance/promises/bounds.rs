@@ -3,12 +3,13 @@
 use std::time::{Duration, Instant};
 
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::{ByteCopy, Error, Place, Side, Transport};
+use kvferry_transport::{ByteCopy, Error, Operation, Place, Side, Transport};
 
 use crate::back_end::BackEnd;
 use crate::data::{hash, pattern};
 use crate::memory::Memory;
 use crate::pair::{MIB, PEER_SEED, Pair, done, refused, soon};
+use crate::peer::wait_until;
 
 pub(super) fn outside_is_refused<B: BackEnd>() {
     let bytes = MIB;
@@ -102,13 +103,19 @@ pub(super) fn a_region_in_use_is_busy<B: BackEnd>() {
     let copy =
         ByteCopy { source: pair.process.base, destination: other.base(), bytes: 32 * MIB as u64 };
     let operation = pair.read(&[copy]);
-    // Until it has been sent.
-    std::thread::sleep(Duration::from_millis(300));
     let error = pair.transport.deregister(id, Instant::now());
     assert_eq!(error, Err(Error::RegionBusy));
-    // A handle that is dropped does not let go of the region before it is safe.
     drop(operation);
     if !B::SETTLES_ALONE {
+        // A handle that is dropped does not let go of the region before it is safe: of a read that has
+        // been sent, as long as the peer stands still.
+        wait_until("a read has been sent", || {
+            let operation = pair.read(&[copy]);
+            std::thread::sleep(Duration::from_millis(50));
+            operation.cancel();
+            wait_until("the outcome is known", || operation.poll().outcome().is_some());
+            !operation.poll().is_safe()
+        });
         assert_eq!(pair.transport.deregister(id, Instant::now()), Err(Error::RegionBusy));
     }
     pair.process.resume();

@@ -6,6 +6,8 @@ use kvferry_layout::{BlockPair, Loop, Loops, Region};
 use kvferry_transport::cuda::mappings;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
+use super::leaks::comes_back;
+use super::twin::{Gate, twin, twin_refuses};
 use crate::back_end::{BackEnd, CudaTwinEnd, MappedTwinEnd};
 use crate::census;
 use crate::data::pattern;
@@ -52,13 +54,14 @@ pub(super) fn only_what_is_described_stays_open() {
     let mut pair = Pair::<CudaTwinEnd>::new(MIB);
     let base = pair.process.base;
     for seed in 10..20 {
-        twin("KVFERRY_TWIN_LATE_MS", "50");
+        let gate = Gate::close();
         let before = pair.read_all();
         pair.process.exchange(seed);
         assert_eq!(pair.process.base, base, "the address was not given out again");
         pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
         // What a kernel reads is kept until it has ended.
         assert_eq!(mappings(), 2);
+        gate.open();
         done(&before);
         assert_eq!(mappings(), 1);
         let old = if seed == 10 { PEER_SEED } else { seed - 1 };
@@ -179,17 +182,6 @@ pub(super) fn loops_are_exact<B: BackEnd>() {
     assert!(pair.ours.snapshot() == ours, "loops are not exact");
 }
 
-/// Tells the twin of this process, and of those that it starts from now on.
-pub(super) fn twin(variable: &str, value: &str) {
-    // SAFETY: no other thread looks at the environment meanwhile: the twin's streams do so when they have
-    // work, and they have none.
-    unsafe { std::env::set_var(variable, value) };
-}
-
-fn twin_refuses(what: &str) {
-    twin("KVFERRY_TWIN_REFUSES", what);
-}
-
 /// Other containers, MIG: the cause is named, nothing stays open, and the transport works on.
 pub(super) fn memory_that_cannot_be_opened_is_named() {
     let process = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
@@ -283,8 +275,7 @@ pub(super) fn no_memory_is_an_error_and_leaks_nothing() {
         no_memory(&pair.read_all());
         assert_eq!(pair.transport.statistics().quarantined, 0);
     }
-    let after = census::take();
-    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
+    comes_back("ours", before, census::take);
     twin_refuses("nothing");
     done(&pair.read_all());
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
@@ -304,6 +295,8 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     all.iter().for_each(done);
     assert!(is_backwards(&pair, 64), "programs beside staging are not exact");
     let before = census::take();
+    // Whoever is refused waits for those under way: at a gate they would wait for each other.
+    twin("KVFERRY_TWIN_LATE_MS", "1000");
     for what in ["memory", "pinned"] {
         twin_refuses(what);
         no_memory(&read(&long));
@@ -316,8 +309,7 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     twin_refuses("nothing");
     done(&read(&long));
     assert!(is_backwards(&pair, 16), "a long program is not exact");
-    let after = census::take();
-    assert_eq!((before.threads, before.descriptors), (after.threads, after.descriptors));
+    comes_back("ours", before, census::take);
 }
 
 /// What reads take is measured when a peer is connected to. Where that cannot be, it is what they usually take, and
@@ -372,12 +364,13 @@ pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
     // Too many pairs of blocks to travel with the launch.
     let loops = backwards(&pair, 512);
-    twin("KVFERRY_TWIN_LATE_MS", "300");
+    twin("KVFERRY_TWIN_LATE_MS", "2000");
     twin_refuses("next");
     let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
     let second = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap().wait(soon());
     assert!(matches!(second, Status::Failed(Error::Cuda { .. })), "{second:?}");
     done(&first);
+    twin("KVFERRY_TWIN_LATE_MS", "100");
     twin_refuses("nothing");
     let (one, other) = (
         pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap(),
@@ -401,20 +394,23 @@ pub(super) fn kernels_that_break_fail() {
 /// counts as under way, and nothing that it touches is given up.
 pub(super) fn answers_that_say_nothing_are_no_end() {
     let pair = Pair::<CudaTwinEnd>::new(MIB);
-    twin("KVFERRY_TWIN_LATE_MS", "300");
     for answer in ["stream 900", "context 901", "stream 1"] {
         pair.ours.write(0, &pattern(OUR_SEED, MIB));
         twin("KVFERRY_TWIN_ONCE", answer);
+        let gate = Gate::close();
         let operation = pair.read_all();
         let early = operation.wait(Instant::now() + Duration::from_millis(100));
         assert!(!early.is_safe(), "{answer}: {early:?}");
+        gate.open();
         done(&operation);
         assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
     }
     // An error that ends the context ends the work.
     twin("KVFERRY_TWIN_ONCE", "stream 719");
+    let gate = Gate::close();
     let status = pair.read_all().wait(soon());
     assert!(matches!(status, Status::Failed(Error::Cuda { code: 719, .. })), "{status:?}");
+    gate.open();
 }
 
 /// The same for those who wait for a stream or a point of it.

@@ -51,7 +51,7 @@ pub(super) fn nothing_leaks<B: BackEnd>() {
 }
 
 /// Waits until no more is held than before.
-fn comes_back(whose: &str, before: Census, mut take: impl FnMut() -> Census) {
+pub(super) fn comes_back(whose: &str, before: Census, mut take: impl FnMut() -> Census) {
     let until = soon();
     loop {
         let after = take();

@@ -10,6 +10,7 @@ mod local;
 mod nixl;
 mod packed;
 mod peers;
+mod twin;
 
 use crate::back_end::{BackEnd, CudaEnd, CudaTwinEnd};
 
@@ -53,6 +54,10 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("random_pairs_are_exact_in_every_way", packed::random_pairs_are_exact_in_every_way::<B>),
         ("packed_outside_is_refused", packed::packed_outside_is_refused::<B>),
         ("packed_reads_never_land_late", packed::packed_reads_never_land_late::<B>),
+        (
+            "cancelling_packed_reads_disturbs_no_other",
+            packed::cancelling_packed_reads_disturbs_no_other::<B>,
+        ),
         (
             "a_peer_killed_while_it_packs_is_an_error",
             packed::a_peer_killed_while_it_packs_is_an_error::<B>,

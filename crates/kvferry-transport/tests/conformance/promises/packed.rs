@@ -262,6 +262,33 @@ pub(super) fn packed_reads_never_land_late<B: BackEnd>() {
     wait_until("our own memory to fetch into is back", || pair.transport.staging().in_use == 0);
 }
 
+/// However many are cancelled on the connections that a read shares with them.
+pub(super) fn cancelling_packed_reads_disturbs_no_other<B: BackEnd>() {
+    let bytes = 64 * MIB;
+    let pair = Pair::<B>::new(bytes);
+    let loops = loops(&pair, 510, 16, 4000);
+    let read = || pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
+    let theirs = pattern(PEER_SEED, bytes);
+    let mut expected = pattern(OUR_SEED, bytes);
+    carry_out(&pair, &loops, &theirs, &mut expected);
+    let stays = read();
+    let mut cancelled = Vec::new();
+    while stays.poll() == Status::InProgress && cancelled.len() < 100 {
+        let operation = read();
+        std::thread::sleep(Duration::from_micros(500 * (cancelled.len() as u64 % 5)));
+        // So that it is cancelled while a part is being fetched, where that takes the peer.
+        pair.process.stop();
+        operation.cancel();
+        std::thread::sleep(Duration::from_millis(3));
+        pair.process.resume();
+        cancelled.push(operation);
+    }
+    done(&stays);
+    assert!(cancelled.iter().all(|operation| operation.wait(soon()).is_safe()));
+    assert!(pair.ours.snapshot() == expected, "a read beside cancelled ones is not exact");
+    wait_until("our own memory to fetch into is back", || pair.transport.staging().in_use == 0);
+}
+
 pub(super) fn a_peer_killed_while_it_packs_is_an_error<B: BackEnd>() {
     let bytes = 64 * MIB;
     let pair = Pair::<B>::new(bytes);
