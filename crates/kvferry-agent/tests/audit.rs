@@ -325,7 +325,7 @@ fn a_source_that_falls_silent_ends_the_load() {
     p.prefill(1, &SOURCE, TOKENS);
     let mut ticket = p.grant("r", &SOURCE, TOKENS);
     ticket.address = wire.address.clone();
-    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(4));
+    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(8));
     let read = d.ranks[0].held.as_ref().unwrap().next();
     wire.stop();
     read.land(0, read.copies.len());
@@ -343,7 +343,7 @@ fn a_source_rank_that_is_gone_ends_the_load() {
     p.prefill(1, &SOURCE, TOKENS);
     let ticket = p.grant("r", &SOURCE, TOKENS);
     let began = Instant::now();
-    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(2));
+    d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(8));
     let read = d.ranks[0].held.as_ref().unwrap().next();
     p.ranks.clear();
     read.land(0, read.copies.len());

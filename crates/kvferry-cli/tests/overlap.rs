@@ -18,7 +18,7 @@ fn exposed_time_is_a_table_json_and_a_picture() {
         "--tokens",
         "100,1600",
         "--speed",
-        "8000",
+        "2000",
         "--chunk",
         "100",
         "--rounds",
@@ -29,7 +29,7 @@ fn exposed_time_is_a_table_json_and_a_picture() {
         svg.to_str().unwrap(),
     ]);
     assert!(done, "{errors}");
-    assert!(table.contains("prefill (simulated): 8000 tokens/s in chunks of 100"), "{table}");
+    assert!(table.contains("prefill (simulated): 2000 tokens/s in chunks of 100"), "{table}");
     let results: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
     let picture = std::fs::read_to_string(&svg).unwrap();
@@ -38,11 +38,11 @@ fn exposed_time_is_a_table_json_and_a_picture() {
     let long = &results["lengths"][1];
     assert_eq!(long["tokens"], 1600);
     let exposed = |way: &str| long["exposed"][way].as_f64().unwrap();
-    // The link takes 182 ms for all of it, whoever else uses this machine.
-    assert!(exposed("sequential") >= 180.0, "{results}");
+    // The link takes 727 ms for all of it, whoever else uses this machine.
+    assert!(exposed("sequential") >= 720.0, "{results}");
     assert!(exposed("following") < exposed("sequential"), "{results}");
     assert!(exposed("by_layer") < exposed("sequential"), "{results}");
-    assert!(long["total"]["sequential"].as_f64().unwrap() >= 380.0, "{results}");
+    assert!(long["total"]["sequential"].as_f64().unwrap() >= 1500.0, "{results}");
 }
 
 #[test]

@@ -90,7 +90,10 @@ impl Process {
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let stands_still = |task: std::io::Result<std::fs::DirEntry>| {
-            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+            // One that has ended stands still as well.
+            let Ok(stat) = std::fs::read_to_string(task.unwrap().path().join("stat")) else {
+                return true;
+            };
             // The state follows the name, which is in brackets.
             stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
         };
@@ -343,12 +346,12 @@ fn the_prefill_scheduler_is_killed_while_it_is_asked() {
 
 #[test]
 fn the_decode_rank_is_killed_while_it_reads() {
-    let mut scene = Scene::warm(Duration::from_secs(2));
+    let mut scene = Scene::warm(Duration::from_secs(6));
     scene.reading(LONG);
     scene.d.ranks[0].kill();
     scene.p_has_its_blocks_back("expired");
     scene.p.ranks[1].go_on();
-    scene.d = Engine::start("d", 1, 2000);
+    scene.d = Engine::start("d", 1, 6000);
     scene.prefill("again");
     scene.load("again", LONG);
     scene.ends_well();
@@ -356,7 +359,7 @@ fn the_decode_rank_is_killed_while_it_reads() {
 
 #[test]
 fn the_decode_rank_stands_still_until_the_lease_is_gone() {
-    let mut scene = Scene::warm(Duration::from_secs(2));
+    let mut scene = Scene::warm(Duration::from_secs(6));
     scene.reading(LONG);
     scene.d.ranks[0].stop();
     scene.p.ranks[1].go_on();
@@ -373,10 +376,10 @@ fn the_decode_rank_stands_still_until_the_lease_is_gone() {
 
 #[test]
 fn the_decode_scheduler_is_killed_while_a_request_waits() {
-    let mut scene = Scene::new(Duration::from_secs(2));
+    let mut scene = Scene::new(Duration::from_secs(6));
     let hold = json!({"Hold": {"ticket": scene.ticket, "patience_ms": 60_000}});
     scene.d.scheduler.tell(hold);
-    scene.p.scheduler.is_silent("Released", Duration::from_secs(5));
+    scene.p.scheduler.is_silent("Released", Duration::from_secs(14));
     scene.d.scheduler.kill();
     scene.p_has_its_blocks_back("expired");
 }

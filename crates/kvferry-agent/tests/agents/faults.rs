@@ -62,7 +62,7 @@ fn pain_14_decode_blocks_come_back_when_prefill_falls_silent() {
         if silent_from == "handshake" {
             wire.stop();
         }
-        d.start_load("r", &ticket, &source, &destination, 4, Duration::from_secs(4));
+        d.start_load("r", &ticket, &source, &destination, 4, Duration::from_secs(8));
         if silent_from == "confirmation" {
             let read = d.ranks[0].held.as_ref().unwrap().next();
             wire.stop();
@@ -181,7 +181,11 @@ fn pain_18_a_lease_that_expires_in_mid_read_fences_the_bytes() {
     // The danger: by its own account the transport has delivered every byte.
     assert_ne!(d.ranks[0].wrong(1, &destination, 12), 0);
     let ending = d.ranks[0].wait_end("r");
-    assert_eq!(ending.outcome, Outcome::Expired(Loss::Ended(Ended::Expired)));
+    // Another term later, P has forgotten that there was a lease.
+    assert!(
+        matches!(ending.outcome, Outcome::Expired(Loss::Ended(Ended::Expired) | Loss::Unknown)),
+        "{ending:?}"
+    );
     assert!(!ending.quarantined);
 }
 
@@ -332,7 +336,7 @@ fn a_silent_connection_is_given_up() {
     is_done("other", &begin("other", 10, LONG));
     is_late("late", &late);
     assert_eq!(held.connections(), 1);
-    is_late("silent", &begin("silent", 9, Duration::from_secs(1)));
+    is_late("silent", &begin("silent", 9, Duration::from_secs(4)));
     eventually("the connection is given up", || held.connections() == 0);
     is_done("again", &begin("again", 9, LONG));
     assert_eq!(held.connections(), 1);

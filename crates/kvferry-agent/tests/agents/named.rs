@@ -208,20 +208,21 @@ fn who_leaves_gives_nothing_up() {
 /// A followed lease is kept alive when it is sealed, and lost when nothing happens for too long.
 #[test]
 fn what_is_followed_is_held() {
-    let (term, patience) = (Duration::from_secs(2), Duration::from_millis(7500));
+    let (term, patience) = (Duration::from_secs(4), Duration::from_secs(14));
+    let quiet = term * 3 / 2;
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
     d.scheduler.follow("r", named(&p, "n"), patience).unwrap();
     let ticket = p.scheduler.open("p-1", Some("n")).unwrap();
     heard(&d, "r", |_| true);
     d.scheduler.hold(&ticket, patience);
-    thread::sleep(term * 2);
+    thread::sleep(quiet);
     advance(&p, 1, "p-1", &[3], 4);
-    thread::sleep(term * 2);
+    thread::sleep(quiet);
     p.prefill(1, &[3, 4], 8);
     p.grant("p-1", &[3, 4], 8);
     assert!(heard(&d, "r", |progress| progress.sealed).sealed);
-    thread::sleep(term * 2);
+    thread::sleep(quiet);
     assert_eq!(p.scheduler.released(), [], "it is kept alive");
     let lost = lost(&d);
     let patience = LostWhy::Patience;

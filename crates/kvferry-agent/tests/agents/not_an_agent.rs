@@ -136,6 +136,10 @@ fn silence_is_not_the_networks() {
         let Outcome::Failed(Failure::PeerGone(reason)) = outcome else { panic!("{outcome:?}") };
         assert!(reason.starts_with(&format!("{NOT_GREETED}{how}")), "{reason}");
     }
+    for trust in [Trust::Loopback, tls] {
+        let answer = ask_status(&Listener::Closes.start(), &trust, LONG).unwrap_err();
+        assert_eq!(answer, PeerError::NoGreeting("it closed the connection"));
+    }
     let answer = ask_status(&Listener::Hangs.start(), &Trust::Loopback, SHORT).unwrap_err();
     assert_eq!(answer, PeerError::NoGreeting("nothing came in time"));
 }
