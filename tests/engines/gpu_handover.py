@@ -294,7 +294,9 @@ def follow(prefill, decode, asked, answers):
     for prompt, alone in zip(asked, answers, strict=True):
         assert push(prefill, decode, [prompt]) == [alone], f"other tokens after {len(prompt)}, pushed"
     assert push(prefill, decode, asked) == answers, "other tokens when all are pushed at once"
-    assert decode.call(counter, "kvferry_read_ahead_bytes_total"), "nothing was read ahead"
+    # Without a card nothing slows P down, and a step may be over before D asks: life/test_layers.py holds it.
+    ahead = decode.call(counter, "kvferry_read_ahead_bytes_total")
+    assert ahead or not prefill.call(has_card), "nothing was read ahead"
     decode.call(take_at_once, False)
 
 
@@ -413,6 +415,11 @@ def poison_late(engine):
         storage.fill_(0xFF)
     # As at the end of a step.
     SIDES[0]._mark_writes()
+
+
+def has_card(engine):
+    # Not where engines are forked from: none of them could use it after that.
+    return torch.cuda.is_available()
 
 
 def slow_down(engine, slow):

@@ -31,6 +31,11 @@ PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 #: one; a server that ends is noticed at once.
 START, ANSWER, STOP = 600, 180, 60
 
+#: Ports below those that the kernel hands out by itself: whoever starts later finds free ones still free.
+QUIET = range(20000, 32000)
+#: Engines are forked, and what `random` draws next is forked with them.
+DRAW = random.SystemRandom()
+
 
 def readme_commands():
     """The command of each process, as words."""
@@ -204,12 +209,11 @@ class Pair:
 
 
 def free_ports(count):
-    """Ports that were free at the same time, below those that the kernel hands out by itself: whoever starts
-    later finds them free."""
+    """Ports that were free at the same time."""
     with contextlib.ExitStack() as opened:
         found = []
         while len(found) < count:
-            one, port = opened.enter_context(socket.socket()), random.randrange(20000, 32000)
+            one, port = opened.enter_context(socket.socket()), DRAW.choice(QUIET)
             with contextlib.suppress(OSError):
                 one.bind(("127.0.0.1", port))
                 found.append(port)
@@ -220,8 +224,8 @@ def free_neighbours():
     """A port that was free together with the next one."""
     while True:
         with socket.socket() as one, socket.socket() as next_, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
+            port = DRAW.choice(QUIET)
+            one.bind(("127.0.0.1", port))
             next_.bind(("127.0.0.1", port + 1))
             return port
 

@@ -6,7 +6,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 
@@ -15,6 +14,7 @@ import environment
 environment.forked(os.environ)
 
 import patches  # noqa: E402
+from http_pair import free_ports  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -134,11 +134,6 @@ def sampled(tokens, params=None, **options):
     return SamplingParams(**usual | options)
 
 
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def _serve(pipe, model, role, options):
     try:
         patches.install()
@@ -153,7 +148,7 @@ def _serve(pipe, model, role, options):
             connector |= dict(kv_connector="NixlConnector", kv_buffer_device="cpu")
             # Two engines on one host need two, also when they are forked one after the other.
             os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])
         # Others before ours, and others after it.
         if (others := options.pop("multi", None)) is not None:
             before, after = others

@@ -10,7 +10,8 @@ import torch
 from exact import nothing_left, prompts, unbound
 from heard import listen, said
 from http_pair import save_tokenizer
-from life.inside import count_preemptions, counter, leases, preemptions, whats_left
+from life.common import eventually
+from life.inside import count_preemptions, counter, leases, preemptions, side, whats_left
 from requests_inside import ask, cut, pooled, prefilled
 from serving import Server
 from tiny import save_model
@@ -36,7 +37,8 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def engines(model):
-    p = Server(model, "kv_producer", **BOTH, extra={"lease": 10.0})
+    # A lease lasts until a busy machine is at D; one that nobody comes for ends before `idle` gives up.
+    p = Server(model, "kv_producer", **BOTH, extra={"lease": 30.0})
     # Room for few requests at a time.
     d = Server(model, "kv_consumer", **BOTH, blocks=20, max_model_len=384)
     d.call(listen)
@@ -118,10 +120,18 @@ def test_an_adapter(pair, adapters, there, here, used):
     sent = {"prompt": prompt, "lora": adapters[here]}
     expected = alone(decode, sent)
     assert (alone(decode, question) == expected) == used
+    over = prefill.call(expired)
     assert hand_over(prefill, decode, question, sent) == (expected, used)
     if not used:
         assert "its adapter differ" in decode.call(said, "cannot use the transfer parameters")
-        assert prefill.call(leases) == []
+        # D tells P that it does not want it, while it answers itself.
+        eventually(lambda: prefill.call(leases) == [])
+        assert prefill.call(expired) == over
+
+
+def expired(engine):
+    """How many leases have come to their end by themselves."""
+    return side(engine).agent.counts()["leases_expired"]
 
 
 def test_an_adapter_is_in_the_state(pair, adapters):

@@ -334,7 +334,8 @@ def test_what_was_computed_from_another_prompt_is_refused(pair):
         assert code == 3 and "500" in said["error"], said
     assert_no_block_is_held(pair)
     # Which request, both digests, and what to do.
-    (line, *_) = re.findall(r".*computed from another prompt.*", pair.log("decode").read_text())
+    log, words = pair.log("decode"), ".*computed from another prompt.*"
+    (line, *_) = until("the log says so", ANSWER, lambda: re.findall(words, log.read_text()))
     assert re.search(r"request=\S+", line) and len(set(re.findall(r"\b[0-9a-f]{32}\b", line))) == 2, line
     assert "Send the same prompt" in line
 
@@ -355,22 +356,24 @@ def test_a_server_that_drains(pair):
     said = re.findall(r"`kvferry drain (\S+)`, or SIGUSR2 to process (\d+)", log.read_text())
     address, process = said[-1]
 
+    before = moved(pair)
     params = prefill(pair, promised)
     os.kill(int(process), signal.SIGUSR2)
     until("it drains", ANSWER, lambda: "drains: nothing new is handed over" in log.read_text())
-    code, said = operate("status", address)
-    assert code == 0 and "draining: it hands over nothing new" in said, said
     code, said = operate("drain", address, "--wait", "0")
     assert (code, said) == (
         0,
         "not drained yet: 1 request kept for others, 0 requests kept by others for it\n",
     )
 
+    # Before anything else: what is promised is kept for no longer than a lease.
+    assert ask(pair, "decode", promised, kv_transfer_params=params) == alone[promised]
+    assert moved(pair) > before
+    code, said = operate("status", address)
+    assert code == 0 and "draining: it hands over nothing new" in said, said
     before = moved(pair)
     assert ask(pair, "router", late) == alone[late]
     assert moved(pair) == before
-    assert ask(pair, "decode", promised, kv_transfer_params=params) == alone[promised]
-    assert moved(pair) > before
     code, said = operate("drain", address)
     assert code == 0 and said.endswith("drained: nothing is left\n"), said
     until("that is said", ANSWER, lambda: "drained: nothing is kept" in log.read_text())
@@ -410,7 +413,7 @@ def test_a_killed_prefill_server(pair):
         assert error.value.status_code >= 500
     with pytest.raises(openai.APIStatusError):
         ask(pair, "router", prompt)
-    assert pair.healthy("decode")
+    until("D is well", ANSWER, lambda: pair.healthy("decode"))
     assert ask(pair, "decode", prompt) == alone
     assert_no_block_is_held(pair, "decode")
 

@@ -87,6 +87,6 @@ def test_a_prefill_server_that_is_killed_while_requests_are_under_way(pair):
         pair.kill("prefill")
         answers = [one.result() for one in answers]
     assert all(one in (None, right) for one, right in zip(answers, alone, strict=True))
-    assert pair.healthy("decode")
+    until("D is well", ANSWER, lambda: pair.healthy("decode"))
     assert ask(pair, "decode", prompts[0]) == alone[0]
     assert_no_block_is_held(pair, "decode")

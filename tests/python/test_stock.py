@@ -47,7 +47,8 @@ def answer(**changes):
 
 @pytest.fixture
 def serve():
-    """A side channel that gives these answers, one after the other, and says what it was asked."""
+    """A side channel that gives these answers, or what they return, one after the other, and says what it
+    was asked."""
     context, sockets = zmq.Context(), []
 
     def start(*answers):
@@ -61,6 +62,7 @@ def serve():
                     return
                 who, _, question = socket.recv_multipart()
                 asked.append(msgspec.msgpack.decode(question))
+                one = one() if callable(one) else one
                 socket.send_multipart((who, b"", one, msgspec.msgpack.encode(1.5)))
 
         thread = threading.Thread(target=run)
@@ -111,8 +113,12 @@ def test_answers_that_are_of_no_use(serve, bad, words):
 
 
 def test_an_engine_that_does_not_answer(serve, monkeypatch):
-    monkeypatch.setattr(stock_wire, "PATIENCE", 0.2)
-    port, _ = serve(answer())
+    def last():
+        # From here on nobody answers; until then it may take as long as it takes on a busy machine.
+        monkeypatch.setattr(stock_wire, "PATIENCE", 0.2)
+        return answer()
+
+    port, _ = serve(last)
     with pytest.raises(OSError, match="rank 1 of 2 has not answered at nixl://127.0.0.1"):
         stock_wire.ask(Place("127.0.0.1", port, "p", 2))
     for host in ("no such host.invalid", "127.0.0.1"):

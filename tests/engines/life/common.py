@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from .inside import begin, pump
+from .inside import begin, counter, pump
 
 #: Nothing ends by itself while a test waits for it, however busy the machine.
 PATIENT = {"lease": 600.0, "meet": 600.0}
@@ -19,7 +19,8 @@ USUAL = {
 }
 #: Options of a P whose leases are over soon: only for what is to come too late.
 SHORT = {"lease": 1.0}
-#: Options of a D that soon knows when nobody is there, and that a busy machine keeps up with all the same.
+#: Options of a D that soon knows when nobody is there. A busy machine may take longer to shake hands: where D
+#: must read, it `meets` P first.
 HANDSHAKE = {"handshake": 4.0}
 
 
@@ -33,6 +34,14 @@ def eventually(what, *args):
     while not what(*args):
         assert time.monotonic() < deadline, "too late"
         time.sleep(0.02)
+
+
+def meets(prefill, decode, prompt):
+    """Whether D reads from P: it does not where it takes longer to shake hands than D has for that."""
+    before = decode.call(counter, "kvferry_read_bytes_total")
+    (params,) = prefill.prefill([prompt])
+    decode.generate(prompt, params=params)
+    return decode.call(counter, "kvferry_read_bytes_total") > before
 
 
 def expect(decode, policy, prompt, params, alone):

@@ -1,11 +1,12 @@
 """Requests that go to both engines at once, as a router sends them when P's parameters say so."""
 
+import contextlib
 import dataclasses
 import time
 
 from environment import REMOTE_DECODE
 
-from .common import AHEAD, HANDSHAKE, PATIENT, eventually
+from .common import AHEAD, PATIENT, eventually
 from .inside import begin, blank, counter, filled, side, steps, take_at_once, turn, waiting, where
 
 #: Chunks of two or three blocks, or of less than one.
@@ -19,8 +20,9 @@ CHUNKS = {
 FEW = {"qwen3": 13, "nemotron_h": 7}
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-#: Options of a D that does not wait for long.
-HASTY = {"extra": AHEAD["extra"] | HANDSHAKE | {"meet": 3.0, "patience": 20.0}}
+#: Options of a D that does not wait for ever, but for longer than anything takes on a busy machine. Where it
+#: is to give up soon, it is made `hasty`.
+HASTY = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
 
 
 def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None, there=None, kept=None):
@@ -123,6 +125,17 @@ def begin_to_read(prefill, decode, prompt, prefix="r", there=None, **given):
     decode.call(take_at_once, False)
     decode.call(set_options, before)
     return names
+
+
+@contextlib.contextmanager
+def hasty(*engines):
+    """They soon give up on a P that has not heard of a request."""
+    before = [engine.call(set_options, {"meet": 3.0}) for engine in engines]
+    try:
+        yield
+    finally:
+        for engine, options in zip(engines, before):
+            engine.call(set_options, options)
 
 
 def set_options(engine, given):

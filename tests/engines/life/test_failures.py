@@ -7,7 +7,7 @@ import pytest
 from exact import prompts
 from serving import Server
 
-from .common import HANDSHAKE, SHORT, USUAL, eventually, expect, more
+from .common import HANDSHAKE, SHORT, USUAL, eventually, expect, meets, more
 from .inside import begin, counter, give_up, leases, pump, side, steps
 
 POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
@@ -35,6 +35,7 @@ def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
         expect(decode, policy, prompt, params, alone)
 
     # It works.
+    eventually(meets, prefill, decode, prompt)
     assert decode.generate(prompt, params=prefill.prefill([prompt])[0])[0] == alone
     # The lease has ended: nobody came, and nobody is asked to.
     (params,) = hasty.prefill([prompt])
@@ -99,6 +100,7 @@ def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
     draw = random.Random(9)
     (prompt,) = prompts(draw, [200])
     alone = decode.generate(prompt)[0]
+    eventually(meets, prefill, decode, prompt)
     known, killed, unknown = prefill.prefill([prompt] * 3)
     assert decode.generate(prompt, params=known)[0] == alone
     # While it is read.

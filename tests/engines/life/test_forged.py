@@ -7,7 +7,7 @@ import time
 import pytest
 from exact import without_hints, prompts
 
-from .common import HANDSHAKE, USUAL, expect, more
+from .common import HANDSHAKE, USUAL, eventually, expect, meets, more
 from .inside import begin, give_up, leases, pump, side, turn
 
 #: The engines of `test_failures`, which are there already.
@@ -33,6 +33,8 @@ class Case:
         self.alone, _ = self.decode.generate(self.prompt)
         self.theirs, _ = self.decode.generate(self.others)
         assert self.alone != self.theirs
+        eventually(meets, self.prefill, self.decode, self.prompt)
+        assert self.decode.idle() == self.prefill.idle() == 0
 
     def fails(self, params):
         expect(self.decode, self.policy, self.prompt, params, self.alone)
@@ -205,6 +207,7 @@ def test_a_lease_that_is_over_or_never_was(pair, kind, policy):
 def test_other_engines(engines, pair, kind, policy):
     case = Case(pair, kind, policy)
     other = engines(kind, "kv_both", **USUAL[kind] | {"failure": policy, "extra": HANDSHAKE})
+    eventually(meets, case.prefill, other, case.prompt)
     # A ticket of another engine: with its own address, and with the one that it is not for.
     right = case.granted()
     (foreign,) = other.prefill([case.others])

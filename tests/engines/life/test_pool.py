@@ -5,7 +5,7 @@ import time
 
 from exact import prompts
 
-from .inside import take_at_once, turn
+from .inside import side, take_at_once, turn
 from .pushed import start
 
 #: Seconds of a step of P, of 64 tokens: D can tell how long it will take.
@@ -22,6 +22,7 @@ def test_blocks_are_taken_when_they_are_needed(pair):
     prefill, decode = pair("qwen3", None, CHUNKS)
     draw = random.Random(40)
     (first,) = prompts(draw, [480])
+    decode.call(transfers_take_no_time, True)
     alone = decode.generate(first, 2)[0]
     # What D learns from.
     assert usage(prefill, decode, [first])[0] == [alone]
@@ -32,6 +33,7 @@ def test_blocks_are_taken_when_they_are_needed(pair):
     decode.call(take_at_once, True)
     made, at_once = usage(prefill, decode, some)
     decode.call(take_at_once, False)
+    decode.call(transfers_take_no_time, False)
     assert made == alone
     for name, used in (("when needed", late), ("at once", at_once)):
         print(f"D's blocks {name}: " + " ".join(map(str, used)))
@@ -39,6 +41,18 @@ def test_blocks_are_taken_when_they_are_needed(pair):
     assert sum(late) < 0.6 * sum(at_once)
     # And nobody waits longer for it: the last answer comes at about the same step of P.
     assert len(late) < 1.5 * len(at_once)
+
+
+def transfers_take_no_time(engine, none):
+    """Whether D takes them for nothing. Otherwise it comes as early as the slowest needs that it has seen, in
+    whatever test: on a busy machine as soon as P has heard of a request."""
+    pace = side(engine).decode.pace
+    if none:
+        learn = pace.learn
+        pace.transfer = None
+        pace.learn = lambda frontier, tokens, seconds: learn(frontier, tokens, 0.0)
+    else:
+        del pace.learn
 
 
 def usage(prefill, decode, prompts):

@@ -90,6 +90,7 @@ def test_an_agent_that_passes_contradictions_on(pair, policy):
         (end_of_more, f"{NOT_THERE} position 6 is needed, but the table has 6 entries"),
     ):
         begin_to_read(prefill, decode, prompt, there=there)
+        (before,) = decode.call(epochs)
         # Twice, because P starts over: three chunks, of which D knows that two are complete, and reads all.
         for again in (False, True):
             if again:
@@ -98,8 +99,9 @@ def test_an_agent_that_passes_contradictions_on(pair, policy):
             eventually(lambda: prefill.call(steps, 1) or prefill.call(followed) == [128])
             eventually(lambda: decode.call(filled) == 6)
         decode.call(forget_lines)
-        (epoch,) = decode.call(epochs)
-        why = why.format(epoch, epoch - 1)
+        # Its worker knows already that P has started over, and its scheduler hears of it by itself.
+        eventually(lambda: decode.call(epochs) == [before + 1])
+        why = why.format(before + 1, before)
         # P computes nothing meanwhile: D hears of it because it asks.
         prefill.call(tell, change)
         ((made, _, how),) = decode.call(pump, 90).values()

@@ -9,7 +9,7 @@ from exact import prompts
 
 from .common import USUAL, eventually, more
 from .inside import abort, begin, side, steps, turn, whats_left, where
-from .pushed import CHUNKS, HASTY, answers, refused, start
+from .pushed import CHUNKS, HASTY, answers, epochs, hasty, knows, refused, start
 
 
 def test_two_with_one_name(pair):
@@ -20,6 +20,8 @@ def test_two_with_one_name(pair):
     there = prefill.call(where)
     prefill.call(begin, "twin", prompt, 1, dict(REMOTE_DECODE))
     made = decode.call(twins, prompt, there)
+    # Before one has read it and P has forgotten it, which the other one would wait for.
+    eventually(lambda: decode.call(steps, 1) or decode.call(computed_here))
     until = time.monotonic() + 60
     while len(made) < 2:
         assert time.monotonic() < until
@@ -33,6 +35,7 @@ def test_a_twin_leaves(pair):
     prefill, decode = pair("qwen3", None, CHUNKS, HASTY)
     (prompt,) = prompts(random.Random(44), [150])
     alone = decode.generate(prompt)[0]
+    eventually(knows, prefill, decode, prompt)
     prefill.call(begin, "twin", prompt, 1, dict(REMOTE_DECODE))
     decode.call(twins, prompt, prefill.call(where))
     prefill.call(steps, 1)
@@ -83,15 +86,19 @@ def test_one_name_at_two_engines(engines, pair):
     (prompt,) = prompts(random.Random(41), [150])
     alone = decode.generate(prompt)[0]
     there = prefill.call(where)
-    made, until = [], time.monotonic() + 90
     for engine in (decode, other):
         engine.call(begin, "both", prompt, 12, dict(there))
     prefill.call(begin, "both", prompt, 1, dict(REMOTE_DECODE))
-    while len(made) < 2:
-        assert time.monotonic() < until
-        prefill.call(turn)
-        for engine in (decode, other):
-            made += [tokens for tokens, _, _ in engine.call(turn).values()]
+    # P keeps it for as long as nobody has come for it.
+    eventually(lambda: decode.call(epochs) and other.call(epochs))
+    made, until = [], time.monotonic() + 90
+    # Whoever has not begun to read it when the other one is done waits for a P that has forgotten it.
+    with hasty(decode, other):
+        while len(made) < 2:
+            assert time.monotonic() < until
+            prefill.call(turn)
+            for engine in (decode, other):
+                made += [tokens for tokens, _, _ in engine.call(turn).values()]
     assert made == [alone] * 2
     assert prefill.idle() == decode.idle() == other.idle() == 0
 
