@@ -22,7 +22,7 @@ TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 #: Options of a D that does not wait for ever, but for longer than anything takes on a busy machine. Where it
 #: is to give up soon, it is made `hasty`.
-HASTY = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
+BOUNDED = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
 
 
 def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None, there=None, kept=None):

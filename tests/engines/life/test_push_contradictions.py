@@ -24,7 +24,7 @@ from .between import (
 )
 from .common import eventually, more
 from .inside import blank, filled, pump, side, steps, where
-from .pushed import CHUNKS, HASTY, answers, begin_to_read, epochs, followed, knows, preempt, start
+from .pushed import CHUNKS, BOUNDED, answers, begin_to_read, epochs, followed, knows, preempt, start
 
 #: What D's log says of a P that says what it cannot mean, and of one that says what cannot be.
 CONTRADICTS = "the load failed failure=the engine to read from is not to be believed: the engine"
@@ -69,7 +69,7 @@ def contradict(engine):
 def test_an_agent_that_passes_contradictions_on(pair, policy):
     """What D has heard does not shrink, does not change, and does not go back to an epoch that is over. What it hears
     then must be there. From whoever says otherwise nothing is read any more, and nothing that was read is used."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": policy})
     prompt, other = prompts(random.Random(42), [300, 64])
     alone = decode.generate(prompt)[0]
     decode.call(listen)

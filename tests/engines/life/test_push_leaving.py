@@ -10,12 +10,12 @@ from heard import forget_lines, listen, said
 
 from .common import eventually, more
 from .inside import abort, begin, counter, pump, steps, waiting, whats_left, where
-from .pushed import CHUNKS, HASTY, answers, begin_to_read, epochs, hasty, knows, read, read_some, start
+from .pushed import CHUNKS, BOUNDED, answers, begin_to_read, epochs, hasty, knows, read, read_some, start
 
 
 @pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 def test_whoever_comes_late_or_never(pair, policy):
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": policy})
     draw = random.Random(33)
     prompt, another = prompts(draw, [150, 150])
     alone = decode.generate(prompt)[0]
@@ -85,7 +85,7 @@ def test_whoever_comes_late_or_never(pair, policy):
 @pytest.mark.parametrize("policy", [more("fail"), more("recompute")])
 def test_whoever_leaves_while_states_are_computed(pair, policy):
     """What grows has been read, and what comes at the end has not."""
-    prefill, decode = pair("nemotron_h", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("nemotron_h", None, CHUNKS, BOUNDED | {"failure": policy})
     (prompt,) = prompts(random.Random(44), [480])
     alone = decode.generate(prompt)[0]
     eventually(knows, prefill, decode, prompt)
@@ -106,7 +106,7 @@ def test_whoever_leaves_while_states_are_computed(pair, policy):
 @pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 def test_time_counts_from_when_p_has_something(pair, policy):
     """A deadline is for what there is to read. How long D waits for more is another matter, which ends, too."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": policy})
     some = prompts(random.Random(43), [300, 200])
     alone = [decode.generate(prompt)[0] for prompt in some]
     eventually(knows, prefill, decode, some[0])

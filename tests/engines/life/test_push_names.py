@@ -9,12 +9,12 @@ from exact import prompts
 
 from .common import USUAL, eventually, more
 from .inside import abort, begin, side, steps, turn, whats_left, where
-from .pushed import CHUNKS, HASTY, answers, epochs, hasty, knows, refused, start
+from .pushed import CHUNKS, BOUNDED, answers, epochs, hasty, knows, refused, start
 
 
 def test_two_with_one_name(pair):
     """Whoever has it first reads it, and the other one is computed."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": "recompute"})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": "recompute"})
     (prompt,) = prompts(random.Random(34), [150])
     alone = decode.generate(prompt)[0]
     there = prefill.call(where)
@@ -32,7 +32,7 @@ def test_two_with_one_name(pair):
 
 def test_a_twin_leaves(pair):
     """The other one goes on reading what both have the name of."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY)
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED)
     (prompt,) = prompts(random.Random(44), [150])
     alone = decode.generate(prompt)[0]
     eventually(knows, prefill, decode, prompt)
@@ -80,7 +80,7 @@ def turns_until(prefill, decode):
 @pytest.mark.more
 def test_one_name_at_two_engines(engines, pair):
     """Both follow it: one of them has it at least, and the other one has it or computes it."""
-    options = HASTY | {"failure": "recompute"}
+    options = BOUNDED | {"failure": "recompute"}
     prefill, decode = pair("qwen3", None, CHUNKS, options)
     other = engines("qwen3", "kv_both", **USUAL["qwen3"] | options)
     (prompt,) = prompts(random.Random(41), [150])
@@ -106,7 +106,7 @@ def test_one_name_at_two_engines(engines, pair):
 @pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 def test_a_name_of_somebody_else(pair, policy):
     """Names of requests are no secret, and tables are P's own: the prompt tells."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": policy})
     prompt, theirs = prompts(random.Random(38), [150, 150])
     alone = decode.generate(prompt)[0]
     before = prefill.call(refused)

@@ -20,7 +20,7 @@ from .inside import (
     take_at_once,
     waiting,
 )
-from .pushed import CHUNKS, FEW, HASTY, answers, begin_to_read, preempt, refused, start
+from .pushed import CHUNKS, FEW, BOUNDED, answers, begin_to_read, preempt, refused, start
 
 
 @pytest.mark.parametrize("kind", ["qwen3", more("nemotron_h")])
@@ -96,7 +96,7 @@ def test_a_request_that_is_started_over_while_it_is_read(pair, kind, length):
 @pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 def test_an_epoch_of_the_past(pair, policy):
     """What P has started over is another grant: nobody reads by the one before."""
-    prefill, decode = pair("qwen3", None, CHUNKS, HASTY | {"failure": policy})
+    prefill, decode = pair("qwen3", None, CHUNKS, BOUNDED | {"failure": policy})
     prompt, other = prompts(random.Random(37), [300, 300])
     alone = decode.generate(prompt)[0]
     made = {}

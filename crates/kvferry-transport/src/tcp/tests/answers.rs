@@ -5,13 +5,12 @@ use std::net::{TcpListener, TcpStream};
 
 use kvferry_layout::{ByteCopy, Region};
 
-use super::super::frame::{Challenge, Hello, Request};
-use super::super::proof::{End, Secret};
-use super::super::{DESCRIPTION, Tcp, TcpOptions};
-use super::{OPEN, PAGE, soon};
+use super::super::frame::Request;
+use super::super::proof::Secret;
+use super::super::{Tcp, TcpOptions};
+use super::{OPEN, PAGE, described, let_in, soon};
 use crate::contract::{Error, Instance, Operation, Status, Transport};
 use crate::memory::HostMemory;
-use crate::shared::bytes::put_block;
 
 /// A server that answers whatever it likes does no harm to the one who asks.
 #[test]
@@ -29,20 +28,10 @@ fn spoiled_answers_are_errors() {
         &[0, 0, 0],
     ];
     let secret = Secret { instance: Instance([5; 16]), token: [0; 32] };
+    let description = described(&secret, &listener);
     let server = std::thread::spawn(move || {
         for number in 0.. {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut hello = [0; Hello::BYTES];
-            if stream.read_exact(&mut hello).is_err() {
-                return;
-            }
-            let nonce = [8; 32];
-            let proof = secret.prove(End::Server, &hello, &nonce);
-            stream.write_all(&Challenge { nonce, proof }.encode()).unwrap();
-            let mut proof = [0; 32];
-            if stream.read_exact(&mut proof).is_err() {
-                return;
-            }
+            let Ok(mut stream) = let_in(&listener, &secret) else { return };
             let mut request = [0; Request::BYTES + 16];
             if stream.read_exact(&mut request).is_err() {
                 return;
@@ -55,10 +44,6 @@ fn spoiled_answers_are_errors() {
             stream.write_all(&answer).unwrap();
         }
     });
-    let mut description = DESCRIPTION.to_vec();
-    description.extend([5; 16]);
-    description.extend([0; 32]);
-    put_block(&mut description, address.to_string().as_bytes());
     let memory = HostMemory::new(PAGE).unwrap();
     memory.write(0, &[OPEN; PAGE]);
     let transport = Tcp::new(TcpOptions { connections: 1, ..TcpOptions::default() }).unwrap();

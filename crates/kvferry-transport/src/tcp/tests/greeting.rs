@@ -7,11 +7,10 @@ use kvferry_layout::{ByteCopy, Region};
 
 use super::super::frame::{Challenge, Hello, Request, VERSION, Verb};
 use super::super::proof::{End, Secret};
-use super::super::{DESCRIPTION, Tcp, TcpOptions, parse};
-use super::{PAGE, Victim, request, rest, soon};
+use super::super::{Tcp, TcpOptions, parse};
+use super::{PAGE, Victim, described, let_in, request, rest, soon};
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status, Transport};
 use crate::memory::HostMemory;
-use crate::shared::bytes::put_block;
 
 #[test]
 fn without_the_token_nothing_is_served() {
@@ -55,7 +54,8 @@ fn a_replay_is_not_served() {
 #[test]
 fn a_server_must_prove_itself_too() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
+    let secret = Secret { instance: Instance([5; 16]), token: [7; 32] };
+    let description = described(&secret, &listener);
     let impostor = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         let mut hello = [0; Hello::BYTES];
@@ -67,10 +67,6 @@ fn a_server_must_prove_itself_too() {
         let _ = stream.read_to_end(&mut told);
         told
     });
-    let mut description = DESCRIPTION.to_vec();
-    description.extend([5; 16]);
-    description.extend([7; 32]);
-    put_block(&mut description, address.to_string().as_bytes());
     let transport = Tcp::new(TcpOptions { connections: 1, ..TcpOptions::default() }).unwrap();
     let result = transport.connect(&description, soon());
     assert!(matches!(result, Err(Error::PeerLost(_))), "{result:?}");
@@ -106,9 +102,7 @@ fn another_version_is_named_at_both_ends() {
     assert_eq!(Challenge::decode(&said), Ok(empty.clone()));
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut description = victim.transport.describe().unwrap();
-    description.truncate(8 + 16 + 32);
-    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let description = described(&address.secret, &listener);
     let server = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         let mut hello = [0; Hello::BYTES];
@@ -139,10 +133,7 @@ fn silent_connections_keep_nobody_out() {
 fn what_disconnecting_ends_says_so() {
     let secret = Secret { instance: Instance([5; 16]), token: [7; 32] };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut description = DESCRIPTION.to_vec();
-    description.extend(secret.instance.0);
-    description.extend(secret.token);
-    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let description = described(&secret, &listener);
     let memory = HostMemory::new(PAGE).unwrap();
     let options = TcpOptions { connections: 2, ..TcpOptions::default() };
     let transport = Tcp::new(options).unwrap();
@@ -152,8 +143,8 @@ fn what_disconnecting_ends_says_so() {
         let accepted = std::thread::scope(|scope| {
             let server = scope.spawn(|| {
                 // The first is ended when it asks to be measured, as an older server does.
-                drop(greeted(&listener, &secret));
-                let mut open = greeted(&listener, &secret);
+                drop(let_in(&listener, &secret).unwrap());
+                let mut open = let_in(&listener, &secret).unwrap();
                 open.read_exact(&mut [0; Request::BYTES + 16]).unwrap();
                 let (mut silent, _) = listener.accept().unwrap();
                 silent.read_exact(&mut [0; Hello::BYTES]).unwrap();
@@ -176,18 +167,6 @@ fn what_disconnecting_ends_says_so() {
         });
         drop(accepted);
     }
-}
-
-/// The next connection, once its client has proved itself.
-fn greeted(listener: &TcpListener, secret: &Secret) -> TcpStream {
-    let (mut stream, _) = listener.accept().unwrap();
-    let mut hello = [0; Hello::BYTES];
-    stream.read_exact(&mut hello).unwrap();
-    let nonce = [8; 32];
-    let proof = secret.prove(End::Server, &hello, &nonce);
-    stream.write_all(&Challenge { nonce, proof }.encode()).unwrap();
-    stream.read_exact(&mut [0; 32]).unwrap();
-    stream
 }
 
 #[test]

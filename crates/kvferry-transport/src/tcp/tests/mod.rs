@@ -5,17 +5,18 @@ mod greeting;
 mod packed;
 mod requests;
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Region;
 
 use super::frame::{Challenge, Hello, Request, Verb, put_span};
-use super::proof::End;
-use super::{Tcp, TcpOptions, parse};
+use super::proof::{End, Secret};
+use super::{DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
+use crate::shared::bytes::put_block;
 use crate::shared::random::random;
 
 const PAGE: usize = 4096;
@@ -92,6 +93,27 @@ impl Victim {
         stream.read_exact(&mut answer).unwrap();
         stream
     }
+}
+
+/// What a server with this secret would tell of itself if it listened here.
+fn described(secret: &Secret, listener: &TcpListener) -> Vec<u8> {
+    let mut description = DESCRIPTION.to_vec();
+    description.extend(secret.instance.0);
+    description.extend(secret.token);
+    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    description
+}
+
+/// The next connection, once both ends have proved themselves.
+fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<TcpStream> {
+    let (mut stream, _) = listener.accept()?;
+    let mut hello = [0; Hello::BYTES];
+    stream.read_exact(&mut hello)?;
+    let nonce = [8; 32];
+    let proof = secret.prove(End::Server, &hello, &nonce);
+    stream.write_all(&Challenge { nonce, proof }.encode())?;
+    stream.read_exact(&mut [0; 32])?;
+    Ok(stream)
 }
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {

@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 use kvferry_layout::{BlockPair, Loop, Loops};
 
 use super::super::frame::{Answer, Challenge, Hello, Request, Verb};
-use super::super::{DESCRIPTION, Tcp, TcpOptions, TcpPeer, gather, parse};
-use super::{OPEN, PAGE, Victim, soon};
+use super::super::{Tcp, TcpOptions, TcpPeer, gather, parse};
+use super::{OPEN, PAGE, Victim, described, soon};
 use crate::contract::{Operation, Status, Transport};
 use crate::memory::HostMemory;
-use crate::shared::bytes::put_block;
 
 const BYTES: usize = 8 << 20;
 
@@ -173,10 +172,7 @@ fn greeted(transport: &Tcp) -> TcpStream {
 fn older(server: &Tcp) -> (Vec<u8>, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = parse(&server.describe().unwrap()).unwrap();
-    let mut description = DESCRIPTION.to_vec();
-    description.extend(address.secret.instance.0);
-    description.extend(address.secret.token);
-    put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    let description = described(&address.secret, &listener);
     let ended = Arc::new(AtomicUsize::new(0));
     let count = ended.clone();
     std::thread::spawn(move || {
