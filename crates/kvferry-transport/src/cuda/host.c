@@ -59,11 +59,12 @@ uint64_t kvferry_carry_out(const void *program)
 }
 
 /* Sizes of the structures, so that the writer of programs can compare. */
-void kvferry_sizes(uint64_t sizes[5])
+void kvferry_sizes(uint64_t sizes[6])
 {
     sizes[0] = sizeof(kv_counts);
     sizes[1] = sizeof(kv_header);
     sizes[2] = sizeof(kv_nest);
     sizes[3] = sizeof(kv_dimension);
     sizes[4] = sizeof(kv_pair);
+    sizes[5] = sizeof(kv_narrow_pair);
 }

@@ -56,6 +56,11 @@ typedef struct {
     uint32_t source, destination;
 } kv_pair;
 
+/* The same where all numbers of a program are below 2^16. */
+typedef struct {
+    uint16_t source, destination;
+} kv_narrow_pair;
+
 /* Counts of one launch, in the card's memory; all zero before and after. */
 typedef struct {
     uint32_t dealt; /* batches, after the first of each warp */
@@ -65,7 +70,8 @@ typedef struct {
 
 /* At the start of a program; then nests, dimensions and pairs. */
 typedef struct {
-    uint32_t nests, dimensions, pairs, batches;
+    uint32_t nests, dimensions, batches;
+    uint32_t narrow; /* whether pairs are narrow */
     uint64_t counts; /* of this launch */
     uint64_t signal; /* a word of the host's memory that becomes 1 when everything is in place */
 } kv_header;
@@ -96,9 +102,14 @@ KV_FN const kv_dimension *kv_dimensions(const kv_header *program)
     return (const kv_dimension *)(kv_nests(program) + program->nests);
 }
 
-KV_FN const kv_pair *kv_pairs(const kv_header *program)
+KV_FN kv_pair kv_pair_at(const kv_header *program, uint32_t index)
 {
-    return (const kv_pair *)(kv_dimensions(program) + program->dimensions);
+    const void *pairs = kv_dimensions(program) + program->dimensions;
+    if (!program->narrow)
+        return ((const kv_pair *)pairs)[index];
+    const kv_narrow_pair narrow = ((const kv_narrow_pair *)pairs)[index];
+    const kv_pair pair = {narrow.source, narrow.destination};
+    return pair;
 }
 
 /* The nest that a batch belongs to. */
@@ -129,7 +140,7 @@ KV_FN void kv_locate(const kv_header *program, const kv_nest *nest, uint32_t ite
         uint32_t index = item - rest * dimension->count.divisor;
         item = rest;
         if (number == nest->pair_dimension) {
-            kv_pair pair = kv_pairs(program)[nest->first_pair + index];
+            kv_pair pair = kv_pair_at(program, nest->first_pair + index);
             source += pair.source * nest->source_block;
             destination += pair.destination * nest->destination_block;
         } else {

@@ -74,7 +74,7 @@ pub struct CudaOptions {
     /// The card whose memory is registered, and whose kernels read.
     pub gpu: u32,
     /// How many multiprocessors a transfer may occupy; `None` for five sixths of them, and all where
-    /// several transfers overlap: the next begins when nothing is left to hand out of one. On an H200
+    /// several transfers overlap: the next begins when little is left to hand out of one. On an H200
     /// that moves as much as all of them. With few, a model that runs meanwhile loses more for each byte
     /// that is loaded: loads take longer, and it waits for the multiprocessors that it does not get.
     pub sms: Option<u32>,

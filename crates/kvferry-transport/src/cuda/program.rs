@@ -20,8 +20,8 @@ const MAX_ITEMS: u64 = 1 << 31;
 struct Header {
     nests: u32,
     dimensions: u32,
-    pairs: u32,
     batches: u32,
+    narrow: u32,
     ends: Ends,
 }
 
@@ -80,14 +80,25 @@ struct Nest {
     tile: Divisor,
 }
 
+/// A [`BlockPair`] of a program in which all block numbers are below [`NARROW_IDS`].
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct NarrowPair {
+    source: u16,
+    destination: u16,
+}
+
+const NARROW_IDS: u32 = 1 << u16::BITS;
+
 /// For a test that both sides agree.
 #[cfg(test)]
-pub(super) const SIZES: [u64; 5] = [
+pub(super) const SIZES: [u64; 6] = [
     COUNTS,
     size_of::<Header>() as u64,
     size_of::<Nest>() as u64,
     size_of::<Dimension>() as u64,
     size_of::<BlockPair>() as u64,
+    size_of::<NarrowPair>() as u64,
 ];
 
 /// What an item is; also how many of the innermost dimensions count parts of it.
@@ -103,6 +114,8 @@ pub(crate) struct Program<'l> {
     nests: Vec<Nest>,
     dimensions: Vec<Dimension>,
     pairs: &'l [BlockPair],
+    /// Whether pairs are written as [`NarrowPair`]s.
+    narrow: bool,
     batches: u64,
     uses_tiles: bool,
 }
@@ -112,13 +125,24 @@ impl<'l> Program<'l> {
     /// addresses of a nest, by its index: the way from where the peer sees its memory to where this
     /// process does.
     pub(crate) fn new(loops: &'l Loops, batch_bytes: u64, shift: impl Fn(usize) -> u64) -> Self {
-        Self::in_parts(loops, shift, Limits { batch_bytes, items: MAX_ITEMS })
+        let limits = Limits { batch_bytes, items: MAX_ITEMS, narrow_ids: NARROW_IDS };
+        Self::in_parts(loops, shift, limits)
     }
 
-    /// The same where a nest may have another number of items.
+    /// The same within other limits.
     pub(super) fn in_parts(loops: &'l Loops, shift: impl Fn(usize) -> u64, limits: Limits) -> Self {
-        let mut program = Self { pairs: loops.pairs(), ..Self::default() };
+        let nests = loops.nests().len();
+        let mut program = Self {
+            nests: Vec::with_capacity(nests),
+            // Few have more.
+            dimensions: Vec::with_capacity(4 * nests),
+            pairs: loops.pairs(),
+            narrow: true,
+            ..Self::default()
+        };
         for (index, nest) in loops.nests().enumerate() {
+            let highest = nest.highest.source.max(nest.highest.destination);
+            program.narrow &= highest < limits.narrow_ids;
             let first_pair = loops.table(nest.table).start as u64;
             let source = nest.source.wrapping_add(shift(index));
             program.add(&LoopNest { source, ..nest }, nest.loops, first_pair, limits);
@@ -251,7 +275,11 @@ impl<'l> Program<'l> {
         size_of::<Header>()
             + size_of_val(&self.nests[..])
             + size_of_val(&self.dimensions[..])
-            + size_of_val(self.pairs)
+            + self.pairs.len() * self.pair_bytes()
+    }
+
+    fn pair_bytes(&self) -> usize {
+        if self.narrow { size_of::<NarrowPair>() } else { size_of::<BlockPair>() }
     }
 
     /// Writes it where the kernel will read it.
@@ -263,8 +291,8 @@ impl<'l> Program<'l> {
         let header = [Header {
             nests: self.nests.len() as u32,
             dimensions: self.dimensions.len() as u32,
-            pairs: self.pairs.len() as u32,
             batches: self.batches as u32,
+            narrow: self.narrow.into(),
             ends,
         }];
         let mut at = to;
@@ -279,7 +307,16 @@ impl<'l> Program<'l> {
         put(header.as_ptr().cast(), size_of_val(&header));
         put(self.nests.as_ptr().cast(), size_of_val(&self.nests[..]));
         put(self.dimensions.as_ptr().cast(), size_of_val(&self.dimensions[..]));
-        put(self.pairs.as_ptr().cast(), size_of_val(self.pairs));
+        if !self.narrow {
+            put(self.pairs.as_ptr().cast(), size_of_val(self.pairs));
+            return;
+        }
+        let narrow = at.cast::<NarrowPair>();
+        for (index, pair) in self.pairs.iter().enumerate() {
+            let (source, destination) = (pair.source as u16, pair.destination as u16);
+            // SAFETY: as above; a program may lie anywhere.
+            unsafe { narrow.add(index).write_unaligned(NarrowPair { source, destination }) };
+        }
     }
 }
 
@@ -297,6 +334,8 @@ pub(super) struct Limits {
     pub(super) batch_bytes: u64,
     /// Items of a nest, words of its run and words of its tiles are fewer than this, which is 32 at least.
     pub(super) items: u64,
+    /// Where all block numbers are below this, which is 65,536 at most, pairs are narrow.
+    pub(super) narrow_ids: u32,
 }
 
 /// How a nest is cut into items.

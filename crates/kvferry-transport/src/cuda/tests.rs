@@ -16,7 +16,7 @@ use crate::shared::spans::Spans;
 /// loops.h, compiled by the C compiler of this machine.
 struct Host {
     carry_out: unsafe extern "C" fn(*const u8) -> u64,
-    sizes: [u64; 5],
+    sizes: [u64; 6],
 }
 
 impl Host {
@@ -41,7 +41,7 @@ impl Host {
                 std::fs::remove_dir_all(&directory).unwrap();
                 let sizes: libloading::Symbol<'_, unsafe extern "C" fn(*mut u64)> =
                     loaded.get(b"kvferry_sizes\0").unwrap();
-                let mut found = [0; 5];
+                let mut found = [0; 6];
                 sizes(found.as_mut_ptr());
                 let carry_out = *loaded.get(b"kvferry_carry_out\0").unwrap();
                 Self { carry_out, sizes: found }
@@ -165,6 +165,7 @@ proptest! {
         nests in prop::collection::vec(drawn(), 1..4),
         batch_bytes in prop::sample::select(vec![4u64 << 10, 13 << 10, 64 << 10]),
         items in prop::sample::select(vec![32u64, 64, 100, 300, 1 << 31, 1 << 31]),
+        narrow_ids in prop::sample::select(vec![0u32, 2, 1 << 16]),
         seed in any::<u64>(),
     ) {
         let sizes = |side: fn(&Drawn) -> u64| -> Vec<u64> {
@@ -199,7 +200,8 @@ proptest! {
         unsafe {
             carry_out(&loops(to_expected, source));
             let loops = loops(to_found, source);
-            let program = Program::in_parts(&loops, |_| 0, Limits { batch_bytes, items });
+            let limits = Limits { batch_bytes, items, narrow_ids };
+            let program = Program::in_parts(&loops, |_| 0, limits);
             prop_assert!(program.counts().flatten().all(|count| count < items));
             Host::get().carry_out(&program);
         }
@@ -246,6 +248,19 @@ fn conv_columns_and_channels_that_change_places_are_tiles() {
     let channels = Loop { count: 2048, source: 2, destination: 6 };
     loops.add_nest((0, 0), 2, (1 << 20, 1 << 20), &[channels, columns], table).unwrap();
     assert!(Program::new(&loops, 4 << 10, |_| 0).uses_tiles());
+}
+
+#[test]
+fn pairs_take_half_the_room_where_all_numbers_are_small() {
+    let bytes = |source, destination| {
+        let mut loops = Loops::default();
+        let table = loops.add_table([BlockPair { source, destination }; 100]);
+        loops.add_nest((0, 0), 16, (16, 16), &[], table).unwrap();
+        Program::new(&loops, 4 << 10, |_| 0).bytes()
+    };
+    let narrow = bytes(0, 0);
+    assert_eq!(bytes(65_535, 65_535), narrow);
+    assert_eq!([bytes(65_536, 0), bytes(0, 65_536)], [narrow + 400; 2]);
 }
 
 #[test]
