@@ -36,9 +36,12 @@ impl Helper {
         let input = self.input.as_mut().ok_or("no pipe to the source")?;
         writeln!(input, "{}", serde_json::to_string(question)?)?;
         let mut line = String::new();
-        self.output.read_line(&mut line)?;
-        Ok(serde_json::from_str(&line)
-            .map_err(|error| format!("the source says {line:?}: {error}"))?)
+        if self.output.read_line(&mut line)? == 0 {
+            return Err("the process that is read has ended".into());
+        }
+        let answer: Result<A, String> = serde_json::from_str(&line)
+            .map_err(|error| format!("the process that is read says {line:?}: {error}"))?;
+        Ok(answer?)
     }
 }
 
@@ -50,7 +53,7 @@ impl Drop for Helper {
     }
 }
 
-/// Answers until nobody asks any more.
+/// Answers until nobody asks any more. An error is an answer, too.
 pub(super) fn answer<Q, A>(mut answer: impl FnMut(Q) -> Result<A, Failure>) -> Result<(), Failure>
 where
     Q: DeserializeOwned,
@@ -61,7 +64,7 @@ where
     // UCX writes its warnings to the standard output, which is spoken for.
     let mut output = own_output::take()?;
     for line in std::io::stdin().lock().lines() {
-        let made = answer(serde_json::from_str(&line?)?)?;
+        let made = answer(serde_json::from_str(&line?)?).map_err(|error| error.to_string());
         writeln!(output, "{}", serde_json::to_string(&made)?)?;
     }
     Ok(())
