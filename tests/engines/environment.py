@@ -8,6 +8,9 @@ SERVER = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # Longer than any test: a request that a router sends on an idle connection in the moment in which the server
+    # closes it is answered by nobody.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
 }
 #: An engine that is forked from a process that has imported vLLM, and that answers in its own process.
 FORKED = SERVER | {

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import time
 
 from environment import REMOTE_DECODE
@@ -25,10 +26,17 @@ STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 BOUNDED = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
 
 
-def start(prefill, decode, prompts, tokens=12, sent=None, prefix="r", on_p=None, there=None, kept=None):
-    """Names of requests that both engines have now, on P beginning with `on_p` where that is another. D looks for P
-    where it is, or where it is told to. P continues from what D has `kept` of each, where it has."""
+#: A router gives no name twice: a D that has done with a request before P has heard of it would take the next one
+#: of that name and length for it.
+_NUMBERS = itertools.count()
+
+
+def start(prefill, decode, prompts, tokens=12, sent=None, prefix=None, on_p=None, there=None, kept=None):
+    """Names of requests that both engines have now, on P beginning with `on_p` where that is another; new ones, where
+    no `prefix` is given. D looks for P where it is, or where it is told to. P continues from what D has `kept` of
+    each, where it has."""
     there, kept = there or prefill.call(where), kept or [{}] * len(prompts)
+    prefix = prefix or f"r{next(_NUMBERS)}."
     names = []
     for at, prompt in enumerate(prompts):
         names.append(f"{prefix}{at}")
@@ -111,11 +119,11 @@ def epochs(engine):
 def knows(prefill, decode, prompt, there=None):
     """Whether D reads from P: it does not where a busy machine takes longer than D gives it to shake hands."""
     before = read(decode)
-    answers(prefill, decode, start(prefill, decode, [prompt], prefix="met", there=there))
+    answers(prefill, decode, start(prefill, decode, [prompt], there=there))
     return read(decode) > before
 
 
-def begin_to_read(prefill, decode, prompt, prefix="r", there=None, **given):
+def begin_to_read(prefill, decode, prompt, prefix=None, there=None, **given):
     """Both engines have it, and D has blocks for it, with other options than it has for others."""
     given = {"meet": 90.0, "patience": 90.0} | given
     before = decode.call(set_options, given)
