@@ -83,8 +83,8 @@ class Decode:
         #: What the workers are told in the next step.
         self.next = Orders()
         #: Requests that are not wanted any more, of which the other engine could not be told because it
-        #: has not heard of them yet, and until when it is worth while.
-        self.unwanted: dict[str, float] = {}
+        #: has not heard of them yet: where they are followed, and until when it is worth while.
+        self.unwanted: dict[str, tuple[dict[str, Any], float]] = {}
         self.pace = Pace()
         #: vLLM's manager of all blocks.
         self.manager: Any = None
@@ -122,6 +122,7 @@ class Decode:
                 "name": shared,
             }
             self.agent.follow(name, **where, patience=patience)
+            self._want_again(where)
             return Wanted(None, tokens, origin, follows=where)
         stock = self.stock.read(params) if self.stock is not None else None
         if self.stock is None and is_stock(params):
@@ -420,7 +421,7 @@ class Decode:
             if wanted.ticket is not None:
                 self.agent.abandon(wanted.ticket)
         elif wanted.ticket is None and wanted.lost is None and self.agent.frontier(request) is None:
-            self.unwanted[request] = time.monotonic() + self.options.meet
+            self.unwanted[request] = (wanted.follows, time.monotonic() + self.options.meet)
         else:
             self.agent.unfollow(request)
 
@@ -432,9 +433,15 @@ class Decode:
             other.reader = None if name == reader else reader
         return reader is not None
 
+    def _want_again(self, where: dict[str, Any]) -> None:
+        """What the other engine will have by this name is wanted after all: a router tries again."""
+        for request in [name for name, (before, _) in self.unwanted.items() if before == where]:
+            self.agent.leave(request)
+            del self.unwanted[request]
+
     def _tell_of_unwanted(self) -> None:
         now = time.monotonic()
-        for request, until in list(self.unwanted.items()):
+        for request, (_, until) in list(self.unwanted.items()):
             if now > until or self.agent.frontier(request) is not None:
                 self.agent.unfollow(request)
                 del self.unwanted[request]

@@ -26,8 +26,7 @@ STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 BOUNDED = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
 
 
-#: A router gives no name twice: a D that has done with a request before P has heard of it would take the next one
-#: of that name and length for it.
+#: No request has the name of one that a test before it has left behind.
 _NUMBERS = itertools.count()
 
 

@@ -59,6 +59,13 @@ def test_whoever_comes_late_or_never(pair, policy):
     assert decode.idle() == 0
     prefill.call(pump)
     assert prefill.idle() == 0
+    # The same, and it is tried again under the same name: P hears of it once, and it is wanted.
+    decode.call(begin, "retried0", prompt, 12, dict(there))
+    decode.call(steps, 2)
+    decode.call(abort, "retried0")
+    before = read(decode)
+    assert answers(prefill, decode, start(prefill, decode, [prompt], prefix="retried"))[0][0] == alone
+    assert read(decode) > before
     # D's client leaves: P computes it, and keeps nothing.
     for count in (0, 2):
         (name,) = begin_to_read(prefill, decode, prompt, f"gone{count}-")
