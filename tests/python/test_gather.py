@@ -17,7 +17,8 @@ def gathered(path, kinds):
     """What each of four ranks gathers in its groups of these kinds."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=one, args=(rank, path, kinds, results)) for rank in range(4)]
+    over = context.Barrier(4)
+    ranks = [context.Process(target=one, args=(rank, path, kinds, results, over)) for rank in range(4)]
     for process in ranks:
         process.start()
     made = dict(results.get(timeout=120) for _ in ranks)
@@ -26,7 +27,7 @@ def gathered(path, kinds):
     return [made[rank] for rank in range(4)]
 
 
-def one(rank, path, kinds, results):
+def one(rank, path, kinds, results, over):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
     groups = []
     for kind in kinds:
@@ -37,6 +38,8 @@ def one(rank, path, kinds, results):
                 first = ranks[0] == rank
                 groups.append(SimpleNamespace(world_size=len(ranks), cpu_group=group, is_first_rank=first))
     results.put((rank, neighbours.gather(b"card %d" % rank, groups)))
+    # Nobody leaves while another is still connecting to all: torch has no barrier behind its making of groups.
+    over.wait(120)
     torch.distributed.destroy_process_group()
 
 

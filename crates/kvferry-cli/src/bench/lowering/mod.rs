@@ -84,9 +84,12 @@ impl Lowering {
         if !self.json {
             println!("{}", heading());
         }
+        let mut failed = vec![];
         for transport in &self.transports {
-            if let Err(error) = self.read_by(transport, &mut results) {
-                results.absent.push((transport.clone(), error.to_string()));
+            if let Some(why) = absence(transport) {
+                results.absent.push((transport.clone(), why));
+            } else if let Err(error) = self.read_by(transport, &mut results) {
+                failed.push(format!("{transport}: {error}"));
             }
         }
         if let Some(path) = &self.svg {
@@ -97,13 +100,14 @@ impl Lowering {
         } else {
             print_conclusion(&results);
         }
-        Ok(())
+        match failed.as_slice() {
+            [] if results.rows.is_empty() => Err("no transport took part: nothing was measured".into()),
+            [] => Ok(()),
+            failed => Err(failed.join("; ").into()),
+        }
     }
 
     fn read_by(&self, transport: &str, results: &mut Results) -> Result<(), Failure> {
-        if transport == "nixl" {
-            nixl::find(None)?;
-        }
         let rounds = self.rounds.max(1).to_string();
         let mut child = Command::new(std::env::current_exe()?)
             .args(["bench", "lowering", "--read", transport, "--rounds", &rounds])
@@ -125,6 +129,12 @@ impl Lowering {
             status => Err(format!("the process that reads ended with {status}").into()),
         }
     }
+}
+
+/// Why this transport cannot take part on this machine.
+fn absence(transport: &str) -> Option<String> {
+    let installed = if transport == "nixl" { nixl::find(None).map(|_| ()) } else { Ok(()) };
+    installed.err().map(|error| error.to_string())
 }
 
 fn heading() -> String {
