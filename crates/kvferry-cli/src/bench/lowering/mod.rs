@@ -101,7 +101,9 @@ impl Lowering {
             print_conclusion(&results);
         }
         match failed.as_slice() {
-            [] if results.rows.is_empty() => Err("no transport took part: nothing was measured".into()),
+            [] if results.rows.is_empty() => {
+                Err("no transport took part: nothing was measured".into())
+            }
             [] => Ok(()),
             failed => Err(failed.join("; ").into()),
         }
