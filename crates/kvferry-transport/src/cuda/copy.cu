@@ -96,9 +96,10 @@ template <uint32_t BYTES> struct alignas(16) kv_inline {
     unsigned char bytes[BYTES];
 };
 
+// The first number in a name is that of the form of programs: FORM in program.rs.
 #define KV_INLINE(THREADS, BYTES)                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                        \
-        kvferry_copy_##THREADS##_##BYTES(const __grid_constant__ kv_inline<BYTES> program)          \
+        kvferry_copy_2_##THREADS##_##BYTES(const __grid_constant__ kv_inline<BYTES> program)        \
     {                                                                                               \
         __shared__ uint4 copy[sizeof(program) / sizeof(uint4)];                                     \
         for (uint32_t at = threadIdx.x; at < sizeof(copy) / sizeof(uint4); at += blockDim.x)        \
@@ -109,7 +110,7 @@ template <uint32_t BYTES> struct alignas(16) kv_inline {
 
 #define KV_KERNELS(THREADS)                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                        \
-        kvferry_copy_##THREADS(const kv_header *program)                                            \
+        kvferry_copy_2_##THREADS(const kv_header *program)                                          \
     {                                                                                               \
         kv_run<THREADS>(program);                                                                   \
     }                                                                                               \

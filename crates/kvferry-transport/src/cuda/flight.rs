@@ -20,6 +20,7 @@ use crate::shared::custody::{Custody, Part};
 #[derive(Debug)]
 pub struct CudaTransfer {
     transfer: Transfer,
+    posted: Instant,
     /// `None` where there was nothing to launch.
     flight: Option<Arc<Flight>>,
 }
@@ -27,7 +28,7 @@ pub struct CudaTransfer {
 impl CudaTransfer {
     /// The call that started the operation returns now.
     pub(super) fn posted(custody: Arc<Custody>, flight: Option<Arc<Flight>>) -> Self {
-        Self { transfer: Transfer::posted(custody), flight }
+        Self { transfer: Transfer::posted(custody), posted: Instant::now(), flight }
     }
 }
 
@@ -40,11 +41,10 @@ impl Operation for CudaTransfer {
     }
 
     fn wait(&self, until: Instant) -> Status {
-        // Most requests take less than this: worth staying awake for. A sleep is never shorter than
-        // some 60 µs. Short ones are not worth a call of the system either.
-        let began = Instant::now();
-        let busy = began + Duration::from_micros(50);
-        let awake = began + Duration::from_millis(10);
+        // Most requests take less than this, however often they are waited for: worth staying awake for. A
+        // sleep is never shorter than some 60 µs. Short ones are not worth a call of the system either.
+        let busy = self.posted + Duration::from_micros(50);
+        let awake = self.posted + Duration::from_millis(10);
         loop {
             let status = self.poll();
             let now = Instant::now();

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::driver::{Card, Event, Grid, Kernel, Module, Stream};
 use super::landing::Landing;
-use super::program::{Program, TILE_BYTES};
+use super::program::{FORM, Program, TILE_BYTES};
 use super::signal::{Signal, Signals};
 use super::staging::Staging;
 use super::{CudaOptions, KERNEL, KERNEL_HEADER, nvrtc};
@@ -28,6 +28,8 @@ const MOST_BATCH_BYTES_WIDE: u64 = 16 << 10;
 const MOST_BATCH_BYTES_DENSE: u64 = 64 << 10;
 /// Programs up to the last of these sizes travel with the launch; as in copy.cu.
 pub(super) const INLINE: [usize; 4] = [1008, 2944, 5008, 8000];
+/// CUDA's number for a kernel that a module does not have.
+const NOT_FOUND: i32 = 500;
 /// The oldest architecture on which a launch may overlap the one before it.
 const OVERLAPS_FROM: u32 = 90;
 
@@ -77,9 +79,9 @@ struct Kernels {
 impl Kernels {
     fn load(module: &Module, threads: u32) -> Result<Self, Error> {
         let kernel = |name: &str| module.kernel(name, tiles(threads));
-        let inline = |bytes: &usize| kernel(&format!("kvferry_copy_{threads}_{bytes}"));
+        let inline = |bytes: &usize| kernel(&format!("kvferry_copy_{FORM}_{threads}_{bytes}"));
         Ok(Self {
-            uploaded: kernel(&format!("kvferry_copy_{threads}"))?,
+            uploaded: kernel(&format!("kvferry_copy_{FORM}_{threads}"))?,
             inline: INLINE.iter().map(inline).collect::<Result<_, _>>()?,
         })
     }
@@ -116,14 +118,22 @@ impl Line {
             })?),
         };
         let module = card.module(&image)?;
+        let load = |threads| {
+            Kernels::load(&module, threads).map_err(|error| match &options.kernel {
+                Some(path) if matches!(error, Error::Cuda { code: NOT_FOUND, .. }) => {
+                    of_another_version(path)
+                }
+                _ => error,
+            })
+        };
         Ok(Self {
             stream: Arc::new(card.stream(true)?),
             uploads: (card.stream(true)?, card.event(false)?),
             last: None,
             overlaps: capability >= OVERLAPS_FROM,
             filled: false,
-            wide: Kernels::load(&module, WIDE)?,
-            dense: Kernels::load(&module, DENSE)?,
+            wide: load(WIDE)?,
+            dense: load(DENSE)?,
             inline: vec![0; INLINE[INLINE.len() - 1] / 16].into(),
             staging: Staging::new(card)?,
             signals: Signals::new(card),
@@ -217,6 +227,14 @@ impl Line {
     pub(super) fn finish(&self) -> Result<(), Error> {
         self.stream.synchronize()
     }
+}
+
+fn of_another_version(path: &Path) -> Error {
+    Error::Library(format!(
+        "the kernel {} was compiled from another version of kvferry: it takes no programs of form {FORM}. Compile \
+         this version's copy.cu, or name no kernel where NVRTC is installed",
+        path.display()
+    ))
 }
 
 /// Bytes of shared memory that the tiles of a CTA take.

@@ -90,6 +90,10 @@ struct NarrowPair {
 
 const NARROW_IDS: u32 = 1 << u16::BITS;
 
+/// The number of the form of programs, which the names of the kernels in copy.cu begin with: one that was
+/// compiled for programs of another form is not found. It grows with whatever a program means.
+pub(super) const FORM: u32 = 2;
+
 /// For a test that both sides agree.
 #[cfg(test)]
 pub(super) const SIZES: [u64; 6] = [

@@ -333,12 +333,8 @@ pub(crate) fn open(
         // These are taken anew each time: the number of a descriptor may be another one's by now.
         ForeignWay::Mapped(parts) => {
             peer.same_numbers()?;
-            let taken: Vec<(OwnedFd, u64)> = parts
-                .iter()
-                .map(|&(descriptor, bytes)| Ok((take_descriptor(peer.pid, descriptor)?, bytes)))
-                .collect::<Result<_, Error>>()?;
-            let named: Vec<_> = taken.iter().map(|(fd, bytes)| (fd.as_raw_fd(), *bytes)).collect();
-            let mapped = card.map(&named)?;
+            let sizes: Vec<u64> = parts.iter().map(|&(_, bytes)| bytes).collect();
+            let mapped = card.map(&sizes, |number| take_descriptor(peer.pid, parts[number].0))?;
             let shift = mapped.base().wrapping_sub(foreign.allocation);
             MAPPINGS.fetch_add(1, Ordering::SeqCst);
             opened.push(Arc::new(Opened { card: card.clone(), what: What::Mapped(mapped) }));

@@ -71,6 +71,28 @@ fn both_sides_of_the_interface_have_the_same_structures() {
     assert_eq!(Host::get().sizes, program::SIZES);
 }
 
+/// Kernels that users have compiled beforehand know the programs of one form.
+#[test]
+fn what_programs_mean_is_of_the_form_that_names_say() {
+    let (_, text) = KERNEL_HEADER;
+    let code: String = without_comments(text).split_whitespace().collect();
+    let sum = code.bytes().fold(0xcbf2_9ce4_8422_2325, |sum: u64, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    assert_eq!(
+        (program::FORM, sum),
+        (2, 0x4a43_9f32_93d5_6e11),
+        "loops.h has changed. Where a kernel that was compiled from the old one would do something else \
+         with a program of today, FORM must grow, and the names in copy.cu with it. Then write the new sum here"
+    );
+}
+
+fn without_comments(text: &str) -> String {
+    let mut parts = text.split("/*");
+    let first = parts.next().unwrap().to_owned();
+    parts.fold(first, |code, part| code + part.split_once("*/").unwrap().1)
+}
+
 /// A nest as numbers, and the memory that it needs.
 #[derive(Clone, Debug)]
 struct Drawn {
@@ -343,7 +365,7 @@ fn the_kernel_compiles_for_cards() {
             image.windows(name.len() + 1).any(|part| begins(part) && part[name.len()] != b'_')
         };
         for threads in [WIDE, DENSE] {
-            let uploaded = format!("kvferry_copy_{threads}");
+            let uploaded = format!("kvferry_copy_{}_{threads}", program::FORM);
             let inline = INLINE.map(|bytes| format!("{uploaded}_{bytes}"));
             for name in inline.into_iter().chain([uploaded]) {
                 assert!(found(&name), "{architecture}: {name}");

@@ -9,6 +9,7 @@
  * KVFERRY_TWIN_REFUSES=next   nor do those that find another one under way
  * KVFERRY_TWIN_REFUSES=run    kernels start, and end with an error
  * KVFERRY_TWIN_REFUSES=module kernels cannot be loaded
+ * KVFERRY_TWIN_REFUSES=name   they have other names
  * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
  * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
@@ -29,7 +30,8 @@
 
 #include "../../src/cuda/host.c"
 
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, NOT_READY = 600, BROKEN = 700 };
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, BROKEN = 700 };
+enum { NOT_PERMITTED = 800, NOT_SUPPORTED = 801 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -467,9 +469,9 @@ int cuModuleGetFunction(void **function, void *module, const char *name)
 {
     unsigned long bytes = sizeof(uint64_t);
     (void)module;
-    sscanf(name, "kvferry_copy_%*u_%lu", &bytes);
+    sscanf(name, "kvferry_copy_%*u_%*u_%lu", &bytes);
     *function = (void *)bytes;
-    return OK;
+    return refuses("name") ? NOT_FOUND : OK;
 }
 
 int cuFuncSetAttribute(void *function, int attribute, int value)

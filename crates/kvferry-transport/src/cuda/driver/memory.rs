@@ -1,6 +1,7 @@
 //! Memory on a card, of this process and of others, and pinned memory beside it.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 
 use super::Card;
@@ -155,7 +156,7 @@ impl Card {
             let exported = call!(
                 self,
                 "exporting mapped memory (it must be made for that: \
-                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)",
+                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; and each allocation takes a descriptor: see ulimit -n)",
                 handle_export(to, handle, POSIX_DESCRIPTOR, 0)
             );
             call!(self, "releasing mapped memory", handle_release(handle))?;
@@ -164,18 +165,24 @@ impl Card {
         Ok(descriptor)
     }
 
-    /// Maps allocations that descriptors name, one after the other, where the card can read them.
-    pub(crate) fn map(&self, parts: &[(c_int, u64)]) -> Result<Mapped, Error> {
-        let bytes = parts.iter().map(|part| part.1).sum();
+    /// Maps allocations of these sizes, one after the other, where the card can read them. Each is named by a
+    /// descriptor, which is asked for when it is its turn: there may be thousands.
+    pub(crate) fn map(
+        &self,
+        parts: &[u64],
+        mut descriptor_of: impl FnMut(usize) -> Result<OwnedFd, Error>,
+    ) -> Result<Mapped, Error> {
+        let bytes = parts.iter().sum();
         let mut mapped = Mapped { card: self.clone(), base: 0, bytes, mapped: vec![] };
         // SAFETY: the pointers are to live values; what was made is in `mapped`, whose drop undoes it.
         unsafe {
             let to = &raw mut mapped.base;
             call!(self, "reserving addresses", reserve(to, bytes as usize, 0, 0, 0))?;
             let mut at = mapped.base;
-            for &(descriptor, bytes) in parts {
+            for (number, &bytes) in parts.iter().enumerate() {
                 let mut handle = 0;
-                let from = descriptor as usize as *mut c_void;
+                let descriptor = descriptor_of(number)?;
+                let from = descriptor.as_raw_fd() as usize as *mut c_void;
                 call!(
                     self,
                     "importing mapped memory of another process",

@@ -1,5 +1,7 @@
 //! What only `cuda` promises: mappings, loops, and what happens when the card refuses.
 
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Loop, Loops, Region};
@@ -200,6 +202,59 @@ pub(super) fn memory_that_cannot_be_opened_is_named() {
     drop(process);
     transport.connect(&description, soon()).unwrap_err();
     assert_eq!(mappings(), 0);
+}
+
+/// What was compiled beforehand takes programs of its own version: with another it is refused.
+pub(super) fn a_kernel_of_another_version_is_refused() {
+    twin_refuses("name");
+    let text = CudaTwinEnd::new().unwrap_err().to_string();
+    assert!(text.contains("/dev/null was compiled from another version of kvferry"), "{text}");
+    twin_refuses("nothing");
+    CudaTwinEnd::new().unwrap();
+}
+
+/// Memory from the virtual-memory interface may be in thousands of parts, each with a descriptor of its own.
+pub(super) fn parts_of_mapped_memory_are_taken_one_by_one() {
+    let process = Peer::start::<MappedTwinEnd>(MIB, PEER_SEED);
+    let transport = CudaTwinEnd::new().unwrap();
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // The lowest number that is free.
+    let next = File::open("/dev/null").unwrap().as_raw_fd();
+    // SAFETY: plain requests to the kernel, with live values.
+    let peer = unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut before), 0);
+        // The stand-in keeps one of each of the three parts; all three again would be too many.
+        let few = libc::rlimit { rlim_cur: next as u64 + 5, ..before };
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few), 0);
+        let peer = transport.connect(&process.description, soon());
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const before), 0);
+        peer
+    };
+    assert_eq!(mappings(), 1, "{peer:?}");
+}
+
+/// A kernel that is not through for a long time keeps no core busy, however it is waited for.
+pub(super) fn waiting_for_long_is_not_work() {
+    let pair = Pair::<CudaTwinEnd>::new(MIB);
+    let gate = Gate::close();
+    let operation = pair.read_all();
+    gate.wait_for_a_kernel();
+    let (began, busy) = (Instant::now(), time_of_this_thread());
+    while began.elapsed() < Duration::from_secs(1) {
+        assert!(!operation.wait(Instant::now() + Duration::from_micros(500)).is_safe());
+    }
+    let busy = time_of_this_thread() - busy;
+    gate.open();
+    done(&operation);
+    assert!(busy < Duration::from_millis(500), "{busy:?} of a second");
+}
+
+/// How long it has been running.
+fn time_of_this_thread() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a plain request to the kernel, with a live value.
+    assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) }, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Memory from the virtual-memory interface is taken from its process, which has a number in one PID namespace

@@ -94,6 +94,12 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ),
         ("loops_are_exact", cuda::loops_are_exact::<CudaTwinEnd>),
         ("memory_that_cannot_be_opened_is_named", cuda::memory_that_cannot_be_opened_is_named),
+        ("a_kernel_of_another_version_is_refused", cuda::a_kernel_of_another_version_is_refused),
+        (
+            "parts_of_mapped_memory_are_taken_one_by_one",
+            cuda::parts_of_mapped_memory_are_taken_one_by_one,
+        ),
+        ("waiting_for_long_is_not_work", cuda::waiting_for_long_is_not_work),
         (
             "mapped_memory_of_another_pid_namespace_is_not_taken",
             cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
