@@ -4,8 +4,9 @@
 #   conformance  what every transport promises, for cuda and, where KVFERRY_NIXL names NIXL, for nixl, with the
 #                memory of a card
 #   bench        real plans of real models through the cuda back end, between two processes on one card: every
-#                byte is checked, and the time stands beside that of the card's own copy; hand-offs; packing over
-#                nixl, where NIXL is found; what a decode engine's steps lose while loads come in (`kvferry bench gpu`)
+#                byte is checked, and the time stands beside that of the card's own copy; hand-offs, as long as the
+#                card has room for; packing over nixl and NIXL alone, where NIXL is found (it says so where not); what a
+#                decode engine's steps lose while loads come in (`kvferry bench gpu`; `--save FILE` keeps the figures)
 #   digest       digests of memory on the card: compared with the host's, and how fast (the example `gpu_digest`)
 #   transfer     GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
 #   vllm         two vLLM engines on the card, every token checked (tools/check-gpu-vllm.sh)

@@ -13,16 +13,22 @@ use crate::text::{self, Columns};
 #[derive(Debug, clap::Args)]
 pub(crate) struct RatesArgs {
     /// What reading takes, in nanoseconds: an operation, a copy, a byte. Shows what every way to read
-    /// would take, and which is chosen. 'kvferry bench lowering --json' measures these.
+    /// would take, and which is chosen. These are measured, as 'rates', by 'kvferry bench lowering --json'
+    /// for host memory and by 'kvferry bench gpu --json' for a GPU's (rows: cuda; packed: nixl).
     #[arg(long, value_name = "LAUNCH,COPY,BYTE")]
     direct: Option<String>,
     /// What packing takes likewise; left out, the pair cannot pack.
     #[arg(long, value_name = "LAUNCH,RUN,BYTE", requires = "direct")]
     packed: Option<String>,
+    /// The way to read that is chosen, as the option 'lowering' of a worker forces it: direct, packed or
+    /// over-read; auto, unless given, is the cheapest.
+    #[arg(long, value_name = "WAY", requires = "direct")]
+    lowering: Option<Choice>,
 }
 
 impl RatesArgs {
-    pub(crate) fn read(&self) -> Result<Option<Rates>, Failure> {
+    /// The rates, and who chooses by them.
+    pub(crate) fn read(&self) -> Result<Option<(Rates, Choice)>, Failure> {
         let price = |name: &str, text: &str| {
             let numbers: Result<Vec<f64>, _> = text.split(',').map(str::parse::<f64>).collect();
             match numbers.as_deref() {
@@ -38,7 +44,14 @@ impl RatesArgs {
         };
         let Some(direct) = &self.direct else { return Ok(None) };
         let packed = self.packed.as_deref().map(|text| price("packed", text)).transpose()?;
-        Ok(Some(Rates { direct: price("direct", direct)?, packed }))
+        let choice = self.lowering.unwrap_or_default();
+        if choice == Choice::Only(Way::Packed) && packed.is_none() {
+            return Err(Failure::input(
+                "--lowering packed, but without --packed the pair cannot pack: add --packed LAUNCH,RUN,BYTE, or \
+                 use --lowering direct",
+            ));
+        }
+        Ok(Some((Rates { direct: price("direct", direct)?, packed }, choice)))
     }
 }
 
@@ -58,18 +71,28 @@ pub(crate) struct Cost {
 }
 
 /// All of them.
-pub(crate) fn of(pair: &Pair, plans: &[Plan], rates: &Rates) -> Result<Vec<Cost>, Failure> {
+pub(crate) fn of(
+    pair: &Pair,
+    plans: &[Plan],
+    rates: &Rates,
+    choice: Choice,
+) -> Result<Vec<Cost>, Failure> {
     let mut costs = vec![];
+    // Forced, last blocks are read whole wherever that makes fewer copies, whatever it costs.
+    let over_price = match choice {
+        Choice::Only(Way::OverRead) => Price { launch: 0.0, copy: 1.0, byte: 0.0 },
+        _ => rates.direct,
+    };
     report::each_request(pair, plans, |rank, plan, request| {
         let exact = plan.transfer(request).map_err(Failure::input)?;
-        let over = plan.over_read(request, &rates.direct).map_err(Failure::input)?;
+        let over = plan.over_read(request, &over_price).map_err(Failure::input)?;
         for (source, other) in pair.prefill.ranks.iter().enumerate() {
             let work = |group| Work {
                 exact: exact.summary_of(source, group),
                 over: Some(over.summary_of(source, group)),
             };
             let works: Vec<Work> = (0..exact.groups()).map(work).collect();
-            let ways = cost::choose(rates, &works, Choice::Auto);
+            let ways = cost::choose(rates, &works, choice);
             for ((work, way), group) in works.iter().zip(ways).zip(rank.groups()) {
                 if work.exact.copies == 0 {
                     continue;

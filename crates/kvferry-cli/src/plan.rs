@@ -37,7 +37,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair)?;
     let costs = match (&answer, args.rates.read()?) {
-        (Answer::Works { plans, .. }, Some(rates)) => Some(costs::of(&pair, plans, &rates)?),
+        (Answer::Works { plans, .. }, Some((rates, choice))) => {
+            Some(costs::of(&pair, plans, &rates, choice)?)
+        }
         _ => None,
     };
     output::print(&match args.json {

@@ -1,4 +1,4 @@
-//! `kvferry bench lowering` on a bad day.
+//! `kvferry bench lowering`, as a user runs it, and on a bad day.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -49,4 +49,44 @@ fn nothing_to_measure_is_an_error() {
     assert_eq!(output.status.code(), Some(1), "{said}{errors}");
     assert!(said.contains("nixl did not take part: "), "{said}");
     assert!(errors.contains("error: no transport took part"), "{errors}");
+}
+
+#[test]
+fn the_ways_side_by_side_are_json_and_a_picture() {
+    let svg = std::env::temp_dir().join(format!("kvferry-lowering-{}.svg", std::process::id()));
+    let output = bench(&["--only", "qwen3-next", "--rounds", "1", "--transports", "tcp,local"])
+        .args(["--json", "--svg"])
+        .arg(&svg)
+        .output()
+        .unwrap();
+    // Bytes that are not where they belong would have been an error.
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let results: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["absent"].as_array().unwrap().len(), 0, "{results}");
+    let rows = results["rows"].as_array().unwrap();
+    let by: Vec<&str> = rows.iter().map(|row| row["transport"].as_str().unwrap()).collect();
+    assert_eq!(by, ["tcp", "local"]);
+    for row in rows {
+        assert!(row["case"].as_str().unwrap().starts_with("qwen3-next"), "{row}");
+        assert!(row["copies"].as_u64().unwrap() > 0 && row["bytes"].as_u64().unwrap() > 0, "{row}");
+        let way = |name: &str| row[name].as_f64().is_some_and(|ms| ms > 0.0);
+        let ways = ["direct_ms", "over_read_ms", "packed_ms", "full_read_ms", "chosen_ms"];
+        assert!(ways.into_iter().all(way), "{row}");
+        // What `kvferry plan --direct ... --packed ...` takes.
+        let rates = row["rates"].as_array().unwrap();
+        assert!(rates.iter().all(|rate| rate.as_array().unwrap().len() == 3), "{row}");
+    }
+    // A background; for each way a colour, and a bar for each row.
+    assert_eq!(count_in_xml(&svg, "rect"), 1 + 5 + 5 * rows.len());
+    std::fs::remove_file(&svg).unwrap();
+}
+
+/// How many elements of a name there are in a file, which must be well-formed.
+fn count_in_xml(path: &std::path::Path, element: &str) -> usize {
+    const COUNT: &str = "import sys, xml.etree.ElementTree as tree\n\
+        print(len(list(tree.parse(sys.argv[1]).iter('{http://www.w3.org/2000/svg}' + sys.argv[2]))))";
+    let output =
+        Command::new("python3").args(["-c", COUNT]).arg(path).arg(element).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().trim().parse().unwrap()
 }

@@ -4,17 +4,17 @@ use std::fmt;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use kvferry_demo::own_output;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::nixl::{self, Nixl, NixlOptions, capi};
+use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
 
+use super::bare::{Bare, Lists};
 use super::{Failure, memory};
 
 /// Who takes part.
@@ -344,69 +344,40 @@ impl Worker {
         done
     }
 
-    /// Reads by a bare loop over NIXL's C interface, in the way that suits NIXL best: lists are
-    /// prepared beforehand, requests are made of their entries, and the loop polls.
+    /// Reads by NIXL alone.
     fn bare(&self, talk: Talk) -> Result<(), Failure> {
         let process = self.source()?;
-        let library = capi::Nixl::load(&nixl::find(None)?)?;
         let mut settings = NixlOptions::default().settings();
         if self.contender != Contender::NixlBare {
             // No threads besides the one that posts: on one host the slower choice in most cases,
             // over tcp the faster.
             settings.parameters.retain(|(key, _)| key.starts_with("ucx_"));
         }
-        let agent = capi::Agent::new(&library, "bare", &settings)
-            .map_err(|error| format!("NIXL gives no agent: {error:?}"))?;
-        let agent = Arc::new(agent);
         let memory = memory::zeros(self.bytes)?;
         let span = (memory.base(), self.bytes as u64, Place::Host);
-        // SAFETY: the memory is only touched through its address, and taken back below, when the
-        // last request has ended.
-        unsafe { agent.register(span) }?;
-        // The metadata is the last block of the description, behind 8 + 16 bytes of names, 4 of a
-        // count, 20 for each region and 4 of a length.
-        let count = process.description.get(24..28).ok_or("a short description")?;
-        let regions = count.iter().rev().fold(0, |count, byte| count << 8 | usize::from(*byte));
-        let metadata = process.description.get(32 + 20 * regions..).ok_or("a short description")?;
-        let name = agent.load(metadata)?;
-        let mut lists: Vec<(usize, capi::Prepared, capi::Prepared)> = Vec::new();
-        let done = self.answer(talk, process.pid, &memory, |case| {
+        // SAFETY: the memory outlives it, and is only touched through its address.
+        let bare = unsafe { Bare::new(&settings, vec![span], &process.description)? };
+        let mut lists: Vec<(usize, Lists)> = Vec::new();
+        self.answer(talk, process.pid, &memory, |case| {
             let sources = case.sources(self.bytes);
-            if !lists.iter().any(|(piece, ..)| *piece == case.piece) {
-                let cells = |base: u64| {
-                    let piece = case.piece as u64;
-                    (0..sources.len() as u64).map(move |i| (base + i * piece, piece, Place::Host))
+            if !lists.iter().any(|(piece, _)| *piece == case.piece) {
+                let cell = |at: usize| ByteCopy {
+                    source: process.base + (at * case.piece) as u64,
+                    destination: memory.base() + (at * case.piece) as u64,
+                    bytes: case.piece as u64,
                 };
+                let cells: Vec<ByteCopy> = (0..sources.len()).map(cell).collect();
                 // SAFETY: the cells fill the memory that is registered here and by the peer.
-                let (ours, theirs) = unsafe {
-                    (
-                        agent.prepare(None, Place::Host, cells(memory.base()))?,
-                        agent.prepare(Some(&name), Place::Host, cells(process.base))?,
-                    )
-                };
-                lists.push((case.piece, ours, theirs));
+                lists.push((case.piece, unsafe { bare.prepare(&cells, Place::Host)? }));
             }
-            let (_, ours, theirs) =
-                lists.iter().find(|(piece, ..)| *piece == case.piece).ok_or("a list is missing")?;
-            let our_entries: Vec<i32> = (0..sources.len() as i32).collect();
-            let their_entries: Vec<i32> =
+            let (_, prepared) =
+                lists.iter().find(|(piece, _)| *piece == case.piece).ok_or("a list is missing")?;
+            let ours: Vec<i32> = (0..sources.len() as i32).collect();
+            let theirs: Vec<i32> =
                 sources.iter().map(|source| (source / case.piece) as i32).collect();
-            let began = Instant::now();
-            let mut request = agent.request_prepared(ours, &our_entries, theirs, &their_entries)?;
-            let mut ended = request.post()?;
-            let post = began.elapsed();
-            while !ended {
-                if began.elapsed() > Duration::from_secs(60) {
-                    return Err("NIXL does not end a read".into());
-                }
-                std::thread::yield_now();
-                ended = request.ended()?;
-            }
-            Ok(Sample { total: began.elapsed(), post })
-        });
-        drop(lists);
-        agent.deregister(span)?;
-        done
+            let (total, post) = bare.read(prepared, &ours, &theirs)?;
+            Ok(Sample { total, post })
+        })
     }
 
     /// Carries out what the bench asks for until its input ends.

@@ -17,10 +17,15 @@ pub(super) fn zeros(bytes: usize) -> io::Result<HostMemory> {
 /// Fills every 8 bytes with a number that tells where they are; with zeros when `seed` is zero.
 pub(super) fn fill(memory: &HostMemory, seed: u64) {
     let words = memory.bytes() / 8;
+    let mut content = vec![0; BATCH * 8];
     for first in (0..words).step_by(BATCH) {
-        let batch = first..words.min(first + BATCH);
-        let content: Vec<u8> = batch.flat_map(|at| word(seed, at).to_ne_bytes()).collect();
-        memory.write(first * 8, &content);
+        let count = BATCH.min(words - first);
+        if seed != 0 {
+            for (at, bytes) in content.chunks_exact_mut(8).take(count).enumerate() {
+                bytes.copy_from_slice(&word(seed, first + at).to_ne_bytes());
+            }
+        }
+        memory.write(first * 8, &content[..count * 8]);
     }
 }
 

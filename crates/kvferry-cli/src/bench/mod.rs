@@ -1,5 +1,6 @@
 //! `kvferry bench`: measure on this machine.
 
+mod bare;
 mod contender;
 mod gpu;
 mod helper;
@@ -37,26 +38,26 @@ enum Command {
 /// one card.
 ///
 /// Every byte of the destination is checked. The limit is one copy on the card of as many bytes of the
-/// other process's memory, in the same run.
+/// other process's memory, in the same run. Whatever fails, the rest is measured; the command then ends
+/// with 1 and says what failed.
 #[derive(Debug, Args)]
 struct Gpu {
     /// Rounds of which medians are taken.
     #[arg(long, default_value_t = 15)]
     rounds: usize,
-    /// What to measure.
-    #[arg(
-        long,
-        value_delimiter = ',',
-        default_value = "rows,packed,handoff,beside",
-        value_name = "SUITES"
-    )]
+    /// What to measure, separated by commas. Without it everything; what needs NIXL takes part when that is
+    /// installed.
+    #[arg(long, value_delimiter = ',', value_name = "SUITES")]
     suites: Vec<gpu::Suite>,
-    /// Of the rows, only cases whose name contains this.
+    /// Of the rows and of what is packed, only cases whose name contains this.
     #[arg(long, default_value = "", value_name = "TEXT")]
     only: String,
-    /// Write the results to this file, as JSON.
+    /// Print JSON. What was found meanwhile is on the standard error.
+    #[arg(long)]
+    json: bool,
+    /// Write the same JSON to this file.
     #[arg(long, value_name = "PATH")]
-    json: Option<std::path::PathBuf>,
+    save: Option<std::path::PathBuf>,
     /// Be the process that is read.
     #[arg(long, hide = true)]
     serve: bool,
@@ -64,11 +65,12 @@ struct Gpu {
 
 impl Gpu {
     fn run(self) -> Result<(), Failure> {
-        let Self { rounds, suites, only, json, serve } = self;
+        let Self { rounds, suites, only, json, save, serve } = self;
         if serve {
             return gpu::serve();
         }
-        gpu::run(&gpu::Settings { rounds, suites, only, json }, &["bench", "gpu", "--serve"])
+        let settings = gpu::Settings { rounds, suites, only, json, save };
+        gpu::run(&settings, &["bench", "gpu", "--serve"])
     }
 }
 

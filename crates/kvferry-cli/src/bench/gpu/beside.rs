@@ -11,9 +11,12 @@ use kvferry_transport::nixl::Nixl;
 use serde::Serialize;
 
 use super::Failure;
-use super::measure::{Bench, Case, median, transfer};
+use super::case::Case;
+use super::measure::{Bench, median, transfer};
 use super::memory::{Memory, argument};
+use super::outcome::Outcome;
 use super::packed;
+use super::source::Packing;
 
 /// Weights of a rank, and launches that read them in a step: those of llama-3.1-70b on 8 cards.
 const WEIGHTS: u64 = 17_600 << 20;
@@ -54,10 +57,15 @@ pub(super) struct Beside {
     ms_per_gb: f64,
 }
 
-pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failure> {
+/// `nixl` says why there is no NIXL, whose loads are left out then.
+pub(super) fn run(
+    bench: &mut Bench,
+    nixl: Option<&str>,
+    rows: &mut Vec<Beside>,
+    outcome: &mut Outcome,
+) -> Result<(), Failure> {
     let engine = Engine::new(&bench.card)?;
     let case = Case::scattered("llama-3.1-70b", "tp=4", "tp=8", 8 << 10);
-    let all = bench.card.multiprocessors()?;
     println!(
         "\ndecode steps ({LAUNCHES} kernels that read {:.1} GB) beside loads of llama-3.1-70b tp=4 -> tp=8, 8k",
         WEIGHTS as f64 / 1e9
@@ -73,27 +81,56 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failu
         "loaded GB/s",
         "ms per GB"
     );
-    {
-        let ready = bench.prepare(&case)?;
-        let (transport, peer) = ready.transport(&CudaOptions::default())?;
-        let load = || {
-            let loaded =
-                ready.with_request(|request| transfer(&transport, &peer, &ready.plan, request));
-            loaded.map(|_| ())
-        };
-        for kind in &KINDS {
-            for sms in [Some(4), Some(8), Some(16), Some(32), Some(66), None, Some(all)] {
-                transport.set_sms(sms);
-                let by = match sms {
-                    Some(sms) => format!("cuda, {sms} SMs"),
-                    None => "cuda, by default".to_owned(),
-                };
-                rows.push(engine.beside(kind, by, ready.bytes, load)?);
-            }
+    let measured = by_cuda(bench, &engine, &case, rows, outcome);
+    outcome.keep("loads by cuda beside a running model", measured);
+    const NIXL: &str = "loads by nixl beside a running model";
+    if let Some(why) = nixl {
+        outcome.miss(NIXL, why);
+        return Ok(());
+    }
+    let measured = by_nixl(bench, &engine, &case, rows, outcome);
+    outcome.keep(NIXL, measured);
+    Ok(())
+}
+
+fn by_cuda(
+    bench: &mut Bench,
+    engine: &Engine,
+    case: &Case,
+    rows: &mut Vec<Beside>,
+    outcome: &mut Outcome,
+) -> Result<(), Failure> {
+    let all = bench.card.multiprocessors()?;
+    let ready = bench.prepare(case)?;
+    let (transport, peer) = ready.transport(&CudaOptions::default())?;
+    let load = || {
+        let loaded =
+            ready.with_request(|request| transfer(&transport, &peer, &ready.plan, request));
+        loaded.map(|_| ())
+    };
+    for kind in &KINDS {
+        for sms in [Some(4), Some(8), Some(16), Some(32), Some(66), None, Some(all)] {
+            transport.set_sms(sms);
+            let by = match sms {
+                Some(sms) => format!("cuda, {sms} SMs"),
+                None => "cuda, by default".to_owned(),
+            };
+            let name = format!("beside {}: {by}", kind.name);
+            rows.extend(outcome.keep(&name, engine.beside(kind, by, ready.bytes, load)));
         }
     }
-    let ready = bench.prepare_packed(&case, Some(packed::usual()))?;
-    let (transport, peer) = ready.over_nixl(packed::usual())?;
+    Ok(())
+}
+
+fn by_nixl(
+    bench: &mut Bench,
+    engine: &Engine,
+    case: &Case,
+    rows: &mut Vec<Beside>,
+    outcome: &mut Outcome,
+) -> Result<(), Failure> {
+    let ready = bench.prepare_packed(case, Some(Packing::default()))?;
+    let (transport, peer) = ready.over_nixl(Packing::default())?;
     let ways: [(&str, packed::Read); 2] =
         [("nixl, packed", Nixl::read_packed), ("nixl, run by run", Nixl::read_loops)];
     for kind in &KINDS {
@@ -103,7 +140,9 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Beside>) -> Result<(), Failu
                     .with_request(|request| packed::read(&transport, &peer, &ready, request, read));
                 loaded.map(|_| ())
             };
-            rows.push(engine.beside(kind, way.to_owned(), ready.bytes, load)?);
+            let name = format!("beside {}: {way}", kind.name);
+            let row = engine.beside(kind, way.to_owned(), ready.bytes, load);
+            rows.extend(outcome.keep(&name, row));
         }
     }
     Ok(())

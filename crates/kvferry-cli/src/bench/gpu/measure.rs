@@ -3,89 +3,19 @@
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Manifest, Place, Region};
-use kvferry_models::rules::vllm;
-use kvferry_models::{Topology, presets};
-use kvferry_plan::{ByteCopy, Loops, Plan, Request, Table};
+use kvferry_plan::{ByteCopy, Loops, Plan, Price, Rates, Request};
 use kvferry_transport::cuda::driver::Card;
 use kvferry_transport::cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
 use super::Failure;
+use super::case::{Case, Ranks, borrowed, placed, tables};
 use super::memory::{Checker, Memory};
 use super::source::{Held, Packing, Source};
 
-/// A pair of engines and a request.
-pub(super) struct Case {
-    pub(super) model: &'static str,
-    pub(super) prefill: &'static str,
-    pub(super) decode: &'static str,
-    pub(super) tokens: u64,
-    scattered: bool,
-    /// The source's memory is from the virtual-memory interface.
-    mapped: bool,
-}
-
-const fn case(
-    model: &'static str,
-    prefill: &'static str,
-    decode: &'static str,
-    tokens: u64,
-) -> Case {
-    Case { model, prefill, decode, tokens, scattered: true, mapped: false }
-}
-
 /// A card that had nothing to do takes up to a tenth longer at first.
 const WARM_UP: Duration = Duration::from_millis(50);
-
-const SHORT: u64 = 8 << 10;
-const LONG: u64 = 128 << 10;
-
-pub(super) fn cases() -> Vec<Case> {
-    let llama = "llama-3.1-70b";
-    vec![
-        case("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", SHORT),
-        case("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", LONG),
-        case("kimi-linear-48b-a3b", "tp=4", "tp=2", SHORT),
-        case("kimi-linear-48b-a3b", "tp=4", "tp=2", LONG),
-        case("qwen3-next-80b-a3b", "tp=2", "tp=4", SHORT),
-        case("qwen3-next-80b-a3b", "tp=2", "tp=4", LONG),
-        case(llama, "tp=4", "tp=8", SHORT),
-        case(llama, "tp=4", "tp=8", LONG),
-        case(llama, "tp=8", "tp=4", SHORT),
-        case(llama, "tp=8", "tp=4", LONG),
-        case(llama, "tp=4", "tp=4", SHORT),
-        case(llama, "tp=4", "tp=4", LONG),
-        Case { scattered: false, ..case(llama, "tp=4", "tp=4", SHORT) },
-        case("qwen3-32b", "tp=2,block=16", "tp=4,block=32", SHORT),
-        case("gpt-oss-120b", "tp=2", "tp=4", LONG),
-        case(llama, "tp=4,layout=LBNHC", "tp=8,layout=LBNHC", SHORT),
-        case(llama, "tp=4,layout=LBNHC", "tp=8,layout=LBNHC", LONG),
-        case("kimi-linear-48b-a3b", "tp=4,conv=sd", "tp=2,conv=ds", SHORT),
-        Case { mapped: true, ..case(llama, "tp=4", "tp=8", SHORT) },
-    ]
-}
-
-impl Case {
-    /// With block tables in no order.
-    pub(super) fn scattered(
-        model: &'static str,
-        prefill: &'static str,
-        decode: &'static str,
-        tokens: u64,
-    ) -> Self {
-        case(model, prefill, decode, tokens)
-    }
-
-    pub(super) fn name(&self) -> String {
-        let how = match (self.scattered, self.mapped) {
-            (_, true) => ", mapped memory",
-            (true, _) => "",
-            (false, _) => ", contiguous",
-        };
-        format!("{} {} -> {}, {}k{how}", self.model, self.prefill, self.decode, self.tokens >> 10)
-    }
-}
 
 /// What was found for one case. Times are medians in microseconds.
 #[derive(Debug, Serialize)]
@@ -109,6 +39,8 @@ pub(super) struct Row {
     pub(super) loops_us: f64,
     /// What all of it takes by the price that was measured when the two met.
     pub(super) price_us: f64,
+    /// That price, of a read and of packing, where the pair can.
+    pub(super) rates: Measured,
     /// With a bound on multiprocessors: their number, time, fraction of the limit.
     pub(super) bounded: Vec<(u32, f64, f64)>,
 }
@@ -117,6 +49,14 @@ impl Row {
     pub(super) fn rate(&self) -> f64 {
         self.bytes as f64 / self.us / 1e3
     }
+}
+
+/// Nanoseconds of a launch, a copy and a byte, direct and packed, as `kvferry plan` takes them.
+pub(super) type Measured = ((f64, f64, f64), Option<(f64, f64, f64)>);
+
+pub(super) fn measured(rates: &Rates) -> Measured {
+    let numbers = |price: Price| (price.launch, price.copy, price.byte);
+    (numbers(rates.direct), rates.packed.map(numbers))
 }
 
 pub(super) fn median(mut values: Vec<f64>) -> f64 {
@@ -133,61 +73,6 @@ pub(super) struct Bench {
     pub(super) checker: Checker,
     pub(super) source: Source,
     pub(super) rounds: usize,
-}
-
-/// Ranks of one side, with room for a request.
-fn side(case: &Case, topology: &str, engine: &str) -> Result<Vec<Manifest>, Failure> {
-    let model = presets::find(case.model)?.model()?;
-    let ranks = |blocks: u64| -> Result<Vec<Manifest>, Failure> {
-        let topology: Topology = format!("{topology},blocks={blocks}").parse()?;
-        Ok(vllm::manifests(&model, &topology, engine)?)
-    };
-    let needed: u64 = positions(&ranks(64)?[0], case.tokens).iter().map(|span| span.1).sum();
-    ranks(2 + needed + needed / 4)
-}
-
-/// For every group: the position of the first live block, and how many there are.
-fn positions(rank: &Manifest, tokens: u64) -> Vec<(u64, u64)> {
-    let span = |group: &kvferry_layout::Group| match group.tokens_per_block {
-        None => (0, 1),
-        Some(block) => {
-            let first = group.window.first_live(tokens).min(tokens) / block;
-            (first, tokens.div_ceil(block) - first)
-        }
-    };
-    rank.groups().iter().map(span).collect()
-}
-
-/// Block tables: every block of the pool at most once, in order or shuffled.
-fn tables(rank: &Manifest, case: &Case, seed: u64) -> Vec<(u64, Vec<u32>)> {
-    let blocks = rank.groups().iter().map(|group| group.blocks).min().unwrap_or(1);
-    let mut ids: Vec<u32> = (1..blocks).collect();
-    if case.scattered {
-        let mut state = seed;
-        for at in (1..ids.len()).rev() {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            ids.swap(at, (state >> 33) as usize % (at + 1));
-        }
-    }
-    let mut ids = ids.into_iter();
-    let table = |(first, count): (u64, u64)| (first, ids.by_ref().take(count as usize).collect());
-    positions(rank, case.tokens).into_iter().map(table).collect()
-}
-
-fn borrowed(tables: &[(u64, Vec<u32>)]) -> Vec<Table<'_>> {
-    tables.iter().map(|(first, blocks)| Table { first: *first, blocks }).collect()
-}
-
-/// A manifest whose regions are at these addresses.
-fn placed(manifest: Manifest, bases: &mut impl Iterator<Item = u64>) -> Result<Manifest, Failure> {
-    let mut draft = manifest.into_draft();
-    for region in &mut draft.regions {
-        region.base = bases.next().ok_or("a region without memory")?;
-        region.place = Place::Gpu(0);
-    }
-    Ok(Manifest::new(draft)?)
 }
 
 /// Microseconds of the parts of one transfer.
@@ -277,15 +162,7 @@ impl Bench {
         case: &Case,
         packing: Option<Packing>,
     ) -> Result<Ready, Failure> {
-        let destination = side(case, case.decode, "decode")?.swap_remove(0);
-        let sources = side(case, case.prefill, "prefill")?;
-        // Only the ranks that are read take memory.
-        let all: Vec<&Manifest> = sources.iter().collect();
-        let read = Plan::compile(&destination, &all)?;
-        let read: Vec<bool> = (0..sources.len()).map(|source| read.reads(source)).collect();
-        let sources: Vec<Manifest> =
-            sources.into_iter().zip(read).filter(|(_, read)| *read).map(|(rank, _)| rank).collect();
-
+        let Ranks { destination, sources } = Ranks::new(case)?;
         let sizes = sources.iter().flat_map(Manifest::regions).map(|region| region.bytes);
         let Held { bases, description, nixl } =
             self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped, packing)?;
@@ -369,6 +246,7 @@ impl Bench {
         }
         let of = |part: fn(&Times) -> f64| median(free.iter().map(part).collect());
         let us = of(|times| times.all);
+        let rates = transport.rates(&peer);
         Ok(Row {
             name: case.name(),
             bytes,
@@ -382,7 +260,8 @@ impl Bench {
             cpu_us: of(|times| times.launched),
             check_us: of(|times| times.check),
             loops_us: of(|times| times.loops),
-            price_us: transport.price(&peer).of(copies.len() as u64, bytes) / 1e3,
+            price_us: rates.direct.of(copies.len() as u64, bytes) / 1e3,
+            rates: measured(&rates),
             bounded,
         })
     }

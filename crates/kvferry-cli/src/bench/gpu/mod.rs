@@ -1,20 +1,31 @@
 //! `kvferry bench gpu`: real plans of real models between two processes on one card.
 
 mod beside;
+mod case;
 mod handoff;
 mod measure;
 mod memory;
+mod outcome;
 mod packed;
 mod source;
+#[cfg(test)]
+mod tests;
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use kvferry_demo::own_output;
 use kvferry_transport::cuda::driver::Card;
 use kvferry_transport::cuda::mappings;
+use kvferry_transport::nixl;
 use serde::Serialize;
 
 use beside::Beside;
-use handoff::Handoff;
+use handoff::{Handoff, Pool};
 use measure::{Bench, Row};
+use outcome::Outcome;
 use packed::Packed;
 
 use super::{Failure, chosen};
@@ -25,26 +36,42 @@ pub(crate) enum Suite {
     Rows,
     /// Pages of 16 and 64 tokens, 8k to 512k tokens, 1 to 64 requests at once.
     Handoff,
-    /// Packing over NIXL, which must be found: a few of the rows, and several ways to pack.
+    /// Packing over NIXL, which must be found: a few of the rows, beside NIXL alone, and several ways to pack.
     Packed,
     /// What a decode engine's steps lose while loads come in.
     Beside,
 }
+
+impl Suite {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "rows",
+            Self::Handoff => "hand-offs",
+            Self::Packed => "packed over nixl",
+            Self::Beside => "beside a running model",
+        }
+    }
+}
+
+/// All of them, in the order in which they are measured.
+const ALL: [Suite; 4] = [Suite::Rows, Suite::Packed, Suite::Handoff, Suite::Beside];
 
 /// What is measured, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     /// Rounds of which the median is taken.
     pub(crate) rounds: usize,
-    /// Which of them.
+    /// Which of them; none means all that this machine can.
     pub(crate) suites: Vec<Suite>,
-    /// Of the rows, only cases whose name contains this.
+    /// Of the rows and of what is packed, only cases whose name contains this.
     pub(crate) only: String,
+    /// Whether the results are printed as JSON. The tables are on the standard error then.
+    pub(crate) json: bool,
     /// A file for the results, as JSON.
-    pub(crate) json: Option<std::path::PathBuf>,
+    pub(crate) save: Option<PathBuf>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Results {
     card: String,
     driver: i32,
@@ -52,10 +79,12 @@ struct Results {
     rows: Vec<Row>,
     /// Microseconds of a request of 128 copies of 8 KiB, as loops and as a list.
     small: Option<(f64, f64)>,
+    pools: Vec<Pool>,
     handoffs: Vec<Handoff>,
     packed: Vec<Packed>,
     beside: Vec<Beside>,
-    failures: Vec<String>,
+    #[serde(flatten)]
+    outcome: Outcome,
 }
 
 /// The process that is read; what it is started with is up to the caller of [`run`].
@@ -65,7 +94,15 @@ pub(crate) fn serve() -> Result<(), Failure> {
 
 /// Measures; `source` are the arguments that make this program [`serve`].
 pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
-    let cases = chosen(measure::cases(), measure::Case::name, &settings.only)?;
+    let cases = chosen(case::cases(), case::Case::name, &settings.only)?;
+    if let Some(path) = &settings.save {
+        // Before anything is measured that could not be kept.
+        OpenOptions::new().append(true).create(true).open(path).map_err(|error| {
+            format!("--save {}: {error}; name a file that can be written", path.display())
+        })?;
+    }
+    // UCX writes its warnings to the standard output, which is for JSON then.
+    let output = settings.json.then(own_output::take).transpose()?;
     let card = Card::open(0)?;
     let (name, driver) = card.name()?;
     let multiprocessors = card.multiprocessors()?;
@@ -80,64 +117,70 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         source: source::Source::start(source)?,
         rounds: settings.rounds.max(1),
     };
-    let (mut rows, mut handoffs, mut packed, mut beside) = (vec![], vec![], vec![], vec![]);
-    let (mut small, mut failures) = (None, vec![]);
-    for suite in &settings.suites {
+    let mut results = Results { card: name, driver, multiprocessors, ..Results::default() };
+    let nixl = nixl::find(None).err().map(|error| error.to_string());
+    each(&settings.suites, nixl.as_deref(), &mut results, |suite, results| {
+        // Of its own for each, so that none suffers from what became of the one before it.
+        bench.source = source::Source::start(source)?;
+        let Results { rows, small, pools, handoffs, packed, beside, outcome, .. } = results;
         match suite {
             Suite::Rows => {
-                measure_rows(&mut bench, &cases, &mut rows, &mut failures);
-                small = Some(bench.small(128)?);
+                measure_rows(&mut bench, &cases, rows, outcome);
+                *small = outcome.keep("128 copies of 8 KiB", bench.small(128));
             }
-            Suite::Handoff => {
-                handoff::run(&mut bench, &mut handoffs)?;
-                let wrong = handoffs.iter().filter(|row| row.wrong_bytes > 0);
-                failures.extend(wrong.map(|row| format!("wrong bytes: {row:?}")));
-            }
-            Suite::Packed => {
-                if let Err(error) = packed::run(&mut bench, &mut packed) {
-                    println!("packed over nixl: {error}");
-                    failures.push(format!("packed over nixl: {error}"));
-                }
-                let wrong = packed.iter().filter(|row| row.wrong_bytes > 0);
-                failures.extend(wrong.map(|row| format!("wrong bytes: {row:?}")));
-            }
-            Suite::Beside => {
-                if let Err(error) = beside::run(&mut bench, &mut beside) {
-                    println!("beside a running model: {error}");
-                    failures.push(format!("beside a running model: {error}"));
-                }
+            Suite::Handoff => handoff::run(&mut bench, pools, handoffs, outcome),
+            Suite::Packed => packed::run(&mut bench, &settings.only, packed, outcome),
+            Suite::Beside => beside::run(&mut bench, nixl.as_deref(), beside, outcome)?,
+        }
+        Ok(())
+    });
+    if let Some((loops, list)) = results.small {
+        println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
+    }
+    finish(&results, settings.save.as_deref(), output)
+}
+
+/// Measures each of some suites, or of all, whatever becomes of the ones before it. `nixl` says why there is
+/// none: those that cannot do without it then only fail if somebody asked for them.
+fn each(
+    suites: &[Suite],
+    nixl: Option<&str>,
+    results: &mut Results,
+    mut measure: impl FnMut(Suite, &mut Results) -> Result<(), Failure>,
+) {
+    for &suite in if suites.is_empty() { &ALL } else { suites } {
+        match nixl {
+            Some(why) if suite == Suite::Packed => match suites.is_empty() {
+                true => results.outcome.miss(suite.name(), why),
+                false => results.outcome.fail(&format!("{}: {why}", suite.name())),
+            },
+            _ => {
+                let measured = measure(suite, results);
+                results.outcome.keep(suite.name(), measured);
             }
         }
     }
-    if let Some((loops, list)) = small {
-        println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
+}
+
+/// Writes the results to where they are wanted; then an error, where something failed.
+fn finish(results: &Results, save: Option<&Path>, output: Option<File>) -> Result<(), Failure> {
+    let json = serde_json::to_string_pretty(results)?;
+    if let Some(mut output) = output {
+        writeln!(output, "{json}")?;
     }
-    let results = Results {
-        card: name,
-        driver,
-        multiprocessors,
-        rows,
-        small,
-        handoffs,
-        packed,
-        beside,
-        failures,
-    };
-    if let Some(path) = &settings.json {
-        std::fs::write(path, serde_json::to_string_pretty(&results)?)?;
+    if let Some(path) = save {
+        std::fs::write(path, json)
+            .map_err(|error| format!("--save {}: {error}", path.display()))?;
     }
-    match results.failures.first() {
-        None => Ok(()),
-        Some(_) => Err(results.failures.join("\n").into()),
-    }
+    results.outcome.end()
 }
 
 /// One request of each of many pairs.
 fn measure_rows(
     bench: &mut Bench,
-    cases: &[measure::Case],
+    cases: &[case::Case],
     rows: &mut Vec<Row>,
-    failures: &mut Vec<String>,
+    outcome: &mut Outcome,
 ) {
     println!(
         "us: from block ids to the last byte, with five sixths of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post); price: what the cost model says"
@@ -163,39 +206,33 @@ fn measure_rows(
         "wrong"
     );
     for case in cases {
-        match bench.run(case) {
-            Ok(row) => {
-                let bounded: String =
-                    row.bounded.iter().map(|(_, _, of)| format!(" {of:>5.2}")).collect();
-                println!(
-                    "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>9.1} {:>6.1} {:>6.1} {:>6.1} {:>9.1} {:>6}",
-                    row.name,
-                    row.bytes as f64 / 1e6,
-                    row.copies,
-                    row.nests,
-                    row.us,
-                    row.rate(),
-                    row.bytes as f64 / row.limit_us / 1e3,
-                    row.of_limit,
-                    row.card_us,
-                    row.cpu_us,
-                    row.check_us,
-                    row.loops_us,
-                    row.price_us,
-                    row.wrong_bytes,
-                );
-                if row.wrong_bytes > 0 {
-                    failures.push(format!("{}: {} bytes are wrong", row.name, row.wrong_bytes));
-                }
-                rows.push(row);
+        if let Some(row) = outcome.keep(&case.name(), bench.run(case)) {
+            let bounded: String =
+                row.bounded.iter().map(|(_, _, of)| format!(" {of:>5.2}")).collect();
+            println!(
+                "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>9.1} {:>6.1} {:>6.1} {:>6.1} {:>9.1} {:>6}",
+                row.name,
+                row.bytes as f64 / 1e6,
+                row.copies,
+                row.nests,
+                row.us,
+                row.rate(),
+                row.bytes as f64 / row.limit_us / 1e3,
+                row.of_limit,
+                row.card_us,
+                row.cpu_us,
+                row.check_us,
+                row.loops_us,
+                row.price_us,
+                row.wrong_bytes,
+            );
+            if row.wrong_bytes > 0 {
+                outcome.fail(&format!("{}: {} bytes are wrong", row.name, row.wrong_bytes));
             }
-            Err(error) => {
-                println!("{}: {error}", case.name());
-                failures.push(format!("{}: {error}", case.name()));
-            }
+            rows.push(row);
         }
         if mappings() > 0 {
-            failures.push(format!("{}: {} mappings are left", case.name(), mappings()));
+            outcome.fail(&format!("{}: {} mappings are left", case.name(), mappings()));
         }
     }
 }

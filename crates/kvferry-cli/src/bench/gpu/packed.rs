@@ -6,19 +6,16 @@ use std::time::Instant;
 use kvferry_layout::{Place, Region};
 use kvferry_plan::{Loops, Request};
 use kvferry_transport::cuda::CudaOptions;
-use kvferry_transport::nixl::{CardPacking, Nixl, NixlPeer};
+use kvferry_transport::nixl::{Nixl, NixlOptions, NixlPeer};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
 use super::Failure;
-use super::measure::{Bench, Case, Ready, median, soon};
+use super::case::Case;
+use super::measure::{Bench, Measured, Ready, measured, median, soon};
+use super::outcome::Outcome;
 use super::source::Packing;
-
-/// As it is used unless something else is asked for.
-pub(super) fn usual() -> Packing {
-    let CardPacking { staging, slot, lanes, .. } = CardPacking::default();
-    Packing { slot: slot >> 20, staging: staging >> 20, lanes }
-}
+use crate::bench::bare::Bare;
 
 /// What was found. Times are medians in microseconds, from block ids to the last byte.
 #[derive(Debug, Serialize)]
@@ -33,15 +30,22 @@ pub(super) struct Packed {
     us: f64,
     /// Every copy by itself; not measured for each way to pack.
     direct_us: Option<f64>,
+    /// NIXL by itself, for the same copies, from lists that were prepared beforehand; where `direct_us` is
+    /// measured.
+    alone_us: Option<f64>,
     /// What the prices say that both take.
     price_us: f64,
     direct_price_us: f64,
+    /// Those prices.
+    rates: Measured,
 }
 
-/// Direct reads of more copies than this take seconds.
+/// Direct reads of more copies than this take seconds, and those of NIXL alone likewise: each costs 6 to 13 us.
 const MOST_COPIES: usize = 100_000;
+const DIRECT_ROUNDS: usize = 3;
 
-pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Packed>) -> Result<(), Failure> {
+/// Cases whose name contains `only`.
+pub(super) fn run(bench: &mut Bench, only: &str, rows: &mut Vec<Packed>, outcome: &mut Outcome) {
     let llama = "llama-3.1-70b";
     let cases = [
         Case::scattered(llama, "tp=4", "tp=8", 8 << 10),
@@ -51,9 +55,12 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Packed>) -> Result<(), Failu
         Case::scattered("kimi-linear-48b-a3b", "tp=4,conv=sd", "tp=2,conv=ds", 8 << 10),
         Case::scattered("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", 8 << 10),
     ];
-    println!("\npacked over nixl: slot and staging in MiB; price: what the model says, in us");
     println!(
-        "{:<64} {:>4} {:>5} {:>5} {:>8} {:>8} {:>9} {:>6} {:>6} {:>6} {:>9} {:>10} {:>10} {:>6}",
+        "\npacked over nixl: slot and staging in MiB; price: what the model says, in us; NIXL alone: every copy \
+         by itself, in us, from lists that were prepared beforehand"
+    );
+    println!(
+        "{:<64} {:>4} {:>5} {:>5} {:>8} {:>8} {:>9} {:>6} {:>6} {:>6} {:>9} {:>10} {:>10} {:>10} {:>6}",
         "case",
         "slot",
         "all",
@@ -67,24 +74,27 @@ pub(super) fn run(bench: &mut Bench, rows: &mut Vec<Packed>) -> Result<(), Failu
         "price",
         "direct us",
         "price",
+        "NIXL alone",
         "wrong"
     );
-    for case in &cases {
-        show(bench.packed(case, usual(), true)?, rows);
+    let wanted = |case: &&Case| case.name().contains(only);
+    for case in cases.iter().filter(wanted) {
+        bench.packed_row(case, Packing::default(), true, rows, outcome);
     }
     // Other ways to pack, for the first two.
     for (slot, staging, lanes) in [(16, 128, 4), (32, 256, 4), (32, 256, 8), (64, 256, 4)] {
-        for case in &cases[..2] {
-            show(bench.packed(case, Packing { slot, staging, lanes }, false)?, rows);
+        let packing = Packing { slot, staging, lanes };
+        for case in cases[..2].iter().filter(wanted) {
+            bench.packed_row(case, packing, false, rows, outcome);
         }
     }
-    Ok(())
 }
 
-fn show(row: Packed, rows: &mut Vec<Packed>) {
-    let direct = row.direct_us.map_or_else(|| "-".to_owned(), |us| format!("{us:.1}"));
+fn show(row: &Packed) {
+    let or_none = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), |us| format!("{us:.1}"));
+    let (direct, alone) = (or_none(row.direct_us), or_none(row.alone_us));
     println!(
-        "{:<64} {:>4} {:>5} {:>5} {:>8.1} {:>8} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {:>9.1} {direct:>10} {:>10.1} {:>6}",
+        "{:<64} {:>4} {:>5} {:>5} {:>8.1} {:>8} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {:>9.1} {direct:>10} {:>10.1} {alone:>10} {:>6}",
         row.name,
         row.packing.slot,
         row.packing.staging,
@@ -99,26 +109,57 @@ fn show(row: Packed, rows: &mut Vec<Packed>) {
         row.direct_price_us,
         row.wrong_bytes,
     );
-    rows.push(row);
 }
 
 impl Bench {
-    fn packed(&mut self, case: &Case, packing: Packing, directly: bool) -> Result<Packed, Failure> {
+    /// Measures a row, shows and keeps it.
+    fn packed_row(
+        &mut self,
+        case: &Case,
+        packing: Packing,
+        directly: bool,
+        rows: &mut Vec<Packed>,
+        outcome: &mut Outcome,
+    ) {
+        let row = self.packed(case, packing, directly, outcome);
+        let Some(row) = outcome.keep(&format!("packed: {}", case.name()), row) else { return };
+        show(&row);
+        if row.wrong_bytes > 0 {
+            outcome.fail(&format!("wrong bytes: {row:?}"));
+        }
+        rows.push(row);
+    }
+
+    fn packed(
+        &mut self,
+        case: &Case,
+        packing: Packing,
+        directly: bool,
+        outcome: &mut Outcome,
+    ) -> Result<Packed, Failure> {
         let ready = self.prepare_packed(case, Some(packing))?;
+        let directly = directly && ready.copies.len() <= MOST_COPIES;
         let limit_us = {
             let (transport, peer) = ready.transport(&CudaOptions::default())?;
             self.limit(&transport, &peer, &ready, ready.bytes)?
         };
+        let mut wrong_bytes = 0;
+        let mut alone_us = None;
+        if directly {
+            let name = format!("NIXL alone: {}", case.name());
+            if let Some((us, wrong)) = outcome.keep(&name, self.nixl_alone(&ready)) {
+                alone_us = Some(us);
+                wrong_bytes += wrong;
+            }
+        }
         let (transport, peer) = ready.over_nixl(packing)?;
         let rates = transport.rates(&peer);
         let price = rates.packed.ok_or("the pair does not pack: see the log")?;
         let copies = ready.copies.len() as u64;
         let (mut times, mut direct) = (vec![], vec![]);
-        let mut wrong_bytes = 0;
         self.poison(&ready)?;
         ready.with_request(|request| -> Result<(), Failure> {
-            let rounds = if directly && ready.copies.len() <= MOST_COPIES { 3 } else { 0 };
-            for _ in 0..rounds {
+            for _ in 0..if directly { DIRECT_ROUNDS } else { 0 } {
                 direct.push(read(&transport, &peer, &ready, request, Nixl::read_loops)?);
             }
             self.poison(&ready)?;
@@ -143,9 +184,26 @@ impl Bench {
             limit_us,
             us: median(times),
             direct_us: (!direct.is_empty()).then(|| median(direct)),
+            alone_us,
             price_us: price.of(copies, ready.bytes) / 1e3,
             direct_price_us: rates.direct.of(copies, ready.bytes) / 1e3,
+            rates: measured(&rates),
         })
+    }
+
+    /// Microseconds of the same copies by NIXL alone, with the settings of kvferry's `nixl`, and how many bytes
+    /// are wrong afterwards.
+    fn nixl_alone(&self, ready: &Ready) -> Result<(f64, u64), Failure> {
+        const PLACE: Place = Place::Gpu(0);
+        let memory = ready.memory.iter().map(|span| (span.base, span.bytes, PLACE)).collect();
+        let description = ready.nixl.as_ref().ok_or("the source has no NIXL")?;
+        self.poison(ready)?;
+        // SAFETY: the memory is there for longer; the copies are from the source's memory to it.
+        let time = unsafe {
+            let bare = Bare::new(&NixlOptions::default().settings(), memory, description)?;
+            bare.median(&ready.copies, PLACE, DIRECT_ROUNDS)?
+        };
+        Ok((time.as_secs_f64() * 1e6, self.check(ready)?))
     }
 }
 

@@ -27,6 +27,14 @@ pub(super) struct Packing {
     pub(super) lanes: usize,
 }
 
+impl Default for Packing {
+    /// As it is used unless something else is asked for.
+    fn default() -> Self {
+        let CardPacking { staging, slot, lanes, .. } = CardPacking::default();
+        Self { slot: slot >> 20, staging: staging >> 20, lanes }
+    }
+}
+
 impl Packing {
     pub(super) fn options(self) -> NixlOptions {
         let Self { slot, staging, lanes } = self;
