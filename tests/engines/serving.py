@@ -31,6 +31,8 @@ for module in (
 
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
 PATIENCE = 240
+#: Where a test does not wait for their end, nothing ends by itself, however busy the machine.
+PATIENT = {"lease": 600.0, "handshake": 60.0}
 
 
 class Server:
@@ -139,12 +141,13 @@ def _serve(pipe, model, role, options):
         patches.install()
         for change in options.pop("prepare", ()):
             change()
+        extra, stock = options.pop("extra", {}), options.pop("stock", False)
         connector = dict(
             kv_connector="FerryConnector",
             kv_role=role,
-            kv_connector_extra_config=options.pop("extra", {}),
+            kv_connector_extra_config=extra if stock else PATIENT | extra,
         )
-        if options.pop("stock", False):
+        if stock:
             connector |= dict(kv_connector="NixlConnector", kv_buffer_device="cpu")
             # Two engines on one host need two, also when they are forked one after the other.
             os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"

@@ -31,7 +31,7 @@ from tiny import save_model
 #: Few enough for the share that vLLM publishes to tell single blocks.
 BLOCKS = 160
 #: Seconds that a killed or silent side may keep the other's blocks.
-LEASE = 15
+LEASE = 30
 SMALL = [
     *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
     # Says which requests are aborted.

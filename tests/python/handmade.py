@@ -1,5 +1,9 @@
 """Engines made by hand: ranks that share the heads of one layer, on real memory."""
 
+import contextlib
+import random
+import socket
+
 import kvferry
 import numpy as np
 
@@ -56,14 +60,23 @@ LONG = 60.0
 BLOCKS = 10
 
 
+def quiet_port():
+    """A free port below those that the kernel hands out by itself: it stays free."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20000, 32000)
+            one.bind(("127.0.0.1", port))
+            return port
+
+
 class Engine:
-    """Ranks that share the four heads of one layer."""
+    """Ranks that share the four heads of one layer; nothing that it promises ends by itself, unless that is said."""
 
     def __init__(self, name, ranks, tokens, transport="local", **options):
         share = HEADS // ranks
         self.name, self.tokens = name, tokens
         self.pools = [np.zeros(BLOCKS * tokens * share, dtype=np.uint64) for _ in range(ranks)]
-        self.scheduler = kvferry.Scheduler(name, **options)
+        self.scheduler = kvferry.Scheduler(name, **{"lease": 600.0} | options)
         self.workers = []
         for rank, pool in enumerate(self.pools):
             heads = (rank * share, (rank + 1) * share)

@@ -52,7 +52,7 @@ def test_a_request_is_handed_over(engines, transport, key):
 
 def test_what_waits_is_told_from_what_is_read(engines):
     # Long enough for a busy machine to ask for the first time; what is lost is known after a third of it.
-    first, second = engines("first", 1, 4), engines("second", 1, 4, lease=3.0)
+    first, second = engines("first", 1, 4), engines("second", 1, 4, lease=12.0)
     decode = engines("decode", 1, 4)
     tickets = [grant(engine, "request") for engine in (first, second)]
     for ticket in tickets:

@@ -9,7 +9,12 @@ import time
 import kvferry
 import numpy as np
 import pytest
-from handmade import BLOCKS, HEADS, LONG, draft, grant, load
+from handmade import BLOCKS, HEADS, draft, grant, load, quiet_port
+
+#: Far longer than a busy machine takes for what nobody waits for.
+LONG = 600.0
+#: Until a thread waits that was started.
+SOON = 2.0
 
 
 class Memory:
@@ -25,10 +30,7 @@ class Memory:
 
 def test_memory_outlives_a_thread_that_waits_while_its_worker_is_closed():
     pool = np.zeros(BLOCKS * 4 * HEADS, dtype=np.uint64)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    freed, waited = [], []
+    port, freed, waited = quiet_port(), [], []
     manifest = kvferry.Manifest(draft("d", (0, 4), 4, pool.ctypes.data))
     worker = kvferry.Worker(
         manifest, ranks=1, memory=Memory(port, freed), transport="tcp", bind=f"127.0.0.1:{port}"
@@ -38,7 +40,7 @@ def test_memory_outlives_a_thread_that_waits_while_its_worker_is_closed():
     thread = threading.Thread(target=lambda: waited.append(worker.endings(LONG)))
     began = time.monotonic()
     thread.start()
-    time.sleep(0.2)
+    time.sleep(SOON)
     assert thread.is_alive()
     worker.close()
     thread.join(LONG)
@@ -55,7 +57,7 @@ def test_a_thread_that_waits_for_leases_does_not_outwait_its_scheduler():
     thread = threading.Thread(target=lambda: waited.append(scheduler.released(LONG)))
     began = time.monotonic()
     thread.start()
-    time.sleep(0.1)
+    time.sleep(SOON)
     scheduler.close()
     thread.join(LONG)
     assert waited == [[]] and time.monotonic() - began < LONG / 2

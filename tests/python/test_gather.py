@@ -1,6 +1,7 @@
 """What the ranks of an engine make known of themselves comes from one of those that vLLM takes for the same."""
 
 import multiprocessing
+import traceback
 from types import SimpleNamespace
 
 import torch
@@ -18,16 +19,29 @@ def gathered(path, kinds):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     over = context.Barrier(4)
-    ranks = [context.Process(target=one, args=(rank, path, kinds, results, over)) for rank in range(4)]
+    args = (path, kinds, results, over)
+    ranks = [context.Process(target=one, args=(rank, *args), daemon=True) for rank in range(4)]
     for process in ranks:
         process.start()
-    made = dict(results.get(timeout=120) for _ in ranks)
+    made = {}
+    for _ in ranks:
+        rank, cards = results.get(timeout=120)
+        assert not isinstance(cards, str), f"rank {rank}: {cards}"
+        made[rank] = cards
     for process in ranks:
         process.join(60)
     return [made[rank] for rank in range(4)]
 
 
 def one(rank, path, kinds, results, over):
+    try:
+        take_part(rank, path, kinds, results, over)
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+        raise
+
+
+def take_part(rank, path, kinds, results, over):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
     groups = []
     for kind in kinds:

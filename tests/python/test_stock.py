@@ -46,9 +46,10 @@ def answer(**changes):
 
 
 @pytest.fixture
-def serve():
+def serve(monkeypatch):
     """A side channel that gives these answers, or what they return, one after the other, and says what it
     was asked."""
+    monkeypatch.setattr(stock_wire, "PATIENCE", 60.0)
     context, sockets = zmq.Context(), []
 
     def start(*answers):
@@ -58,7 +59,7 @@ def serve():
 
         def run():
             for one in answers:
-                if not socket.poll(5000):
+                if not socket.poll(60_000):
                     return
                 who, _, question = socket.recv_multipart()
                 asked.append(msgspec.msgpack.decode(question))

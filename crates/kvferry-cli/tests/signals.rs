@@ -14,6 +14,20 @@ use serde_json::{Value, json};
 /// Long enough for whatever must happen; a test that gets here has failed.
 const LONG: Duration = Duration::from_secs(90);
 
+/// Of engines.
+#[derive(Clone, Copy)]
+struct Times {
+    /// Of a lease.
+    term: Duration,
+    handshake: Duration,
+}
+
+impl Times {
+    fn new(term: Duration) -> Self {
+        Self { term, handshake: LONG / 3 }
+    }
+}
+
 struct Process {
     child: Child,
     input: Option<ChildStdin>,
@@ -21,7 +35,7 @@ struct Process {
 }
 
 impl Process {
-    fn start(engine: &str, topology: &str, rank: Option<u32>, term_ms: u64) -> Self {
+    fn start(engine: &str, topology: &str, rank: Option<u32>, times: Times) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg("demo-process")
             .stdin(Stdio::piped())
@@ -42,8 +56,8 @@ impl Process {
         let mut process = Self { input: child.stdin.take(), child, said };
         process.tell(json!({
             "model": "llama-3.1-8b", "layers": 2, "topology": topology, "engine": engine,
-            "rank": rank, "transport": "tcp", "key": "a key for these tests", "term_ms": term_ms,
-            "audit": 0.0,
+            "rank": rank, "transport": "tcp", "key": "a key for these tests", "audit": 0.0,
+            "term_ms": times.term.as_millis(), "handshake_ms": times.handshake.as_millis(),
         }));
         process
     }
@@ -128,10 +142,10 @@ struct Engine {
 }
 
 impl Engine {
-    fn start(name: &str, tp: u32, term_ms: u64) -> Self {
+    fn start(name: &str, tp: u32, times: Times) -> Self {
         let topology = format!("tp={tp},blocks=64");
-        let mut scheduler = Process::start(name, &topology, None, term_ms);
-        let start = |rank| Process::start(name, &topology, Some(rank), term_ms);
+        let mut scheduler = Process::start(name, &topology, None, times);
+        let start = |rank| Process::start(name, &topology, Some(rank), times);
         let ranks: Vec<Process> = (0..tp).map(start).collect();
         scheduler.hear("Address");
         let cards: Vec<Value> = ranks.iter().map(|rank| rank.hear("Card")).collect();
@@ -161,8 +175,11 @@ struct Scene {
 
 impl Scene {
     fn new(term: Duration) -> Self {
-        let term_ms = term.as_millis() as u64;
-        let (p, d) = (Engine::start("p", 2, term_ms), Engine::start("d", 1, term_ms));
+        Self::with(Times::new(term))
+    }
+
+    fn with(times: Times) -> Self {
+        let (p, d) = (Engine::start("p", 2, times), Engine::start("d", 1, times));
         let mut scene = Self { p, d, ticket: Value::Null };
         scene.prefill("r");
         scene
@@ -297,7 +314,7 @@ fn a_prefill_rank_stands_still_while_it_is_read() {
 #[test]
 fn a_prefill_rank_stands_still_for_too_long() {
     let mut scene = Scene::warm(LONG);
-    scene.reading(Duration::from_secs(2));
+    scene.reading(Duration::from_secs(10));
     scene.fails_late("reading");
     // Late bytes find nothing of this request any more.
     scene.p.ranks[1].go_on();
@@ -321,7 +338,8 @@ fn the_prefill_scheduler_stands_still_before_the_handshake() {
 
 #[test]
 fn the_prefill_scheduler_is_killed_before_the_handshake() {
-    let mut scene = Scene::new(LONG);
+    let handshake = Duration::from_secs(5);
+    let mut scene = Scene::with(Times { handshake, ..Times::new(LONG) });
     scene.p.scheduler.kill();
     scene.load("r", LONG);
     scene.fails("PeerGone");
@@ -338,7 +356,7 @@ fn the_prefill_scheduler_stands_still_while_it_is_asked() {
 #[test]
 fn the_prefill_scheduler_is_killed_while_it_is_asked() {
     let mut scene = Scene::warm(LONG);
-    scene.confirming(Duration::from_secs(3));
+    scene.confirming(Duration::from_secs(15));
     scene.p.scheduler.kill();
     // Every byte is there and right, and must not be used: nobody can say so.
     scene.fails_late("confirming");
@@ -346,12 +364,13 @@ fn the_prefill_scheduler_is_killed_while_it_is_asked() {
 
 #[test]
 fn the_decode_rank_is_killed_while_it_reads() {
-    let mut scene = Scene::warm(Duration::from_secs(6));
+    let term = Duration::from_secs(10);
+    let mut scene = Scene::warm(term);
     scene.reading(LONG);
     scene.d.ranks[0].kill();
     scene.p_has_its_blocks_back("expired");
     scene.p.ranks[1].go_on();
-    scene.d = Engine::start("d", 1, 6000);
+    scene.d = Engine::start("d", 1, Times::new(term));
     scene.prefill("again");
     scene.load("again", LONG);
     scene.ends_well();
@@ -359,7 +378,7 @@ fn the_decode_rank_is_killed_while_it_reads() {
 
 #[test]
 fn the_decode_rank_stands_still_until_the_lease_is_gone() {
-    let mut scene = Scene::warm(Duration::from_secs(6));
+    let mut scene = Scene::warm(Duration::from_secs(10));
     scene.reading(LONG);
     scene.d.ranks[0].stop();
     scene.p.ranks[1].go_on();
@@ -376,7 +395,7 @@ fn the_decode_rank_stands_still_until_the_lease_is_gone() {
 
 #[test]
 fn the_decode_scheduler_is_killed_while_a_request_waits() {
-    let mut scene = Scene::new(Duration::from_secs(6));
+    let mut scene = Scene::new(Duration::from_secs(10));
     let hold = json!({"Hold": {"ticket": scene.ticket, "patience_ms": 60_000}});
     scene.d.scheduler.tell(hold);
     scene.p.scheduler.is_silent("Released", Duration::from_secs(14));
@@ -387,7 +406,7 @@ fn the_decode_scheduler_is_killed_while_a_request_waits() {
 /// The processes of a demo whose parent is killed do not stay behind.
 #[test]
 fn processes_end_with_whoever_started_them() {
-    let mut process = Process::start("p", "tp=1,blocks=64", None, 1000);
+    let mut process = Process::start("p", "tp=1,blocks=64", None, Times::new(LONG));
     process.hear("Address");
     drop(process.input.take());
     let until = Instant::now() + LONG;

@@ -99,7 +99,7 @@ fn play_rank(setup: &Setup, rank: u32, commands: &mpsc::Receiver<String>) -> Res
     let carrier = carrier(setup.transport, &pool)?;
     let mut options = WorkerOptions::new(ranks);
     options.trust = trust(setup)?;
-    options.handshake = Duration::from_secs(5);
+    options.handshake = Duration::from_millis(setup.handshake_ms);
     options.audit = Audit::fraction(setup.audit).map_err(|error| error.to_string())?;
     let manifest: Manifest = pool.manifest().clone();
     let worker = Worker::start(options, manifest, carrier).map_err(|error| error.to_string())?;

@@ -78,10 +78,7 @@ pub fn run(demo: &Options) -> Result<Report, String> {
         chaos: demo.chaos.then(ChaosReport::default),
         ..Report::default()
     };
-    let (term, patience) = match demo.chaos {
-        true => (Duration::from_millis(800), Duration::from_millis(2500)),
-        false => (Duration::from_secs(10), Duration::from_secs(30)),
-    };
+    let limits = if demo.chaos { Limits::CHAOS } else { Limits::CALM };
     let mut show = Show {
         demo,
         crew: Crew::new(),
@@ -90,8 +87,7 @@ pub fn run(demo: &Options) -> Result<Report, String> {
         requests: vec![],
         names: HashMap::new(),
         dice: Rng::with_seed(demo.seed),
-        term,
-        patience,
+        limits,
         longest,
         key: format!("{:032x}", fastrand::u128(..)),
         report,
@@ -112,6 +108,38 @@ pub fn run(demo: &Options) -> Result<Report, String> {
     Ok(report)
 }
 
+/// How long things may take.
+struct Limits {
+    /// A lease without an extension.
+    term: Duration,
+    /// A load.
+    patience: Duration,
+    handshake: Duration,
+    /// All of it, and more for every request.
+    play: Duration,
+    /// The end of all processes.
+    dismiss: Duration,
+}
+
+impl Limits {
+    /// Much has to come to its end by itself.
+    const CHAOS: Self = Self {
+        term: Duration::from_millis(800),
+        patience: Duration::from_millis(2500),
+        handshake: Duration::from_secs(5),
+        play: Duration::from_secs(60),
+        dismiss: Duration::from_secs(10),
+    };
+    /// Nothing has to; also a machine that is busy gets it done.
+    const CALM: Self = Self {
+        term: Duration::from_secs(60),
+        patience: Duration::from_secs(120),
+        handshake: Duration::from_secs(30),
+        play: Duration::from_secs(300),
+        dismiss: Duration::from_secs(60),
+    };
+}
+
 struct Show<'a> {
     demo: &'a Options,
     crew: Crew,
@@ -121,8 +149,7 @@ struct Show<'a> {
     requests: Vec<Request>,
     names: HashMap<String, usize>,
     dice: Rng,
-    term: Duration,
-    patience: Duration,
+    limits: Limits,
     longest: u64,
     key: String,
     report: Report,
@@ -141,9 +168,8 @@ impl Show<'_> {
         for engine in 0..self.engines.len() {
             self.start(engine)?;
         }
-        let until = began
-            + Duration::from_secs(60)
-            + Duration::from_millis(100) * self.demo.requests as u32;
+        let until =
+            began + self.limits.play + Duration::from_millis(100) * self.demo.requests as u32;
         while !self.over() {
             if Instant::now() > until {
                 self.report.problems.push("not all requests ended in time".to_owned());
@@ -162,7 +188,7 @@ impl Show<'_> {
         self.audit(until)?;
         self.report.lost_blocks =
             self.engines.iter().map(|engine| engine.blocks - engine.free.len()).sum();
-        self.report.survivors = self.crew.dismiss(Duration::from_secs(10));
+        self.report.survivors = self.crew.dismiss(self.limits.dismiss);
         self.bar.finish_and_clear();
         Ok(())
     }
@@ -192,7 +218,8 @@ impl Show<'_> {
             rank,
             transport: self.demo.transport,
             key: self.key.clone(),
-            term_ms: self.term.as_millis() as u64,
+            term_ms: self.limits.term.as_millis() as u64,
+            handshake_ms: self.limits.handshake.as_millis() as u64,
             audit: self.demo.audit,
         };
         let scheduler = self.crew.start(&setup(None))?;

@@ -30,6 +30,7 @@ pub(crate) struct Setup {
     pub(crate) transport: TransportKind,
     pub(crate) key: String,
     pub(crate) term_ms: u64,
+    pub(crate) handshake_ms: u64,
     /// The fraction of loads that are audited.
     pub(crate) audit: f64,
 }

@@ -2,15 +2,15 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_wire::{Weather, Wire};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// After the last packet was sent, nothing comes any more.
-const SILENCE: Duration = Duration::from_secs(1);
+/// So long after the last packet was sent, all have come that come.
+const SILENCE: Duration = Duration::from_secs(5);
 
 fn wire() -> Wire {
     Wire::lay(1500).expect("two hosts")
@@ -20,23 +20,24 @@ fn wire() -> Wire {
 fn sockets(wire: &Wire) -> [UdpSocket; 2] {
     [&wire.left, &wire.right].map(|host| {
         let socket = host.run(|| UdpSocket::bind((host.address, 900))).unwrap().unwrap();
-        socket.set_read_timeout(Some(SILENCE)).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
         socket
     })
 }
 
 /// Which of so many numbered packets arrive, in their order.
 fn arrive(wire: &Wire, sockets: &[UdpSocket; 2], count: u32) -> Vec<u32> {
-    let sent = AtomicBool::new(false);
+    sockets[1].set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let sent = OnceLock::<Instant>::new();
     thread::scope(|scope| {
         // While they are sent: a socket keeps a few hundred at most.
         let receiver = scope.spawn(|| {
             let (mut arrived, mut packet) = (Vec::new(), [0; 4]);
             while arrived.len() < count as usize {
-                let was_sent = sent.load(Ordering::SeqCst);
+                let late = sent.get().is_some_and(|at| at.elapsed() > SILENCE);
                 match sockets[1].recv(&mut packet) {
                     Ok(_) => arrived.push(u32::from_le_bytes(packet)),
-                    Err(_) if was_sent => break,
+                    Err(_) if late => break,
                     Err(_) => {}
                 }
             }
@@ -46,7 +47,7 @@ fn arrive(wire: &Wire, sockets: &[UdpSocket; 2], count: u32) -> Vec<u32> {
             sockets[0].send_to(&number.to_le_bytes(), (wire.right.address, 900)).unwrap();
             thread::sleep(Duration::from_micros(50));
         }
-        sent.store(true, Ordering::SeqCst);
+        sent.get_or_init(Instant::now);
         receiver.join().unwrap()
     })
 }

@@ -6,6 +6,7 @@ import pytest
 from environment import REMOTE_DECODE
 from exact import prompts
 
+from .common import PATIENT
 from .inside import begin, counter, pump, side, where
 from .pushed import answers, push, start
 
@@ -13,7 +14,7 @@ CHUNKS = {
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
     "async_scheduling": False,
-    "extra": {"push": "always"},
+    "extra": PATIENT | {"push": "always"},
 }
 
 

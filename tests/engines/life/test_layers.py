@@ -136,7 +136,7 @@ def held_step(engine, layer, go_on):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = get_kv_transfer_group().worker
-    prepare, wrote, until = worker.prepare, worker.wrote, time.monotonic() + 60
+    prepare, wrote, until = worker.prepare, worker.wrote, time.monotonic() + 600
 
     def stay(here):
         while here and not os.path.exists(go_on) and time.monotonic() < until:

@@ -5,6 +5,7 @@ import time
 
 from exact import prompts
 
+from .common import PATIENT
 from .inside import side, take_at_once, turn
 from .pushed import start
 
@@ -14,7 +15,7 @@ CHUNKS = {
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,
     "async_scheduling": False,
-    "extra": {"push": "always"},
+    "extra": PATIENT | {"push": "always"},
 }
 
 

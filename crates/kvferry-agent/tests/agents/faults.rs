@@ -263,7 +263,7 @@ fn an_abort_at_every_stage() {
 /// The engine that holds the blocks takes them back: the reader hears of it.
 #[test]
 fn an_abort_from_the_other_side() {
-    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_secs(3)).start();
+    let p = Recipe::new("p", 1).by(By::Held).term(Duration::from_secs(12)).start();
     let d = Recipe::new("d", 1).by(By::Held).start();
     let blocks = blocks_for(4, 3);
     let reading = p.grant("reading", &blocks, 4);
@@ -289,12 +289,13 @@ fn an_abort_from_the_other_side() {
 #[test]
 fn who_has_ended_is_let_go() {
     // D tries for a term to tell P that it gives its lease up.
-    let p = Recipe::new("p", 2).by(By::Held).term(Duration::from_secs(5)).start();
+    let p = Recipe::new("p", 2).by(By::Held).term(Duration::from_secs(5));
+    let p = p.at(quiet_address()).start();
     let d = Recipe::new("d", 1).by(By::Held).start();
     let held = d.ranks[0].held.clone().unwrap();
     p.prefill(1, &[3], 4);
     let ticket = p.grant("r", &[3], 4);
-    d.start_load("r", &ticket, &[3], &[9], 4, Duration::from_secs(6));
+    d.start_load("r", &ticket, &[3], &[9], 4, Duration::from_secs(20));
     let reads = [held.next(), held.next()];
     assert_eq!(held.connections(), 2);
     drop(p);

@@ -175,7 +175,7 @@ fn block_tables_that_do_not_fit_fail_only_their_request() {
 
 #[test]
 fn a_request_that_waits_is_kept_alive() {
-    let term = Duration::from_secs(4);
+    let term = Duration::from_secs(8);
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
     let (source, destination) = (blocks_for(4, 3), blocks_for(4, 9));
@@ -185,7 +185,7 @@ fn a_request_that_waits_is_kept_alive() {
     d.scheduler.hold(&kept, LONG);
     let released = p.wait_released();
     assert_eq!((released.request.as_str(), released.why), ("left", Ended::Expired));
-    std::thread::sleep(term * 2);
+    std::thread::sleep(term);
     assert_eq!(p.scheduler.released(), [], "the heartbeat keeps the other");
     assert_eq!(d.scheduler.lost(), []);
     d.start_load("kept", &kept, &source, &destination, 4, LONG);
@@ -196,7 +196,7 @@ fn a_request_that_waits_is_kept_alive() {
 
 #[test]
 fn a_request_waits_only_as_long_as_it_may() {
-    let (term, patience) = (Duration::from_secs(4), Duration::from_secs(9));
+    let (term, patience) = (Duration::from_secs(8), Duration::from_secs(9));
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
     let ticket = p.grant("r", &[1], 4);
@@ -213,7 +213,7 @@ fn a_request_waits_only_as_long_as_it_may() {
 /// Engines name their requests by themselves: what becomes of one says nothing of another's.
 #[test]
 fn two_engines_may_give_the_same_name() {
-    let term = Duration::from_secs(4);
+    let term = Duration::from_secs(6);
     let first = Recipe::new("first", 1).term(term).start();
     let second = Recipe::new("second", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
@@ -225,7 +225,7 @@ fn two_engines_may_give_the_same_name() {
     let holds = d.scheduler.status().holds;
     let holds: Vec<_> = holds.iter().map(|h| (h.engine.as_str(), h.reading)).collect();
     assert_eq!(holds, [("first", false), ("second", true)]);
-    std::thread::sleep(term * 2);
+    std::thread::sleep(term * 3 / 2);
     assert_eq!(first.scheduler.released(), [], "both are kept alive");
     assert_eq!(second.scheduler.released(), []);
     d.scheduler.settle(&ticket);

@@ -14,9 +14,12 @@ use kvferry_agent::{
 #[test]
 fn prefill_dies_while_it_computes() {
     for comes_back in [false, true] {
-        let p = Recipe::new("p", 1).start();
+        let address = quiet_address();
+        let p = Recipe::new("p", 1).at(address).start();
         let mut d = Recipe::new("d", 1);
-        d.worker.handshake = Duration::from_secs(5);
+        if !comes_back {
+            d.worker.handshake = Duration::from_secs(5);
+        }
         let d = d.start();
         let ticket = p.scheduler.open("r", None).unwrap();
         d.load(&follow("r", &ticket, &[9, 10], 8));
@@ -24,11 +27,7 @@ fn prefill_dies_while_it_computes() {
         advance(&p, 1, "r", &[3], 4);
         eventually("it is read", || d.ranks[0].wrong(1, &[9], 4) == 0);
         drop(p);
-        let again = comes_back.then(|| {
-            let mut again = Recipe::new("p", 1);
-            again.scheduler.bind = ticket.address.parse().unwrap();
-            again.start()
-        });
+        let again = comes_back.then(|| Recipe::new("p", 1).at(address).start());
         let ending = d.ranks[0].wait_end("r");
         match comes_back {
             true => {

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, granted, load};
+use crate::common::{
+    By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, granted, load, quiet_address,
+};
 use kvferry_agent::lease::Ended;
 use kvferry_agent::{Choice, Failure, Load, Outcome, Way};
 
@@ -68,7 +70,7 @@ fn every_lowering_brings_the_same_bytes() {
 /// and the blocks come back.
 #[test]
 fn a_source_that_dies_while_it_packs_fails_the_request() {
-    let p = Recipe::new("p", 1).term(Duration::from_secs(2)).start();
+    let p = Recipe::new("p", 1).at(quiet_address()).start();
     let d = reading(Choice::Only(Way::Packed), 1, By::Tcp);
     // Once, so that they know each other.
     let outcomes = p.hand_over(&d, "first", 22, p.scheduler.address());

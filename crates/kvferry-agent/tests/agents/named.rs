@@ -52,7 +52,7 @@ fn decode_comes_first_and_knows_only_a_name() {
         advance(&p, 1, "p-1", &[3, 4, 5], tokens);
         let progress = heard(&d, "d-1", |progress| progress.tokens == tokens);
         assert_eq!(progress.speed.is_some(), known, "{progress:?}");
-        assert!(progress.speed.is_none_or(|speed| speed > 1.0 && speed < 100.0), "{progress:?}");
+        assert!(progress.speed.is_none_or(|speed| speed > 0.0 && speed < 100.0), "{progress:?}");
         let status = p.scheduler.status();
         let [growing] = &status.growing[..] else { panic!("{status:?}") };
         assert_eq!(
@@ -78,10 +78,8 @@ fn decode_comes_first_and_knows_only_a_name() {
 #[test]
 fn an_engine_that_has_restarted_is_found_by_the_name_of_the_request() {
     let d = Recipe::new("d", 1).start();
-    let mut first = Recipe::new("p", 1);
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    first.scheduler.bind = port;
-    let p = first.start();
+    let address = quiet_address();
+    let p = Recipe::new("p", 1).at(address).start();
     let known = named(&p, "n");
     let before = p.scheduler.open("p-0", Some("n")).unwrap();
     d.scheduler.follow("d-0", known.clone(), LONG).unwrap();
@@ -89,9 +87,7 @@ fn an_engine_that_has_restarted_is_found_by_the_name_of_the_request() {
     drop(p);
     d.scheduler.follow("d-1", known, LONG).unwrap();
     thread::sleep(Duration::from_millis(100));
-    let mut second = Recipe::new("p-again", 1);
-    second.scheduler.bind = port;
-    let p = second.start();
+    let p = Recipe::new("p-again", 1).at(address).start();
     p.prefill(1, &[3, 4, 5], 12);
     p.scheduler.open("p-1", Some("n")).unwrap();
     let progress = heard(&d, "d-1", |_| true);
@@ -208,8 +204,8 @@ fn who_leaves_gives_nothing_up() {
 /// A followed lease is kept alive when it is sealed, and lost when nothing happens for too long.
 #[test]
 fn what_is_followed_is_held() {
-    let (term, patience) = (Duration::from_secs(4), Duration::from_secs(14));
-    let quiet = term * 3 / 2;
+    let (term, patience) = (Duration::from_secs(6), Duration::from_secs(15));
+    let quiet = term * 5 / 4;
     let p = Recipe::new("p", 1).term(term).start();
     let d = Recipe::new("d", 1).start();
     d.scheduler.follow("r", named(&p, "n"), patience).unwrap();

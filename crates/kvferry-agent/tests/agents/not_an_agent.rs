@@ -171,7 +171,7 @@ fn an_agent_without_tls_is_not_one_with_other_certificates() {
 
 #[test]
 fn where_nobody_listens_the_system_says_so() {
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let nobody = quiet_address().to_string();
     let (outcome, _) = load_from(nobody, Trust::Loopback, SHORT);
     assert_eq!(
         outcome,

@@ -11,20 +11,19 @@ use kvferry_agent::{Ended, Failure, Outcome};
 #[test]
 fn pain_17_a_restarted_peer_is_noticed() {
     for by in [By::Tcp, By::Local] {
-        let (p, d) = (Recipe::new("p", 2).by(by).start(), Recipe::new("d", 1).by(by).start());
+        let address = quiet_address();
+        let p = Recipe::new("p", 2).by(by).at(address).start();
+        let d = Recipe::new("d", 1).by(by).start();
         let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
         p.prefill(1, &source, 8);
         let ticket = p.grant("r1", &source, 8);
         d.start_load("r1", &ticket, &source, &destination, 8, LONG);
         assert_eq!(d.wait_ends("r1"), [Outcome::Done]);
         let old = p.grant("old", &source, 8);
-        let address: std::net::SocketAddr = p.scheduler.address().parse().unwrap();
         // Its memory stays mapped in this process: the danger is that it could still be read.
         drop(p);
 
-        let mut again = Recipe::new("p", 2).by(by);
-        again.scheduler.bind = address;
-        let p = again.start();
+        let p = Recipe::new("p", 2).by(by).at(address).start();
         p.prefill(2, &source, 8);
         let new = p.grant("new", &source, 8);
         assert_eq!(new.address, old.address);
@@ -83,7 +82,7 @@ fn pain_17_ranks_that_lost_their_memory_begin_a_new_life() {
 /// A peer that was never there: the request fails within the handshake's time, and is forgotten.
 #[test]
 fn a_peer_that_is_gone_is_reported_in_time() {
-    let p = Recipe::new("p", 1).start();
+    let p = Recipe::new("p", 1).at(quiet_address()).start();
     let ticket = p.grant("r", &[1], 4);
     drop(p);
     let mut d = Recipe::new("d", 1);

@@ -1,5 +1,6 @@
 //! An engine of a few ranks, and what it does with a request.
 
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,12 +77,13 @@ impl Recipe {
             tp,
             by: By::Tcp,
             model: "tiny",
-            scheduler: SchedulerOptions::new(name),
+            scheduler: SchedulerOptions { term: LONG * 2, ..SchedulerOptions::new(name) },
             // Audits are what some tests are about; the others are about what comes before and after. What is
             // tiny takes no time, and is read all the same.
             worker: WorkerOptions {
                 audit: Audit::OFF,
                 least_ahead: Duration::ZERO,
+                handshake: LONG,
                 ..WorkerOptions::new(tp as u32)
             },
             lie: 0,
@@ -105,6 +107,12 @@ impl Recipe {
 
     pub fn term(mut self, term: Duration) -> Self {
         self.scheduler.term = term;
+        self
+    }
+
+    /// Listens there.
+    pub fn at(mut self, address: SocketAddr) -> Self {
+        self.scheduler.bind = address;
         self
     }
 

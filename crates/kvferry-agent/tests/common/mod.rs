@@ -15,6 +15,9 @@ pub mod looping;
 pub mod memory;
 pub mod wire;
 
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,6 +38,22 @@ pub fn eventually(what: &str, so: impl Fn() -> bool) {
     while !so() {
         assert!(Instant::now() < until, "never happened: {what}");
         thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Where nobody listens, and nobody will by chance: below the ports that the kernel hands out by itself.
+pub fn quiet_address() -> SocketAddr {
+    const PORTS: Range<u16> = 20_000..32_000;
+    // Each call has another port, and each process begins elsewhere.
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = std::process::id().wrapping_mul(1009);
+    loop {
+        let next = first.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed).into());
+        let port = PORTS.start + (next % PORTS.len() as u32) as u16;
+        let address = (Ipv4Addr::LOCALHOST, port).into();
+        if TcpListener::bind(address).is_ok() {
+            return address;
+        }
     }
 }
 

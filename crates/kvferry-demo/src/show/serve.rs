@@ -113,8 +113,8 @@ impl Show<'_> {
                 tokens: request.tokens,
                 cached: request.cached.clone(),
                 destination: request.destination.clone(),
-                deadline: self.patience,
-                patience: self.patience,
+                deadline: self.limits.patience,
+                patience: self.limits.patience,
                 rest: false,
             };
             for rank in &engine.ranks {
@@ -134,7 +134,7 @@ impl Show<'_> {
         let request = &mut self.requests[number];
         let (Stage::Granting, Some(ticket)) = (&request.stage, ticket) else { return };
         let wait = match request.fate {
-            Fate::Forgotten => self.term * 2,
+            Fate::Forgotten => self.limits.term * 2,
             _ => Duration::from_millis(self.dice.u64(0..=10)),
         };
         request.stage = Stage::Queued { until: Instant::now() + wait };
@@ -142,7 +142,7 @@ impl Show<'_> {
         if request.fate != Fate::Forgotten
             && let Some(scheduler) = self.engines[request.decode].scheduler
         {
-            let patience_ms = self.patience.as_millis() as u64 * 2;
+            let patience_ms = self.limits.patience.as_millis() as u64 * 2;
             let ticket = ticket.clone();
             self.crew.tell(scheduler, &Command::Hold { ticket, patience_ms });
         }

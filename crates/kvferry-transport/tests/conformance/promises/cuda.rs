@@ -351,7 +351,7 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     assert!(is_backwards(&pair, 64), "programs beside staging are not exact");
     let before = census::take();
     // Whoever is refused waits for those under way: at a gate they would wait for each other.
-    twin("KVFERRY_TWIN_LATE_MS", "1000");
+    twin("KVFERRY_TWIN_LATE_MS", "3000");
     for what in ["memory", "pinned"] {
         twin_refuses(what);
         no_memory(&read(&long));
@@ -362,6 +362,7 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
         assert_eq!(pair.transport.statistics().quarantined, 0);
     }
     twin_refuses("nothing");
+    twin("KVFERRY_TWIN_LATE_MS", "20");
     done(&read(&long));
     assert!(is_backwards(&pair, 16), "a long program is not exact");
     comes_back("ours", before, census::take);
