@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
 
-use super::peer::NixlPeer;
+use super::peer::{Inner, NixlPeer};
 use super::state::State;
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status};
 use crate::shared::Transfer;
@@ -167,7 +167,7 @@ pub(super) struct Packer {
 
 impl Packer {
     /// Gets to know the peer's server, and measures. `None` where it cannot be reached or does not pack:
-    /// its reads are direct then.
+    /// its reads are direct then, and the log says why.
     pub(super) fn meet(
         state: &Arc<State>,
         peer: &NixlPeer,
@@ -190,7 +190,7 @@ impl Packer {
             directly(&"the memory of our own GPU cannot be packed");
             return None;
         };
-        let fetch = Fetcher { state: Arc::downgrade(state), peer: peer.clone() };
+        let fetch = Fetcher { state: Arc::downgrade(state), peer: Arc::downgrade(&peer.0) };
         let rate = RateWatch::new(peer.0.rate.medium());
         let until = deadline.min(Instant::now() + PATIENCE);
         let lanes = match on_cards {
@@ -214,8 +214,10 @@ impl Packer {
                 return None;
             }
         };
-        let Some(measured) = client.measured().filter(|measured| measured.packs).copied() else {
-            client.close();
+        // That a server is told of means that there is memory to pack into: none may be free just now.
+        let Some(measured) = client.measured().copied() else {
+            let at = told.address.at;
+            directly(&format!("its server for packing at {at} did not answer when it was tried"));
             return None;
         };
         let slot = ours.staging.slot_bytes().min(theirs.slot);
@@ -327,14 +329,21 @@ fn measure(
 
 /// Fetches by NIXL what a peer has gathered.
 struct Fetcher {
-    /// The transport has the peers, and so this: it must not keep the transport alive.
+    /// The transport has the peers, and a peer has this: it must keep neither alive.
     state: Weak<State>,
-    peer: NixlPeer,
+    peer: Weak<Inner>,
+}
+
+impl Fetcher {
+    fn read(&self, state: &State, copies: &[ByteCopy], until: Instant) -> Result<Transfer, Error> {
+        let peer = NixlPeer(self.peer.upgrade().ok_or(Error::Disconnected)?);
+        state.read_uncounted(&peer, copies, until)
+    }
 }
 
 impl std::fmt::Debug for Fetcher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Fetcher").field(&self.peer).finish()
+        f.debug_tuple("Fetcher").field(&self.peer.upgrade().map(NixlPeer)).finish()
     }
 }
 
@@ -361,13 +370,13 @@ impl Fetch for Fetcher {
             return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
         }
         let copy = ByteCopy { source: address, destination: slot.address(), bytes };
-        let operation = state.read_uncounted(&self.peer, &[copy], deadline)?;
+        let operation = self.read(&state, &[copy], deadline)?;
         Ok(Some(Fetched { operation, slot, yards: state.yards.clone(), place }))
     }
 
     fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error> {
         let state = self.state.upgrade().ok_or(Error::Disconnected)?;
-        state.read_uncounted(&self.peer, copies, deadline)
+        self.read(&state, copies, deadline)
     }
 
     fn forsake(&self, forsaken: Forsaken) {

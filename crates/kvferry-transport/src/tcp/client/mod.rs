@@ -149,10 +149,19 @@ impl Client {
         }
         let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
-            let _ = thread.join();
+            // A lane may be the last that let go of what has this client.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
         }
         // A lane may have given something back while it was being told.
         self.state.fail_all(&Error::Disconnected);
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 
