@@ -26,11 +26,12 @@ use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::random::random;
 use crate::shared::rate::RateWatch;
-use crate::shared::staging::Slot;
+use crate::shared::staging::{Full, Slot, Use};
 use crate::shared::trial;
 use crate::shared::yard::Yards;
 use crate::tcp::{
-    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Secret, Server, gather,
+    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Room, Secret, Server,
+    gather,
 };
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
@@ -45,7 +46,7 @@ const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 const MOVED_TWICE: f64 = 0.2;
 /// How long to wait for the peer's server: without it, reads are direct.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long to wait for memory to fetch into.
+/// How long to wait for memory to measure with.
 const SLOT_PATIENCE: Duration = Duration::from_millis(50);
 /// Marks the end of a description that tells of a server.
 const MARK: &[u8; 8] = b"kvfy-pck";
@@ -195,7 +196,7 @@ impl Packer {
         let until = deadline.min(Instant::now() + PATIENCE);
         let lanes = match on_cards {
             (false, false) => LANES,
-            // No more than there are slots for on both sides: who finds none reads run by run.
+            // No more than there are slots for on both sides: who finds none only waits.
             _ => {
                 let ours =
                     ours.staging.region().map_or(0, |all| all.bytes / ours.staging.slot_bytes());
@@ -222,7 +223,7 @@ impl Packer {
         };
         let slot = ours.staging.slot_bytes().min(theirs.slot);
         let long = if on_cards == (false, false) { 128 << 10 } else { slot };
-        let into = || ours.staging.take(SLOT_PATIENCE);
+        let into = || ours.staging.take(Use::Own, SLOT_PATIENCE).ok();
         let direct = into().and_then(|slot| measure(state, peer, (theirs, slot), long, deadline));
         let direct = direct.unwrap_or_else(|| peer.price(on_cards.0));
         let lanes = lanes.count as u64;
@@ -348,13 +349,14 @@ impl std::fmt::Debug for Fetcher {
 }
 
 impl Fetch for Fetcher {
-    fn begin(
+    fn room(
         &self,
         loops: &Loops,
-        address: u64,
-        deadline: Instant,
-    ) -> Result<Option<Fetched>, Error> {
-        let state = self.state.upgrade().ok_or(Error::Disconnected)?;
+        patience: Duration,
+        is_wanted: &dyn Fn() -> bool,
+    ) -> Result<Room, Full> {
+        // Whoever is told so reads directly, and hears that the transport is gone.
+        let state = self.state.upgrade().ok_or(Full::Stalled)?;
         state.settle_forsaken();
         let written = loops.nests().filter_map(|nest| nest.extents()).map(|(_, written)| written);
         let written = written.map(|written| (written.start, written.end - written.start));
@@ -362,16 +364,30 @@ impl Fetch for Fetcher {
             true => state.desk.regions.spans().place(written),
             false => Some(Place::Host),
         };
-        let yard = place.and_then(|place| Some((place, state.yards.of(place)?)));
-        let slot = yard.and_then(|(place, yard)| Some((place, yard.staging.take(SLOT_PATIENCE)?)));
-        let Some((place, slot)) = slot else { return Ok(None) };
+        let place = place.ok_or(Full::Stalled)?;
+        let staging = state.yards.of(place).ok_or(Full::Stalled)?.staging.clone();
+        let yards = state.yards.clone();
+        // It may take long: the transport must not be kept for that.
+        drop(state);
+        let slot = staging.take_while(Use::Own, patience, is_wanted)?;
+        Ok(Room { slot, yards, place })
+    }
+
+    fn begin(
+        &self,
+        room: Room,
+        loops: &Loops,
+        address: u64,
+        deadline: Instant,
+    ) -> Result<Fetched, Error> {
+        let state = self.state.upgrade().ok_or(Error::Disconnected)?;
         let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
-        if bytes > slot.bytes() {
+        if bytes > room.slot.bytes() {
             return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
         }
-        let copy = ByteCopy { source: address, destination: slot.address(), bytes };
+        let copy = ByteCopy { source: address, destination: room.slot.address(), bytes };
         let operation = self.read(&state, &[copy], deadline)?;
-        Ok(Some(Fetched { operation, slot, yards: state.yards.clone(), place }))
+        Ok(Fetched { operation, room })
     }
 
     fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error> {

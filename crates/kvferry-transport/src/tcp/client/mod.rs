@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use self::lane::LaneThread;
 pub(crate) use self::measure::Measured;
-pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions};
+pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
