@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::common::faulty::Fault;
 use crate::common::{
     By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, granted, load, quiet_address,
 };
@@ -64,6 +65,20 @@ fn every_lowering_brings_the_same_bytes() {
             }
         }
     }
+}
+
+/// What was to be packed and came otherwise is not counted as packed.
+#[test]
+fn what_the_source_did_not_pack_is_not_counted_as_packed() {
+    let p = Recipe::new("p", 1).start();
+    let mut d = Recipe::new("d", 1);
+    d.worker.lowering = Choice::Only(Way::Packed);
+    d.faulty = true;
+    *d.switch.lock().unwrap() = Some(Fault::Unpacked);
+    let d = d.start();
+    assert_eq!(p.hand_over(&d, "r", 22, p.scheduler.address()), [Outcome::Done]);
+    assert!(metric(&d, 0, "kvferry_read_bytes_total") > 0);
+    assert_eq!(metric(&d, 0, "kvferry_read_packed_bytes_total"), 0);
 }
 
 /// A source that is gone while it packs is gone as it is while it is read: the request fails in time,

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvferry_agent::{Carrier, Source};
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Status};
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, Status};
 
 /// What goes wrong on the way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub enum Fault {
     StaleBlock,
     /// The values inside of a page are in another order.
     OtherOrder,
+    /// None of the bytes: the source says that it packs, and does not when it is asked to.
+    Unpacked,
 }
 
 /// The fault that is at work, if any.
@@ -88,11 +90,20 @@ impl Source for FaultySource {
                 copies.remove(0);
             }
             Some(Fault::StaleBlock) => copies[0].source += self.older,
-            Some(Fault::FlippedBit | Fault::OtherOrder) | None => {}
+            Some(Fault::FlippedBit | Fault::OtherOrder | Fault::Unpacked) | None => {}
         }
         let inner = self.inner.read(&copies, deadline)?;
         let done = AtomicBool::new(false);
         Ok(Box::new(FaultyOperation { inner, fault, first: copies[0], done }))
+    }
+
+    fn rates(&self) -> Rates {
+        let packed = *self.switch.lock().unwrap() == Some(Fault::Unpacked);
+        Rates { direct: self.price(), packed: packed.then(|| self.price()) }
+    }
+
+    fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.read(&loops.copies().collect::<Vec<_>>(), deadline)
     }
 
     fn executes_loops(&self) -> bool {

@@ -47,8 +47,11 @@ pub struct Report {
     pub bytes: u64,
     /// Copies asked for.
     pub copies: u64,
-    /// Copies posted, after merging those that touch.
+    /// Copies posted, after merging those that touch. What is packed is one, and each run of it that had to be
+    /// read by itself is one more.
     pub copies_posted: u64,
+    /// Of the bytes, those that the peer packed.
+    pub packed: u64,
     /// How long the call that started it took.
     pub time_to_post: Duration,
     /// From the end of that call to the last byte.

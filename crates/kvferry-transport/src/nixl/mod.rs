@@ -54,6 +54,8 @@ mod peer;
 mod prepared;
 mod price;
 mod state;
+#[cfg(test)]
+mod tests;
 mod wheel;
 
 use capi::{Agent, AgentError};
@@ -63,7 +65,7 @@ pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use foreign::{Bell, describe_foreign};
 pub use install::install;
 pub use options::{CardPacking, NixlOptions};
-use packing::{Control, Packer};
+use packing::{Control, Packer, Told};
 use peer::Description;
 pub use peer::NixlPeer;
 use prepared::PreparedLists;
@@ -175,6 +177,24 @@ impl Nixl {
         self.state.changed.notify_all();
         loaded.map(|_| ())
     }
+
+    /// Asks a peer whether it packs, where that is not known: what it says of itself is new, or there is memory
+    /// of another kind than when it was asked.
+    fn meet(&self, peer: &NixlPeer, told: Option<Told>, is_new: bool, deadline: Instant) {
+        // Held throughout, so that nobody else asks the same.
+        let (Some(told), Some(mut met)) = (told, peer.0.met.try_lock_until(deadline)) else {
+            return;
+        };
+        let ours = self.state.has_gpu();
+        let on_cards = Some((ours, peer.is_on_gpu()));
+        if (*met == on_cards && !is_new) || peer.packer(ours).is_some() {
+            return;
+        }
+        *met = on_cards;
+        if let Some(packer) = Packer::meet(&self.state, peer, &told, deadline) {
+            peer.adopt(packer);
+        }
+    }
 }
 
 impl Transport for Nixl {
@@ -229,9 +249,12 @@ impl Transport for Nixl {
         let known = peers.iter().find(|peer| peer.instance() == instance);
         if let Some(peer) = known.cloned() {
             // Memory that was registered anew has other keys, also where it lies at the same addresses.
-            if *peer.spans() != spans || *peer.0.metadata.lock() != metadata {
+            let is_new = *peer.spans() != spans || *peer.0.metadata.lock() != metadata;
+            if is_new {
                 self.reload(&peer, spans, metadata, deadline)?;
             }
+            drop(peers);
+            self.meet(&peer, told, is_new, deadline);
             return Ok(peer);
         }
         // It may have been disconnected a moment ago: NIXL must have forgotten it first.
@@ -252,11 +275,7 @@ impl Transport for Nixl {
         let peer = NixlPeer::new(instance, loaded, (spans, metadata), rate);
         peers.push(peer.clone());
         drop(peers);
-        if let Some(told) = told
-            && let Some(packer) = Packer::meet(&self.state, &peer, &told, deadline)
-        {
-            let _ = peer.0.packer.set(packer);
-        }
+        self.meet(&peer, told, true, deadline);
         Ok(peer)
     }
 
@@ -269,9 +288,7 @@ impl Transport for Nixl {
         self.state.queue.lock().leaving.push(peer.clone());
         self.state.peers.lock().retain(|other| !other.is(peer));
         self.state.changed.notify_all();
-        if let Some(packer) = peer.0.packer.get() {
-            packer.client.close();
-        }
+        peer.dismiss_packers();
     }
 
     fn price(&self, peer: &NixlPeer) -> Price {
@@ -306,8 +323,8 @@ impl Transport for Nixl {
         let (whole, written) = Whole::of(loops)?;
         let way = peer
             .packer(self.state.has_gpu())
-            .and_then(|packer| Some((packer, packer.limits(&self.state, peer, loops, &written)?)));
-        let Some((packer, limits)) = way else {
+            .and_then(|packer| Some((packer.limits(&self.state, peer, loops, &written)?, packer)));
+        let Some((limits, packer)) = way else {
             return self.read_loops(peer, loops, deadline);
         };
         if peer.0.closed.load(Ordering::SeqCst) {
@@ -341,9 +358,7 @@ impl Transport for Nixl {
 impl Drop for Nixl {
     fn drop(&mut self) {
         let peers = self.state.peers.lock().clone();
-        for packer in peers.iter().filter_map(|peer| peer.0.packer.get()) {
-            packer.client.close();
-        }
+        peers.iter().for_each(NixlPeer::dismiss_packers);
         self.state.queue.lock().closing = true;
         self.state.changed.notify_all();
         // The driver ends everything; what it could not end is safe once the agent, of which this

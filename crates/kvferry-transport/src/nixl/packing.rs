@@ -19,18 +19,19 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
 
-use super::peer::NixlPeer;
+use super::peer::{Inner, NixlPeer};
 use super::state::State;
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::random::random;
 use crate::shared::rate::RateWatch;
-use crate::shared::staging::Slot;
+use crate::shared::staging::{Full, Slot, Use};
 use crate::shared::trial;
 use crate::shared::yard::Yards;
 use crate::tcp::{
-    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Secret, Server, gather,
+    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Room, Secret, Server,
+    gather,
 };
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
@@ -45,7 +46,7 @@ const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 const MOVED_TWICE: f64 = 0.2;
 /// How long to wait for the peer's server: without it, reads are direct.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long to wait for memory to fetch into.
+/// How long to wait for memory to measure with.
 const SLOT_PATIENCE: Duration = Duration::from_millis(50);
 /// Marks the end of a description that tells of a server.
 const MARK: &[u8; 8] = b"kvfy-pck";
@@ -167,7 +168,7 @@ pub(super) struct Packer {
 
 impl Packer {
     /// Gets to know the peer's server, and measures. `None` where it cannot be reached or does not pack:
-    /// its reads are direct then.
+    /// its reads are direct then, and the log says why.
     pub(super) fn meet(
         state: &Arc<State>,
         peer: &NixlPeer,
@@ -190,12 +191,12 @@ impl Packer {
             directly(&"the memory of our own GPU cannot be packed");
             return None;
         };
-        let fetch = Fetcher { state: Arc::downgrade(state), peer: peer.clone() };
+        let fetch = Fetcher { state: Arc::downgrade(state), peer: Arc::downgrade(&peer.0) };
         let rate = RateWatch::new(peer.0.rate.medium());
         let until = deadline.min(Instant::now() + PATIENCE);
         let lanes = match on_cards {
             (false, false) => LANES,
-            // No more than there are slots for on both sides: who finds none reads run by run.
+            // No more than there are slots for on both sides: who finds none only waits.
             _ => {
                 let ours =
                     ours.staging.region().map_or(0, |all| all.bytes / ours.staging.slot_bytes());
@@ -214,13 +215,15 @@ impl Packer {
                 return None;
             }
         };
-        let Some(measured) = client.measured().filter(|measured| measured.packs).copied() else {
-            client.close();
+        // That a server is told of means that there is memory to pack into: none may be free just now.
+        let Some(measured) = client.measured().copied() else {
+            let at = told.address.at;
+            directly(&format!("its server for packing at {at} did not answer when it was tried"));
             return None;
         };
         let slot = ours.staging.slot_bytes().min(theirs.slot);
         let long = if on_cards == (false, false) { 128 << 10 } else { slot };
-        let into = || ours.staging.take(SLOT_PATIENCE);
+        let into = || ours.staging.take(Use::Own, SLOT_PATIENCE).ok();
         let direct = into().and_then(|slot| measure(state, peer, (theirs, slot), long, deadline));
         let direct = direct.unwrap_or_else(|| peer.price(on_cards.0));
         let lanes = lanes.count as u64;
@@ -327,25 +330,33 @@ fn measure(
 
 /// Fetches by NIXL what a peer has gathered.
 struct Fetcher {
-    /// The transport has the peers, and so this: it must not keep the transport alive.
+    /// The transport has the peers, and a peer has this: it must keep neither alive.
     state: Weak<State>,
-    peer: NixlPeer,
+    peer: Weak<Inner>,
+}
+
+impl Fetcher {
+    fn read(&self, state: &State, copies: &[ByteCopy], until: Instant) -> Result<Transfer, Error> {
+        let peer = NixlPeer(self.peer.upgrade().ok_or(Error::Disconnected)?);
+        state.read_uncounted(&peer, copies, until)
+    }
 }
 
 impl std::fmt::Debug for Fetcher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Fetcher").field(&self.peer).finish()
+        f.debug_tuple("Fetcher").field(&self.peer.upgrade().map(NixlPeer)).finish()
     }
 }
 
 impl Fetch for Fetcher {
-    fn begin(
+    fn room(
         &self,
         loops: &Loops,
-        address: u64,
-        deadline: Instant,
-    ) -> Result<Option<Fetched>, Error> {
-        let state = self.state.upgrade().ok_or(Error::Disconnected)?;
+        patience: Duration,
+        is_wanted: &dyn Fn() -> bool,
+    ) -> Result<Room, Full> {
+        // Whoever is told so reads directly, and hears that the transport is gone.
+        let state = self.state.upgrade().ok_or(Full::Stalled)?;
         state.settle_forsaken();
         let written = loops.nests().filter_map(|nest| nest.extents()).map(|(_, written)| written);
         let written = written.map(|written| (written.start, written.end - written.start));
@@ -353,21 +364,35 @@ impl Fetch for Fetcher {
             true => state.desk.regions.spans().place(written),
             false => Some(Place::Host),
         };
-        let yard = place.and_then(|place| Some((place, state.yards.of(place)?)));
-        let slot = yard.and_then(|(place, yard)| Some((place, yard.staging.take(SLOT_PATIENCE)?)));
-        let Some((place, slot)) = slot else { return Ok(None) };
+        let place = place.ok_or(Full::Stalled)?;
+        let staging = state.yards.of(place).ok_or(Full::Stalled)?.staging.clone();
+        let yards = state.yards.clone();
+        // It may take long: the transport must not be kept for that.
+        drop(state);
+        let slot = staging.take_while(Use::Own, patience, is_wanted)?;
+        Ok(Room { slot, yards, place })
+    }
+
+    fn begin(
+        &self,
+        room: Room,
+        loops: &Loops,
+        address: u64,
+        deadline: Instant,
+    ) -> Result<Fetched, Error> {
+        let state = self.state.upgrade().ok_or(Error::Disconnected)?;
         let bytes = loops.packed_bytes().unwrap_or(u64::MAX);
-        if bytes > slot.bytes() {
+        if bytes > room.slot.bytes() {
             return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
         }
-        let copy = ByteCopy { source: address, destination: slot.address(), bytes };
-        let operation = state.read_uncounted(&self.peer, &[copy], deadline)?;
-        Ok(Some(Fetched { operation, slot, yards: state.yards.clone(), place }))
+        let copy = ByteCopy { source: address, destination: room.slot.address(), bytes };
+        let operation = self.read(&state, &[copy], deadline)?;
+        Ok(Fetched { operation, room })
     }
 
     fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error> {
         let state = self.state.upgrade().ok_or(Error::Disconnected)?;
-        state.read_uncounted(&self.peer, copies, deadline)
+        self.read(&state, copies, deadline)
     }
 
     fn forsake(&self, forsaken: Forsaken) {

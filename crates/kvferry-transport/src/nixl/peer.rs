@@ -2,8 +2,8 @@
 
 use std::ffi::CString;
 use std::fmt;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
@@ -32,8 +32,10 @@ pub(super) struct Inner {
     pub(super) paused: AtomicBool,
     /// Operations that the driver has taken and that have not ended.
     pub(super) under_way: Mutex<usize>,
-    /// How it is asked to pack, where it does.
-    pub(super) packer: OnceLock<Packer>,
+    /// How it is asked to pack, for each kind of memory on both sides for which it does.
+    packers: Mutex<Vec<Arc<Packer>>>,
+    /// The kinds of memory (whether on a card: ours, its own) with which it was last asked whether it packs.
+    pub(super) met: Mutex<Option<(bool, bool)>>,
 }
 
 impl NixlPeer {
@@ -52,7 +54,8 @@ impl NixlPeer {
             closed: AtomicBool::new(false),
             paused: AtomicBool::new(false),
             under_way: Mutex::new(0),
-            packer: OnceLock::new(),
+            packers: Mutex::default(),
+            met: Mutex::default(),
         }));
         if peer.is_on_gpu() {
             peer.0.rate.gpu();
@@ -84,8 +87,27 @@ impl NixlPeer {
 
     /// How it is asked to pack, where it was met with the same kinds of memory as there are now: `gpu` says
     /// whether any of ours is on a card.
-    pub(super) fn packer(&self, gpu: bool) -> Option<&Packer> {
-        self.0.packer.get().filter(|packer| packer.on_cards == (gpu, self.is_on_gpu()))
+    pub(super) fn packer(&self, gpu: bool) -> Option<Arc<Packer>> {
+        let on_cards = (gpu, self.is_on_gpu());
+        self.0.packers.lock().iter().find(|packer| packer.on_cards == on_cards).cloned()
+    }
+
+    /// From now on it is asked to pack. If it was disconnected meanwhile, it is not, and the connections are
+    /// closed that were opened for that.
+    pub(super) fn adopt(&self, packer: Packer) {
+        let mut packers = self.0.packers.lock();
+        // Whoever disconnects says so first, and looks here then.
+        if !self.0.closed.load(Ordering::SeqCst) {
+            packers.push(Arc::new(packer));
+        }
+    }
+
+    /// Ends all that it was asked to pack.
+    pub(super) fn dismiss_packers(&self) {
+        let packers = std::mem::take(&mut *self.0.packers.lock());
+        for packer in packers {
+            packer.client.close();
+        }
     }
 
     pub(super) fn is(&self, other: &Self) -> bool {

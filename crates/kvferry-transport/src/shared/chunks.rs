@@ -130,6 +130,7 @@ impl Chunked {
                 _ => copies.push(copy),
             }),
         }
+        self.custody.count_copies(copies.len() as u64);
         let pieces = copies.chunks(max_copies).map(|some| Piece::Copies(some.to_vec()));
         self.state.lock().returned.extend(pieces);
         part.give_back();
@@ -180,7 +181,10 @@ impl Chunk {
 
     /// All of it is in place.
     pub(crate) fn in_place(self) {
-        self.part.in_place(self.bytes);
+        match self.piece {
+            Piece::Copies(_) => self.part.in_place(self.bytes),
+            Piece::Packed(_) => self.part.packed_in_place(self.bytes),
+        }
     }
 
     /// It failed for good, and nothing of it can land any more.
@@ -200,6 +204,7 @@ mod tests {
     use super::*;
     use crate::contract::Status;
     use crate::shared::custody::tests::open;
+    use kvferry_layout::BlockPair;
     use proptest::prelude::*;
 
     fn chunked(copies: Vec<ByteCopy>) -> Arc<Chunked> {
@@ -221,6 +226,35 @@ mod tests {
         }
         assert_eq!(tries, MAX_RETRIES + 1);
         assert_eq!(chunked.custody.status(), Status::Failed(Error::Disconnected));
+    }
+
+    /// What the peer did not pack is read as the short copies that it is, and reported so.
+    #[test]
+    fn what_is_not_packed_is_not_reported_as_packed() {
+        let mut loops = Loops::default();
+        let table = loops.add_table((0..1000).map(|at| BlockPair { source: at, destination: at }));
+        loops.add_nest((4096, 8192), 100, (200, 300), &[], table).unwrap();
+        let limits = CutLimits { bytes: 10_000, nests: 10, pairs: 1000 };
+        let custody = open(loops.bytes(), &Arc::default());
+        let chunked = Chunked::packed(custody.clone(), loops, limits);
+        let (mut packed, mut runs) = (0, 0);
+        while let Some((chunk, _)) = chunked.take(7, u64::MAX) {
+            match &chunk.piece {
+                Piece::Packed(loops) if packed > 30_000 => {
+                    runs += loops.runs();
+                    assert!(chunked.unpack(chunk, 7));
+                }
+                Piece::Packed(_) => {
+                    packed += chunk.bytes;
+                    chunk.in_place();
+                }
+                Piece::Copies(_) => chunk.in_place(),
+            }
+        }
+        let Status::Done(report) = custody.status() else { panic!("{custody:?}") };
+        assert!(packed < report.bytes && runs > 100, "{packed} bytes were packed, {runs} runs not");
+        assert_eq!((report.bytes, report.packed), (100_000, packed));
+        assert_eq!(report.copies_posted, 1 + runs);
     }
 
     #[test]

@@ -93,6 +93,10 @@ struct State {
     held: u32,
     /// Bytes not yet in place.
     left: u64,
+    /// Of those in place, bytes that the peer packed.
+    packed: u64,
+    /// Copies that were posted beside those of the order.
+    more_copies: u64,
     outcome: Option<Result<Report, Error>>,
     /// Counted as quarantined.
     quarantined: bool,
@@ -112,6 +116,8 @@ impl Custody {
         let state = State {
             held: 0,
             left: order.bytes,
+            packed: 0,
+            more_copies: 0,
             outcome: None,
             quarantined: false,
             posted: None,
@@ -158,6 +164,11 @@ impl Custody {
         }
         state.held += 1;
         Some(Part(self.clone()))
+    }
+
+    /// Something that was to be moved in one piece is read in so many copies instead.
+    pub(crate) fn count_copies(&self, copies: u64) {
+        self.state.lock().more_copies += copies;
     }
 
     /// Ends the operation with an error, unless it has ended already.
@@ -219,7 +230,8 @@ impl Custody {
         let report = Report {
             bytes: self.order.bytes,
             copies: self.order.asked,
-            copies_posted: self.order.copies,
+            copies_posted: self.order.copies + state.more_copies,
+            packed: state.packed,
             time_to_post: posted.saturating_duration_since(self.order.began),
             time_on_wire: now.saturating_duration_since(posted),
         };
@@ -255,10 +267,20 @@ impl Part {
     /// So many bytes are in place, and nothing more of this part lands. With the last of an
     /// operation's bytes the operation is done.
     pub(crate) fn in_place(self, bytes: u64) {
+        self.landed(bytes, 0);
+    }
+
+    /// The same for bytes that the peer packed.
+    pub(crate) fn packed_in_place(self, bytes: u64) {
+        self.landed(bytes, bytes);
+    }
+
+    fn landed(self, bytes: u64, packed: u64) {
         let custody = &self.0;
         let mut state = custody.state.lock();
         state.held -= 1;
         state.left -= bytes;
+        state.packed += packed;
         if state.outcome.is_none() && state.left == 0 {
             custody.succeed(&mut state);
         }

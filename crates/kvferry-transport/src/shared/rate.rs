@@ -198,11 +198,15 @@ impl RateWatch {
                 floor / 1e6,
             ))
         } else {
+            let unpacked = match report.packed {
+                0 => "",
+                _ => ", among them those that were to be packed and could not be packed in time",
+            };
             let micros = (report.time_to_post + report.time_on_wire).as_secs_f64() * 1e6
                 / report.copies_posted.max(1) as f64;
             Verdict::Short(format!(
-                "{reached} in short copies ({mean} bytes on average, {micros:.1} µs each) reached \
-                 {:.0} MB/s at best: the time goes into the number of copies, not into bytes. Equal \
+                "{reached} in short copies ({mean} bytes on average, {micros:.1} µs each{unpacked}) \
+                 reached {:.0} MB/s at best: the time goes into the number of copies, not into bytes. Equal \
                  layouts on both sides, or larger blocks, make them longer",
                 best / 1e6,
             ))
@@ -258,6 +262,19 @@ mod tests {
         // And they do not hide that long ones are slow, too.
         let said = verdicts(&watch, many(report(256 << 20, 400, 100)));
         assert!(matches!(said[..], [Verdict::Slow(_)]), "{said:?}");
+    }
+
+    /// The same to be packed, in six parts of which one was: what was read run by run is no long copy.
+    #[test]
+    fn packing_that_falls_back_is_not_blamed_on_software_emulation() {
+        let watch = RateWatch::new(Medium::Nixl(None));
+        watch.gpu();
+        let packed = 56 << 20;
+        let fell_back = Report { packed, ..report(336 << 20, 270, 1 + 40_960 * 5 / 6) };
+        let said = verdicts(&watch, many(fell_back));
+        let [Verdict::Short(text)] = &said[..] else { panic!("{said:?}") };
+        assert!(text.contains("short copies") && text.contains("could not be packed"), "{text}");
+        assert!(!text.contains("emulated"), "{text}");
     }
 
     #[test]

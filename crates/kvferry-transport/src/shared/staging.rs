@@ -1,5 +1,10 @@
-//! Memory to pack into: a bounded pool of equal slots. Who finds none waits a moment, and then does
-//! without.
+//! Memory to pack into: a bounded pool of equal slots. Who finds none waits for as long as others give theirs
+//! back, and then does without.
+//!
+//! Both ends of a packed read need a slot, each of its own pool, and two processes may read from each other. That
+//! nobody waits in a circle is kept up by three rules: who reads takes the own slot first, and waits for it with
+//! no other slot in hand; who is asked to pack answers soon, whether there is a slot or not; and of a pool that
+//! peers have asked for slots, one slot is left to them.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,6 +16,32 @@ use parking_lot::{Condvar, Mutex};
 use crate::contract::{Error, StagingStatistics};
 use crate::memory::HostMemory;
 
+/// How long no slot may have come back before it is taken that none will. Eight parts of 64 MiB that share a wire
+/// of 100 MB/s come back within that time.
+const STALLED: Duration = Duration::from_secs(6);
+/// How long who waits does so, even then.
+const LEAST_WAIT: Duration = Duration::from_millis(50);
+/// Between two looks whether a slot is still wanted.
+const GLANCE: Duration = Duration::from_millis(10);
+
+/// What a slot is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// To pack for a peer.
+    Peer,
+    /// To fetch what a peer has packed.
+    Own,
+}
+
+/// Why there is no slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Full {
+    /// All are in use, and come back: another time there will be one.
+    Moving,
+    /// There are none at all, or none has come back for long.
+    Stalled,
+}
+
 /// A pool of slots of one block of memory, of which the system only gives what is used.
 #[derive(Debug)]
 pub(crate) struct Staging {
@@ -21,11 +52,15 @@ pub(crate) struct Staging {
     returned: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     /// Slots by number; the one that was used last is the next, because it may still be in a cache.
     idle: Vec<u32>,
     statistics: StagingStatistics,
+    /// A peer has asked for a slot.
+    has_served: bool,
+    /// When a slot was taken or came back last.
+    moved: Instant,
     /// Kept for as long as the pool.
     _memory: Option<Box<dyn Any + Send>>,
 }
@@ -61,12 +96,18 @@ impl Staging {
         let slots = u32::try_from(region.bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
         let bytes = u64::from(slots) * slot_bytes;
         let statistics = StagingStatistics { bytes, ..StagingStatistics::default() };
-        let idle = (0..slots).rev().collect();
+        let state = State {
+            idle: (0..slots).rev().collect(),
+            statistics,
+            has_served: false,
+            moved: Instant::now(),
+            _memory: memory,
+        };
         Arc::new(Self {
             slot_bytes,
             base: region.base,
             place: region.place,
-            state: Mutex::new(State { idle, statistics, _memory: memory }),
+            state: Mutex::new(state),
             returned: Condvar::new(),
         })
     }
@@ -76,31 +117,55 @@ impl Staging {
         self.slot_bytes
     }
 
-    /// A slot, once one is free; `None` when none is before `patience` has passed.
-    pub(crate) fn take(self: &Arc<Self>, patience: Duration) -> Option<Slot> {
-        let until = Instant::now() + patience;
+    /// A slot, once one is free, or why there was none before `patience` had passed.
+    pub(crate) fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
+        self.take_while(what_for, patience, &|| true)
+    }
+
+    /// The same for as long as one is wanted.
+    pub(crate) fn take_while(
+        self: &Arc<Self>,
+        what_for: Use,
+        patience: Duration,
+        is_wanted: &dyn Fn() -> bool,
+    ) -> Result<Slot, Full> {
+        let began = Instant::now();
         let mut state = self.state.lock();
-        let mut waited = false;
+        state.has_served |= what_for == Use::Peer;
+        let mut has_waited = false;
         let number = loop {
-            if let Some(number) = state.idle.pop() {
+            if let Some(number) = self.free(&mut state, what_for) {
                 break number;
             }
-            let none = state.statistics.bytes == 0;
-            if !waited && !none {
-                state.statistics.waits += 1;
-                waited = true;
-            }
-            if none || self.returned.wait_until(&mut state, until).timed_out() {
+            let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
+            let stalled = state.moved.elapsed() >= STALLED && waited >= LEAST_WAIT.min(patience);
+            if none || (stalled && !patience.is_zero()) {
                 state.statistics.refused += 1;
-                return None;
+                return Err(Full::Stalled);
             }
+            if waited >= patience || !is_wanted() {
+                return Err(Full::Moving);
+            }
+            if !has_waited {
+                state.statistics.waits += 1;
+                has_waited = true;
+            }
+            self.returned.wait_for(&mut state, GLANCE.min(patience - waited));
         };
+        state.moved = Instant::now();
         let statistics = &mut state.statistics;
-        statistics.packed += 1;
+        statistics.packed += u64::from(what_for == Use::Peer);
         statistics.in_use += self.slot_bytes;
         statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
         drop(state);
-        Some(Slot { pool: self.clone(), number })
+        Ok(Slot { pool: self.clone(), number })
+    }
+
+    /// The number of a slot that is free for this use: the last is left to peers, if there are any.
+    fn free(&self, state: &mut State, what_for: Use) -> Option<u32> {
+        let has_several = state.statistics.bytes > self.slot_bytes;
+        let left = usize::from(what_for == Use::Own && state.has_served && has_several);
+        if state.idle.len() > left { state.idle.pop() } else { None }
     }
 
     /// All of it, to be registered where others are to read it.
@@ -130,8 +195,10 @@ impl Drop for Slot {
         let mut state = self.pool.state.lock();
         state.statistics.in_use -= self.pool.slot_bytes;
         state.idle.push(self.number);
+        state.moved = Instant::now();
         drop(state);
-        self.pool.returned.notify_one();
+        // Not all that wait may take it.
+        self.pool.returned.notify_all();
     }
 }
 
@@ -143,27 +210,27 @@ mod tests {
     fn no_more_is_handed_out_than_there_is_and_all_of_it_comes_back() {
         let pool = Staging::new(3 * 1024, 1024).unwrap();
         let slots: Vec<Slot> =
-            (0..3).map(|_| pool.take(Duration::ZERO).expect("a slot is free")).collect();
+            (0..3).map(|_| pool.take(Use::Peer, Duration::ZERO).expect("a slot is free")).collect();
         let mut addresses: Vec<u64> = slots.iter().map(Slot::address).collect();
         addresses.sort_unstable();
         assert!(addresses.windows(2).all(|pair| pair[1] - pair[0] == 1024), "{addresses:?}");
-        assert!(pool.take(Duration::from_millis(1)).is_none());
+        assert_eq!(pool.take(Use::Own, Duration::from_millis(1)).err(), Some(Full::Moving));
         let StagingStatistics { bytes, in_use, most_in_use, packed, waits, refused } =
             pool.statistics();
         assert_eq!((bytes, in_use, most_in_use), (3072, 3072, 3072));
-        assert_eq!((packed, waits, refused), (3, 1, 1));
+        assert_eq!((packed, waits, refused), (3, 1, 0));
         drop(slots);
         assert_eq!(pool.statistics().in_use, 0);
-        assert!(pool.take(Duration::ZERO).is_some());
+        assert!(pool.take(Use::Own, Duration::ZERO).is_ok());
     }
 
     #[test]
     fn who_waits_gets_what_comes_back() {
         let pool = Staging::new(1024, 1024).unwrap();
-        let slot = pool.take(Duration::ZERO);
+        let slot = pool.take(Use::Own, Duration::ZERO);
         let waiting = std::thread::spawn({
             let pool = pool.clone();
-            move || pool.take(Duration::from_secs(30)).is_some()
+            move || pool.take(Use::Own, Duration::from_secs(30)).is_ok()
         });
         while pool.statistics().waits == 0 {
             std::thread::yield_now();
@@ -172,10 +239,54 @@ mod tests {
         assert!(waiting.join().expect("the thread ends"));
     }
 
+    /// Who waits gives up when nothing comes back any more, long before its own time is over; who comes then,
+    /// soon after.
+    #[test]
+    fn a_pool_that_stands_still_is_not_waited_for() {
+        let pool = Staging::new(1024, 1024).unwrap();
+        let _kept = pool.take(Use::Peer, Duration::ZERO);
+        let began = Instant::now();
+        let refused = pool.take(Use::Own, Duration::from_secs(3600)).err();
+        assert_eq!(refused, Some(Full::Stalled));
+        assert!(began.elapsed() >= STALLED);
+        assert_eq!(pool.take(Use::Peer, LEAST_WAIT).err(), Some(Full::Stalled));
+        assert_eq!(pool.statistics().refused, 2);
+        // Who has other things to do is not refused for that.
+        assert_eq!(pool.take(Use::Own, Duration::ZERO).err(), Some(Full::Moving));
+    }
+
+    #[test]
+    fn the_last_slot_is_left_to_peers_that_have_asked() {
+        let pool = Staging::new(3 * 1024, 1024).unwrap();
+        let own = || pool.take(Use::Own, Duration::ZERO);
+        // Without any, all are ours.
+        let all: Vec<Slot> = (0..3).map(|_| own().expect("a slot is free")).collect();
+        assert_eq!(pool.take(Use::Peer, Duration::ZERO).err(), Some(Full::Moving));
+        drop(all);
+        let some: Vec<Slot> = (0..2).map(|_| own().expect("a slot is free")).collect();
+        assert_eq!(own().err(), Some(Full::Moving));
+        let last = pool.take(Use::Peer, Duration::ZERO);
+        assert!(last.is_ok());
+        drop((some, last));
+        // Peers may have all of them: those who have one wait for nobody.
+        let all: Vec<_> = (0..3).map(|_| pool.take(Use::Peer, Duration::ZERO)).collect();
+        assert!(all.iter().all(Result::is_ok));
+    }
+
+    #[test]
+    fn who_is_not_wanted_any_more_waits_no_longer() {
+        let pool = Staging::new(1024, 1024).unwrap();
+        let _kept = pool.take(Use::Own, Duration::ZERO);
+        let looks = std::cell::Cell::new(0);
+        let is_wanted = || looks.replace(looks.get() + 1) < 3;
+        let gone = pool.take_while(Use::Own, Duration::from_secs(3600), &is_wanted);
+        assert_eq!((gone.err(), looks.get()), (Some(Full::Moving), 4));
+    }
+
     #[test]
     fn a_pool_of_nothing_refuses_at_once() {
-        let began = Instant::now();
-        assert!(Staging::new(10, 1024).unwrap().take(Duration::from_secs(30)).is_none());
-        assert!(began.elapsed() < Duration::from_secs(10));
+        let nothing = Staging::new(10, 1024).unwrap();
+        let refused = nothing.take(Use::Peer, Duration::from_secs(30)).err();
+        assert_eq!((refused, nothing.statistics().refused), (Some(Full::Stalled), 1));
     }
 }

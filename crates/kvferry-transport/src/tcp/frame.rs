@@ -227,6 +227,10 @@ pub(crate) enum Verdict {
     Busy = 2,
 }
 
+/// What a server that is [busy](Verdict::Busy) says instead of a number of bytes where others give memory back: one
+/// may ask again. Otherwise it says 0, as older ones always do.
+pub(crate) const AGAIN: u64 = 1;
+
 /// The header of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Answer {

@@ -47,7 +47,9 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, Measured, PeerRegions};
+pub(crate) use client::{
+    Address, Client, Fetch, Fetched, Forsaken, Lanes, Measured, PeerRegions, Room,
+};
 pub(crate) use proof::Secret;
 pub(crate) use server::{Delivery, Generation, Server};
 pub(crate) use socket::entry;

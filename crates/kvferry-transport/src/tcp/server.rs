@@ -12,19 +12,20 @@ use kvferry_layout::Place;
 use parking_lot::Mutex;
 use socket2::SockRef;
 
-use super::frame::{self, Answer, Challenge, Hello, Listing, Proof, Request, Verb, Verdict};
+use super::frame::{self, AGAIN, Answer, Challenge, Hello, Listing, Proof, Request, Verb, Verdict};
 use super::practice::Practice;
 use super::proof::{self, Secret};
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
 use crate::shared::random::random;
 use crate::shared::region::{Hold, Regions};
-use crate::shared::staging::Slot;
+use crate::shared::staging::{Full, Slot, Use};
 use crate::shared::yard::Yards;
 
 /// How long a new connection may take to prove that it may be here.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a connection may wait for memory to pack into before its peer is told to read directly.
+/// How long a connection may wait for memory to pack into before its peer is told to ask again. It is deaf until
+/// then.
 const STAGING_PATIENCE: Duration = Duration::from_millis(50);
 /// How long a card may take to gather before its peer is told to read directly.
 const GATHER_PATIENCE: Duration = Duration::from_secs(10);
@@ -277,7 +278,12 @@ impl Shared {
                 }
                 Verb::Gather => {
                     let slot = match kept.len() < MAX_KEPT {
-                        true => self.gather(&request, &body, &mut spans, &mut answer)?,
+                        true => {
+                            // What its peer gives back is behind this request.
+                            let patience =
+                                if kept.is_empty() { STAGING_PATIENCE } else { Duration::ZERO };
+                            self.gather(&request, &body, patience, &mut spans, &mut answer)?
+                        }
                         false => {
                             (answer.verdict, answer.bytes) = (Verdict::Busy, 0);
                             None
@@ -347,6 +353,7 @@ impl Shared {
         &self,
         request: &Request,
         body: &[u8],
+        patience: Duration,
         spans: &mut Vec<(u64, u64)>,
         answer: &mut Answer,
     ) -> Result<Option<Slot>, End> {
@@ -373,10 +380,16 @@ impl Shared {
         };
         let busy = Answer { verdict: Verdict::Busy, bytes: 0, ..*answer };
         let yard = self.yards.of(place);
-        let slot = yard.and_then(|yard| Some((yard, yard.staging.take(STAGING_PATIENCE)?)));
-        let Some((yard, slot)) = slot else {
-            *answer = busy;
-            return Ok(None);
+        let (yard, slot) = match yard.map(|yard| (yard, yard.staging.take(Use::Peer, patience))) {
+            Some((yard, Ok(slot))) => (yard, slot),
+            Some((_, Err(Full::Moving))) => {
+                *answer = Answer { bytes: AGAIN, ..busy };
+                return Ok(None);
+            }
+            Some((_, Err(Full::Stalled))) | None => {
+                *answer = busy;
+                return Ok(None);
+            }
         };
         if request.bytes > slot.bytes() {
             return Err(InvalidFrame::Length(request.bytes).into());

@@ -211,10 +211,7 @@ impl Reading {
                         match &reads {
                             Reads::List(copies) => source.read(copies, job.deadline),
                             Reads::Loops(loops) => source.read_loops(loops, job.deadline),
-                            Reads::Packed(loops) => {
-                                moved.packed += loops.bytes();
-                                source.read_packed(loops, job.deadline)
-                            }
+                            Reads::Packed(loops) => source.read_packed(loops, job.deadline),
                         }
                         .map_err(|error| transport_failure(&error))
                     }
@@ -265,9 +262,14 @@ impl Reading {
     fn look(&mut self) -> bool {
         let mut safe = true;
         let mut failure = None;
+        self.moved.packed = 0;
         for operation in &self.operations {
             let status = operation.poll();
             safe &= status.is_safe();
+            if let Status::Done(report) = &status {
+                // What was asked for packed may have come otherwise.
+                self.moved.packed += report.packed;
+            }
             if let Status::Done(report) = &status
                 && let Some(Lesson { source, way, expected }) = self.lessons.pop()
                 && let Some(source) = self.sources.get(source).and_then(Option::as_ref)

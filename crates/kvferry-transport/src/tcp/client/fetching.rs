@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
 
-use super::state::{Fetch, Forsaken, Lane, State};
+use super::state::{Fetch, Forsaken, Lane, Room, State};
 use crate::contract::{Error, Operation, Status};
 use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::custody::Custody;
@@ -50,19 +50,17 @@ impl Landing {
     }
 }
 
-/// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None`
-/// where there was no memory to fetch it into, or nobody to put it in its place.
+/// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None` where there is
+/// nobody to do that.
 pub(super) fn fetch(
     state: &State,
     lane: &Lane,
     fetch: &dyn Fetch,
     custody: &Custody,
     loops: &Loops,
-    address: u64,
+    (address, room): (u64, Room),
 ) -> Result<Option<(Moving, Slot)>, Error> {
-    let Some(fetched) = fetch.begin(loops, address, custody.deadline())? else {
-        return Ok(None);
-    };
+    let fetched = fetch.begin(room, loops, address, custody.deadline())?;
     loop {
         match fetched.operation.wait(Instant::now() + GLANCE) {
             Status::Done(_) => break,
@@ -74,7 +72,7 @@ pub(super) fn fetch(
                     lane.cut_by_us.store(true, Ordering::SeqCst);
                 }
                 fetched.operation.cancel();
-                fetch.forsake(Forsaken::fetched(fetched.operation, fetched.slot));
+                fetch.forsake(Forsaken::fetched(fetched.operation, fetched.room.slot));
                 return Err(match status {
                     Status::Quarantined(error) => error,
                     _ => Error::Disconnected,
@@ -83,14 +81,14 @@ pub(super) fn fetch(
         }
     }
     if custody.is_stopped() {
-        return Ok(Some((Moving::nothing(), fetched.slot)));
+        return Ok(Some((Moving::nothing(), fetched.room.slot)));
     }
     // SAFETY: what is read lies in the slot, which is ours and at least as long as both halves say
     // (`Fetch::begin`). What is written lies in registered regions (`Regions::hold`) of the place that
     // `begin` found, which may be written at any time and which the operation holds until its chunks
     // are settled: this one, when the bytes have been moved.
     let moving = unsafe { fetched.scatter(loops)? };
-    Ok(moving.map(|moving| (moving, fetched.slot)))
+    Ok(moving.map(|moving| (moving, fetched.room.slot)))
 }
 
 /// Reads a chunk by the other transport, straight to where it belongs.

@@ -5,15 +5,18 @@ use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use kvferry_layout::Loops;
 
 use super::fetching::{self, Landing};
-use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
+use super::state::{Fetch, HELLO_PATIENCE, Lane, PeerRegions, Question, Room, State};
 use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
 use crate::shared::spans::Spans;
+use crate::shared::staging::Full;
 use crate::shared::walk;
-use crate::tcp::frame::{self, Answer, Listing, Request, Verb, Verdict};
+use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
@@ -24,7 +27,8 @@ const DEPTH: usize = 4;
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
-    Chunk(Arc<Chunked>, Chunk, u64),
+    /// With room for what is to be fetched.
+    Chunk(Arc<Chunked>, Chunk, Option<Room>, u64),
     /// A chunk that was fetched, if the peer says that it kept the slot until then. Without a chunk, a
     /// slot that was of no use.
     Release(Option<Landing>, u64),
@@ -190,10 +194,25 @@ impl<'a> LaneThread<'a> {
             self.state.queue.lock().operations.push_back(operation.clone());
             self.state.work.notify_one();
         }
-        if let (Piece::Copies(_), Some(fetch)) = (&chunk.piece, &self.state.fetch) {
-            fetching::read_otherwise(self.state, self.lane(), &**fetch, &operation, chunk);
-            return Ok(());
-        }
+        let room = match (&chunk.piece, &self.state.fetch) {
+            (_, None) => None,
+            (Piece::Copies(_), Some(fetch)) => {
+                fetching::read_otherwise(self.state, self.lane(), &**fetch, &operation, chunk);
+                return Ok(());
+            }
+            (Piece::Packed(loops), Some(fetch)) => match self.room(&**fetch, &operation, loops) {
+                Ok(room) => Some(room),
+                Err(Full::Stalled) => {
+                    self.read_directly(operation, chunk);
+                    return Ok(());
+                }
+                Err(Full::Moving) => {
+                    self.put_back(operation, chunk);
+                    // What is on the way here is what others wait for.
+                    return if self.on_the_way.is_empty() { Ok(()) } else { self.receive() };
+                }
+            },
+        };
         let id = self.number_request();
         self.frame.clear();
         let header = |verb, spans, bytes| Request { verb, practice: false, spans, id, bytes };
@@ -214,19 +233,33 @@ impl<'a> LaneThread<'a> {
                 self.frame[..Request::BYTES].copy_from_slice(&header);
             }
         }
-        self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, id));
+        self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, room, id));
         socket::send_bytes(stream, &self.frame).map_err(lost)
+    }
+
+    /// Takes memory of our own for a chunk, before the peer is asked for it. A lane waits for some only while it
+    /// has none in hand, nor any of the peer's.
+    fn room(&self, fetch: &dyn Fetch, operation: &Chunked, loops: &Loops) -> Result<Room, Full> {
+        let custody = operation.custody();
+        let patience = match self.on_the_way.is_empty() {
+            true => custody.deadline().saturating_duration_since(Instant::now()),
+            false => Duration::ZERO,
+        };
+        let is_wanted = || !custody.is_stopped() && !self.state.queue.lock().closing;
+        fetch.room(loops, patience, &is_wanted)
     }
 
     /// Takes in the answer to the oldest request.
     fn receive(&mut self) -> Result<(), Error> {
-        let (Some(stream), Some(request)) = (self.stream.clone(), self.on_the_way.front()) else {
+        let lane = self.lane();
+        let (Some(stream), Some(request)) = (self.stream.clone(), self.on_the_way.front_mut())
+        else {
             return Err(Error::Disconnected);
         };
         let mut header = [0; Answer::BYTES];
         socket::receive_bytes(&stream, &mut header).map_err(lost)?;
         let answer = Answer::decode(&header).map_err(Error::PeerMisbehaved)?;
-        let (OnTheWay::Chunk(_, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
+        let (OnTheWay::Chunk(_, _, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
             request;
         if answer.id != *id {
             return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
@@ -236,13 +269,12 @@ impl<'a> LaneThread<'a> {
         let mut regions = None;
         let mut fetched = None;
         match (request, answer.verdict) {
-            (OnTheWay::Chunk(operation, chunk, _), Verdict::Done) => {
-                match (&chunk.piece, &self.state.fetch) {
-                    (Piece::Packed(loops), Some(fetch)) => {
-                        let custody = operation.custody();
-                        let (state, lane) = (self.state, self.lane());
-                        let landing =
-                            fetching::fetch(state, lane, &**fetch, custody, loops, answer.bytes)?;
+            (OnTheWay::Chunk(operation, chunk, room, _), Verdict::Done) => {
+                match (&chunk.piece, &self.state.fetch, room.take()) {
+                    (Piece::Packed(loops), Some(fetch), Some(room)) => {
+                        let (state, custody) = (self.state, operation.custody());
+                        let from = (answer.bytes, room);
+                        let landing = fetching::fetch(state, lane, &**fetch, custody, loops, from)?;
                         fetched = Some(landing);
                     }
                     _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
@@ -253,7 +285,7 @@ impl<'a> LaneThread<'a> {
                 regions = Some(receive_regions(&stream, answer.bytes)?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
-            (OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, _), Verdict::Busy) => {}
+            (OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, ..), Verdict::Busy) => {}
             (OnTheWay::Chunk(..), Verdict::Busy)
             | (OnTheWay::Release(..), _)
             | (OnTheWay::Question(..), Verdict::Outside | Verdict::Busy) => {
@@ -261,7 +293,7 @@ impl<'a> LaneThread<'a> {
             }
         }
         match self.on_the_way.pop_front() {
-            Some(OnTheWay::Chunk(operation, chunk, _)) if fetched.is_some() => {
+            Some(OnTheWay::Chunk(operation, chunk, ..)) if fetched.is_some() => {
                 let kept = match fetched.flatten() {
                     Some((moving, slot)) => Some(Landing { operation, chunk, moving, slot }),
                     None => {
@@ -284,9 +316,13 @@ impl<'a> LaneThread<'a> {
                 }
             }
             Some(OnTheWay::Release(None, _)) => {}
-            Some(OnTheWay::Chunk(operation, chunk, _)) => {
+            Some(OnTheWay::Chunk(operation, chunk, room, _)) => {
+                drop(room);
                 if answer.verdict == Verdict::Busy {
-                    self.read_directly(operation, chunk);
+                    match answer.bytes {
+                        AGAIN => self.put_back(operation, chunk),
+                        _ => self.read_directly(operation, chunk),
+                    }
                     return Ok(());
                 }
                 self.lane().forget(operation.custody().id());
@@ -307,6 +343,20 @@ impl<'a> LaneThread<'a> {
             None => {}
         }
         Ok(())
+    }
+
+    /// A chunk whose turn has not come goes back to the queue, behind what others wait for.
+    fn put_back(&self, operation: Arc<Chunked>, chunk: Chunk) {
+        self.lane().forget(operation.custody().id());
+        if operation.try_again(chunk, None) {
+            let mut queue = self.state.queue.lock();
+            // Once is enough, however often this happens.
+            if !queue.operations.iter().any(|other| Arc::ptr_eq(other, &operation)) {
+                queue.operations.push_back(operation);
+            }
+            drop(queue);
+            self.state.work.notify_one();
+        }
     }
 
     /// A chunk that cannot be packed goes back to the queue, as copies.
@@ -332,7 +382,7 @@ impl<'a> LaneThread<'a> {
         }
         while let Some(request) = self.on_the_way.pop_front() {
             match request {
-                OnTheWay::Chunk(operation, chunk, _) => {
+                OnTheWay::Chunk(operation, chunk, ..) => {
                     self.lane().forget(operation.custody().id());
                     if operation.try_again(chunk, error) {
                         self.state.queue.lock().operations.push_front(operation);

@@ -10,7 +10,7 @@ use kvferry_layout::{BlockPair, Loop, Loops, Price};
 
 use crate::contract::{Error, InvalidFrame};
 use crate::shared::walk;
-use crate::tcp::frame::{self, Answer, Request, Verb, Verdict};
+use crate::tcp::frame::{self, AGAIN, Answer, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
 
 /// No try begins after so long.
@@ -49,12 +49,13 @@ pub(crate) fn measure(stream: &TcpStream, deadline: Instant) -> Result<Measured,
     let lost = |error: std::io::Error| Error::PeerLost(error.to_string());
     let patience = patience.clamp(Duration::from_millis(1), PATIENCE);
     stream.set_read_timeout(Some(patience)).map_err(lost)?;
-    let mut trial = Trial { stream, began, next: 1 << 63, buffer: vec![0; 1 << 20] };
+    let mut trial =
+        Trial { stream, began, next: 1 << 63, only_busy: false, buffer: vec![0; 1 << 20] };
     let mut measured = Measured::default();
     // The first is slower than any other.
     trial.reads(1, SHORT, 1)?;
     measured.round_trip = trial.best(|trial| trial.reads(1, SHORT, 1))?.unwrap_or_default();
-    measured.packs = trial.gathers(1, SHORT, 1)?.is_some();
+    measured.packs = trial.gathers(1, SHORT, 1)?.is_some() || trial.only_busy;
     let rest = |time: Option<f64>| time.map(|time| (time - measured.round_trip).max(0.0));
     let long = rest(trial.best(|trial| trial.reads(1, LONG, REQUESTS))?);
     let short = rest(trial.best(|trial| trial.reads(SPANS, SHORT, REQUESTS))?);
@@ -81,6 +82,8 @@ struct Trial<'s> {
     began: Instant,
     /// The number of the next request.
     next: u64,
+    /// The peer has memory to pack into, all of which was in use.
+    only_busy: bool,
     buffer: Vec<u8>,
 }
 
@@ -173,7 +176,10 @@ impl Trial<'_> {
                 Verdict::Done if answer.id == id && answer.bytes == header(id).bytes => {
                     receive(self.stream, &mut self.buffer).map_err(lost)?;
                 }
-                Verdict::Busy if answer.id == id => busy = true,
+                Verdict::Busy if answer.id == id => {
+                    busy = true;
+                    self.only_busy |= answer.bytes == AGAIN;
+                }
                 _ => return Err(Error::PeerMisbehaved(InvalidFrame::Answer)),
             }
         }

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use self::lane::LaneThread;
 pub(crate) use self::measure::Measured;
-pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions};
+pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
@@ -149,10 +149,19 @@ impl Client {
         }
         let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
-            let _ = thread.join();
+            // A lane may be the last that let go of what has this client.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
         }
         // A lane may have given something back while it was being told.
         self.state.fail_all(&Error::Disconnected);
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

@@ -17,7 +17,7 @@ use crate::shared::Transfer;
 use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
-use crate::shared::staging::Slot;
+use crate::shared::staging::{Full, Slot};
 use crate::shared::yard::{Moving, Yards};
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Secret};
@@ -76,28 +76,42 @@ pub(crate) struct Lanes {
 
 /// Another transport, which moves what the peer has gathered.
 pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
-    /// Starts to read what the peer has gathered of the loops at an address, into memory of our own.
-    /// `None` where there is none left.
+    /// Takes memory of our own for what the peer is to gather of the loops, as soon as there is some.
+    fn room(
+        &self,
+        loops: &Loops,
+        patience: Duration,
+        is_wanted: &dyn Fn() -> bool,
+    ) -> Result<Room, Full>;
+    /// Starts to read to it what the peer has gathered of the loops at an address.
     fn begin(
         &self,
+        room: Room,
         loops: &Loops,
         address: u64,
         deadline: Instant,
-    ) -> Result<Option<Fetched>, Error>;
+    ) -> Result<Fetched, Error>;
     /// Starts to read copies that were not gathered, straight to where they belong.
     fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error>;
     /// Keeps what is not wanted any more until nothing touches it.
     fn forsake(&self, forsaken: Forsaken);
 }
 
-/// What is being fetched, and the slot that it goes to.
+/// Memory of our own for a part that is to be fetched. It is taken before the peer is asked, so that nothing is
+/// gathered in vain, and nobody waits with a slot of the peer's in hand.
 #[derive(Debug)]
-pub(crate) struct Fetched {
-    pub(crate) operation: Transfer,
+pub(crate) struct Room {
     pub(crate) slot: Slot,
     pub(crate) yards: Arc<Yards>,
     /// Of the slot, and of where it belongs.
     pub(crate) place: Place,
+}
+
+/// What is being fetched, and where to.
+#[derive(Debug)]
+pub(crate) struct Fetched {
+    pub(crate) operation: Transfer,
+    pub(crate) room: Room,
 }
 
 impl Fetched {
@@ -108,9 +122,10 @@ impl Fetched {
     /// It has been fetched, the slot is as long as both halves of the loops say, and what they write is
     /// registered memory of the place, which stays so until the answer has ended.
     pub(super) unsafe fn scatter(&self, loops: &Loops) -> Result<Option<Moving>, Error> {
-        let scatter = loops.scatter(self.slot.address());
+        let Room { slot, yards, place } = &self.room;
+        let scatter = loops.scatter(slot.address());
         let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
-        let Some(yard) = self.yards.of(self.place) else { return Ok(None) };
+        let Some(yard) = yards.of(*place) else { return Ok(None) };
         // SAFETY: the caller's promise.
         Ok(unsafe { yard.start(&scatter) }.ok())
     }

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_layout::{BlockPair, Loop, Loops};
+use kvferry_layout::{BlockPair, Loop, Loops, Place};
 
 use super::super::frame::{Answer, Challenge, Hello, Request, Verb};
 use super::super::{Tcp, TcpOptions, TcpPeer, gather, parse};
 use super::{OPEN, PAGE, Victim, described, soon};
-use crate::contract::{Operation, Status, Transport};
+use crate::contract::{Operation, Report, Status, Transport};
 use crate::memory::HostMemory;
+use crate::shared::staging::Use;
 
 const BYTES: usize = 8 << 20;
 
@@ -50,13 +51,14 @@ fn every_other(from: u64, to: &End) -> Loops {
     loops
 }
 
-fn check(operation: &impl Operation, destination: &End, fill: u8, before: u8) {
+fn check(operation: &impl Operation, destination: &End, fill: u8, before: u8) -> Report {
     let status = operation.wait(soon());
-    assert!(matches!(status, Status::Done(_)), "{status:?}");
+    let Status::Done(report) = status else { panic!("{status:?}") };
     let byte = |at: usize| if at % 1024 < 512 { fill } else { before };
     let wrong =
         destination.memory.snapshot().into_iter().enumerate().find(|&(at, b)| b != byte(at));
     assert_eq!(wrong, None);
+    report
 }
 
 /// The source gives a slot back when the last of it is on its way, which the reader may know first.
@@ -82,7 +84,9 @@ fn a_tiny_pool_serves_everybody() {
                 let loops = every_other(base, &reader);
                 let read = || reader.transport.read_packed(&peer, &loops, soon()).unwrap();
                 let operations: Vec<_> = (0..3).map(|_| read()).collect();
-                operations.iter().for_each(|operation| check(operation, &reader, 7, 1));
+                operations.iter().for_each(|operation| {
+                    check(operation, &reader, 7, 1);
+                });
             });
         }
     });
@@ -91,6 +95,31 @@ fn a_tiny_pool_serves_everybody() {
     assert_eq!(staging.bytes, gather::SLOT_BYTES, "{staging:?}");
     assert_eq!(staging.most_in_use, gather::SLOT_BYTES);
     assert!(staging.packed > 0, "{staging:?}");
+}
+
+/// A source all of whose slots are in use for longer than it waits for one: who asks waits for its turn, and what
+/// was to be packed is.
+#[test]
+fn who_finds_no_slot_asks_again() {
+    let source = End::new(2 * gather::SLOT_BYTES, 7);
+    let staging = &source.transport.yards.of(Place::Host).unwrap().staging;
+    let reader = End::new(0, 1);
+    let peer = reader.connect(&source.transport.describe().unwrap());
+    wait_until_nothing_is_staged(&source);
+    let kept: Vec<_> = (0..2).map(|_| staging.take(Use::Peer, Duration::ZERO)).collect();
+    let loops = every_other(source.memory.base(), &reader);
+    let operation = reader.transport.read_packed(&peer, &loops, soon()).unwrap();
+    // Several times, each as long as a connection waits.
+    let before = staging.statistics().waits;
+    let until = Instant::now() + Duration::from_secs(20);
+    while staging.statistics().waits < before + 4 {
+        assert!(Instant::now() < until, "nobody asks: {:?}", staging.statistics());
+        assert_eq!(operation.poll(), Status::InProgress);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(kept);
+    let report = check(&operation, &reader, 7, 1);
+    assert_eq!(report.packed, report.bytes, "{report:?}");
 }
 
 /// A reader that has stopped reading keeps the only slot: others are read directly, and nothing hangs.
@@ -119,7 +148,12 @@ fn who_keeps_a_slot_keeps_nobody_else_out() {
     // Once its connection takes no more, the slot is not given back.
     while source.transport.staging().refused == 0 {
         assert!(Instant::now() < until, "{:?}", source.transport.staging());
-        check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
+        let operation = reader.transport.read_packed(&peer, &loops, soon()).unwrap();
+        let report = check(&operation, &reader, 7, 1);
+        // What was refused was read run by run, and is not said to have been packed.
+        let refused = source.transport.staging().refused > 0;
+        assert_eq!(refused, report.packed < report.bytes, "{report:?}");
+        assert_eq!(refused, report.copies_posted > 1, "{report:?}");
     }
     // When it is gone, the slot is back.
     drop(greedy);
@@ -133,8 +167,24 @@ fn without_memory_to_pack_into_reads_are_direct() {
     let rates = reader.transport.rates(&peer);
     assert!(rates.packed.is_none() && rates.direct.copy > 0.0, "{rates:?}");
     let loops = every_other(source.memory.base(), &reader);
-    check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
-    assert_eq!(source.transport.staging().packed, 0);
+    let report =
+        check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
+    assert_eq!((report.packed, source.transport.staging().packed), (0, 0));
+}
+
+/// That all slots are in use is not that there are none.
+#[test]
+fn a_peer_that_is_busy_when_it_is_connected_to_packs() {
+    let (source, reader) = (End::new(gather::SLOT_BYTES, 7), End::new(0, 1));
+    let staging = &source.transport.yards.of(Place::Host).unwrap().staging;
+    let kept = staging.take(Use::Peer, Duration::ZERO);
+    let peer = reader.connect(&source.transport.describe().unwrap());
+    drop(kept);
+    assert!(reader.transport.rates(&peer).packed.is_some());
+    let loops = every_other(source.memory.base(), &reader);
+    let operation = reader.transport.read_packed(&peer, &loops, soon()).unwrap();
+    let report = check(&operation, &reader, 7, 1);
+    assert_eq!(report.packed, report.bytes);
 }
 
 #[test]

@@ -151,6 +151,7 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
             "a_card_and_a_host_pack_for_each_other",
             card_packing::a_card_and_a_host_pack_for_each_other,
         ),
+        ("cards_that_come_later_are_packed", card_packing::cards_that_come_later_are_packed),
     ]
 }
 
