@@ -220,10 +220,11 @@ impl Peers {
                 .map_err(|error| Failure::Refused(error.to_string()))
         });
         let manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
-        let own = self.rank.manifest.clone();
+        let (own, how) = (self.rank.manifest.clone(), self.rank.spread());
         // Compiled here as well: what this rank writes into its memory it proves itself.
         let compiled = tokio::task::spawn_blocking(move || {
-            (Plan::compile(&own, &manifests.iter().collect::<Vec<_>>()), manifests)
+            let theirs: Vec<&Manifest> = manifests.iter().collect();
+            (Plan::compile_spread(&own, &theirs, how), manifests)
         });
         let (plan, manifests) =
             compiled.await.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
@@ -232,7 +233,7 @@ impl Peers {
         let sources = self.connect(&plan, cards, deadline).await?;
         let readable = Readable { plan, manifests, ranks, sources };
         let own = self.rank.manifest.clone();
-        let readable = tokio::task::spawn_blocking(move || readable.without_far_ones(&own)).await;
+        let readable = tokio::task::spawn_blocking(move || readable.without_far_ones(&own, how)).await;
         let Readable { plan, manifests, ranks, sources } =
             readable.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
         if version < Version::ORIGINS {
@@ -429,8 +430,9 @@ impl Peers {
     pub(super) async fn by_layer(&self, engine: &SourceEngine) -> Option<Arc<LayerPlan>> {
         let compile = || async {
             let (own, theirs) = (self.rank.manifest.clone(), engine.manifests.clone());
+            let how = self.rank.spread();
             let compiled = tokio::task::spawn_blocking(move || {
-                LayerPlan::compile(&own, &theirs.iter().collect::<Vec<_>>())
+                LayerPlan::compile(&own, &theirs.iter().collect::<Vec<_>>(), how)
             });
             match compiled.await {
                 Ok(Ok(plan)) if !plan.layers().is_empty() => Some(Arc::new(plan)),
