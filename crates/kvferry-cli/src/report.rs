@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use kvferry_layout::{Manifest, Phase, StateBox};
-use kvferry_plan::{Plan, Request, Summary};
+use kvferry_plan::{Plan, Request, Spread, Summary};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -27,7 +27,7 @@ impl Answer {
         let sources: Vec<&Manifest> = prefill.iter().collect();
         let mut plans = vec![];
         for rank in decode {
-            match Plan::compile(rank, &sources) {
+            match Plan::compile_spread(rank, &sources, Spread::among(decode.len() as u32)) {
                 Ok(plan) => plans.push(plan),
                 Err(reason) => {
                     return Ok(Self::Refused(format!("decode rank {}: {reason}", rank.label())));

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use kvferry_layout::Manifest;
 use kvferry_models::{Topology, presets, rules::vllm};
-use kvferry_plan::{Plan, Request, Table};
+use kvferry_plan::{Plan, Request, Spread, Table};
 use serde_json::{Value, json};
 
 use webdriver::Browser;
@@ -70,9 +70,13 @@ fn page(folder: &Path, number: usize, case: &Case) -> PathBuf {
 }
 
 /// Bytes and copies of one block of a group of a decode rank, by prefill rank: from the plan alone.
-fn one_block(prefill: &[Manifest], rank: &Manifest, group: usize) -> BTreeMap<String, (u64, u64)> {
+fn one_block(
+    prefill: &[Manifest],
+    (rank, ranks): (&Manifest, usize),
+    group: usize,
+) -> BTreeMap<String, (u64, u64)> {
     let sources: Vec<&Manifest> = prefill.iter().collect();
-    let plan = Plan::compile(rank, &sources).unwrap();
+    let plan = Plan::compile_spread(rank, &sources, Spread::among(ranks as u32)).unwrap();
     let tokens = rank.groups()[group].tokens_per_block.unwrap_or(1);
     let mut cached = vec![tokens; rank.groups().len()];
     cached[group] = 0;
@@ -211,7 +215,7 @@ fn what_is_drawn_is_what_the_plan_says() {
                 let (answer, found) = drawn(&browser);
                 assert_eq!(answer["rank"], rank.to_string(), "{}", case.model);
                 assert_eq!(answer["group"], group.to_string(), "{}", case.model);
-                let expected = one_block(&prefill, manifest, group);
+                let expected = one_block(&prefill, (manifest, decode.len()), group);
                 assert_eq!(found, expected, "{} rank {rank} group {group}", case.model);
                 let bytes: u64 = expected.values().map(|(bytes, _)| bytes).sum();
                 assert_eq!(answer["bytes"].as_f64().unwrap() as u64, bytes);

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use kvferry_layout::{Manifest, Span, StateBox};
 use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
-use kvferry_plan::{Plan, Request, Table};
+use kvferry_plan::{Plan, Request, Spread, Table};
 
 const MODELS: [&str; 9] = [
     "llama-3.1-70b",
@@ -66,7 +66,7 @@ struct Moved {
 fn moved(
     sources: &[Manifest],
     destination: &[Manifest],
-    worthwhile: Option<u64>,
+    how: Spread,
     tokens: u64,
     scattered: bool,
 ) -> Moved {
@@ -79,11 +79,7 @@ fn moved(
     let request = Request { tokens, cached: &cached, source: &from, destination: &to };
     let mut moved = Moved { from: vec![0; sources.len()], copies: 0, reads: 0 };
     for rank in destination {
-        let plan = match worthwhile {
-            Some(bytes) => Plan::compile_spread(rank, &refs, bytes),
-            None => Plan::compile(rank, &refs),
-        };
-        let plan = plan.unwrap();
+        let plan = Plan::compile_spread(rank, &refs, how).unwrap();
         let transfer = plan.transfer(&request).unwrap();
         for source in 0..sources.len() {
             let summary = transfer.summary(source);
@@ -187,8 +183,10 @@ fn replicas_carry_equal_loads() {
             let Some(sources) = engine(model, prefill, "prefill") else { continue };
             for (name, tokens, scattered) in CASES {
                 let Some(destination) = engine(model, decode, name) else { continue };
-                let all = moved(&sources, &destination, None, tokens, scattered);
-                let few = moved(&sources, &destination, Some(u64::MAX), tokens, scattered);
+                let how = Spread::among(destination.len() as u32);
+                let all = moved(&sources, &destination, how, tokens, scattered);
+                let few = Spread { worthwhile: u64::MAX, ..how };
+                let few = moved(&sources, &destination, few, tokens, scattered);
                 let demands = demands(&sources, &destination, tokens);
                 let total: u64 = all.from.iter().sum();
                 let pair = format!("{model:20} {prefill:>17} -> {decode:17} {name:6} {tokens:6}");

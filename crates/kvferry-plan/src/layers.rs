@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use kvferry_layout::{Manifest, Piece};
 
-use crate::compile::Plan;
+use crate::compile::{Plan, Spread};
 use crate::incompatible::Incompatible;
 
 /// A plan that can be read layer by layer: in it nothing of one layer is merged with anything of another.
@@ -26,14 +26,18 @@ pub struct Layer {
 }
 
 impl LayerPlan {
-    /// Compiles the plan of `destination`, as [`Plan::compile`] does.
-    pub fn compile(destination: &Manifest, sources: &[&Manifest]) -> Result<Self, Incompatible> {
+    /// Compiles the plan of `destination`, as [`Plan::compile_spread`] does.
+    pub fn compile(
+        destination: &Manifest,
+        sources: &[&Manifest],
+        how: Spread,
+    ) -> Result<Self, Incompatible> {
         let pieces = destination.groups().iter().flat_map(|group| &group.pieces);
         let names: BTreeSet<&str> = pieces.map(Piece::layer).collect();
         let names: Vec<&str> = names.into_iter().collect();
         let piece = |(group, piece): (usize, usize)| &destination.groups()[group].pieces[piece];
         let number = |to| names.binary_search(&piece(to).layer()).unwrap_or(0);
-        let mut plan = Plan::compile_by_layer(destination, sources, &number)?;
+        let mut plan = Plan::compile_by_layer(destination, sources, how, &number)?;
 
         let grows = plan.growth().groups;
         let mut reads = vec![BTreeSet::new(); names.len()];
@@ -61,7 +65,7 @@ impl LayerPlan {
     /// The part of the plan that reads some of the layers, by their index, and nothing else. It leaves no
     /// rest: that is for whoever reads what comes last.
     pub fn of(&self, layers: impl Fn(usize) -> bool) -> Plan {
-        let Plan { rhythms, sources, groups, source_groups, reads, .. } = &self.plan;
+        let Plan { rhythms, sources, groups, source_groups, reads, holds, .. } = &self.plan;
         let chosen = sources.iter().map(|clusters| {
             let chosen = clusters.iter().filter(|cluster| layers(cluster.layer));
             chosen.cloned().collect()
@@ -76,6 +80,7 @@ impl LayerPlan {
             source_groups: *source_groups,
             reads: reads.clone(),
             windowed: vec![],
+            holds: holds.clone(),
         }
     }
 }

@@ -131,7 +131,7 @@ mod summary;
 mod transfer;
 mod walk;
 
-pub use compile::{Part, Plan};
+pub use compile::{Part, Plan, Spread};
 pub use growth::Growth;
 pub use incompatible::Incompatible;
 pub use kvferry_layout::{ByteCopy, Loops, Price, Rates};

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{LayerPlan, Plan, Request, Table};
+use kvferry_plan::{LayerPlan, Plan, Request, Spread, Table};
 use kvferry_testkit::drive::Drawn;
 use kvferry_testkit::judge::compatible;
 use kvferry_testkit::random::Dice;
@@ -58,7 +58,8 @@ fn by_layer(
     let sources: Vec<&Manifest> =
         pair.sources.iter().map(|&rank| &pair.source.ranks[rank].manifest).collect();
     let whole = Plan::compile(own, &sources).map_err(|error| error.to_string())?;
-    let plan = LayerPlan::compile(own, &sources).map_err(|error| error.to_string())?;
+    let plan = LayerPlan::compile(own, &sources, Spread::default());
+    let plan = plan.map_err(|error| error.to_string())?;
     let growth = whole.growth();
     let layers = plan.layers().len();
     seen.several += u64::from(layers > 1);

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvferry_layout::arithmetic::gcd;
 use kvferry_layout::{Piece, StateBox};
 use kvferry_plan::Part;
 use kvferry_testkit::draw::{Side, engine};
@@ -201,6 +202,48 @@ fn the_busiest_source_gives_little_more_than_it_must() {
         chosen += u64::from(from > 1);
     }
     assert!(chosen > 150 && even > 280, "{chosen} with a choice, {even} of all within a tenth");
+}
+
+/// Sources that each rank of an engine reads that knows how many ranks it has, and the bytes that each source gives.
+fn shared(layers: &[Layer], from: u64, to: u64) -> (usize, Vec<f64>) {
+    let (source, destination) = (simple("p", layers, from), simple("d", layers, to));
+    let all: Vec<usize> = (0..source.ranks.len()).collect();
+    let pairs = (0..destination.ranks.len()).map(|rank| {
+        let plan = compile_spread(&source, &all, &destination, rank).unwrap();
+        all.iter().filter(|&&source| plan.reads(source)).count()
+    });
+    let [growing, _] = given(&source, &destination);
+    (pairs.sum(), growing)
+}
+
+/// Latents lie on every rank, and nothing tells the ranks that read them how many they are but that they know it: they
+/// share the sources evenly, in as few pairs as that takes.
+#[test]
+fn what_all_ranks_read_is_shared_among_them() {
+    let layers: Vec<Layer> =
+        (0..48).map(|number| Layer::latent(&format!("layers.{number}"), 4)).collect();
+    for from in [1, 2, 3, 5, 8u64] {
+        for to in [1, 2, 3, 6, 8u64] {
+            let (pairs, given) = shared(&layers, from, to);
+            let fewest = from + to - gcd(from, to);
+            assert_eq!(pairs as u64, fewest, "{from} to {to}");
+            let mean = given.iter().sum::<f64>() / from as f64;
+            let most = given.iter().copied().fold(0.0, f64::max);
+            assert!(most <= 1.1 * mean, "{from} to {to}: {given:?}");
+        }
+    }
+}
+
+/// Fewer heads than ranks on both sides: those that have the same head share the sources that have it.
+#[test]
+fn who_has_the_same_head_shares_its_sources() {
+    let layers = [Layer::attention("layers.0", Sight::Full, 2, 2, 2)];
+    for (from, to, fewest) in [(8, 8, 8), (8, 4, 8), (4, 8, 8), (8, 2, 8), (12, 8, 16)] {
+        let (pairs, given) = shared(&layers, from, to);
+        assert_eq!(pairs, fewest, "{from} to {to}");
+        let mean = given.iter().sum::<f64>() / from as f64;
+        assert!(given.iter().all(|bytes| *bytes <= 1.1 * mean), "{from} to {to}: {given:?}");
+    }
 }
 
 /// The same manifests give the same copies, whatever was compiled before.

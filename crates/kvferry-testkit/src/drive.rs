@@ -4,7 +4,7 @@ use std::fmt;
 
 use kvferry_layout::{CutLimits, Cutting, Loops, Manifest};
 use kvferry_plan::{
-    ByteCopy, Incompatible, Plan, Price, Request, RequestError, Summary, Table, Transfer,
+    ByteCopy, Incompatible, Plan, Price, Request, RequestError, Spread, Summary, Table, Transfer,
 };
 
 use crate::draw::{Side, engine};
@@ -37,9 +37,32 @@ pub fn compile_spread(
     destination: &Engine,
     rank: usize,
 ) -> Result<Plan, Incompatible> {
+    let ranks = destination.ranks.len() as u32;
+    compile_among(ranks, source, sources, destination, rank)
+}
+
+/// The same where every rank believes something else, and wrong, about how many they are.
+pub fn compile_misled(
+    source: &Engine,
+    sources: &[usize],
+    destination: &Engine,
+    rank: usize,
+) -> Result<Plan, Incompatible> {
+    let ranks = 3 * destination.ranks.len() + rank;
+    compile_among(ranks as u32, source, sources, destination, rank)
+}
+
+fn compile_among(
+    ranks: u32,
+    source: &Engine,
+    sources: &[usize],
+    destination: &Engine,
+    rank: usize,
+) -> Result<Plan, Incompatible> {
     let manifests: Vec<&Manifest> =
         sources.iter().map(|&source_rank| &source.ranks[source_rank].manifest).collect();
-    Plan::compile_spread(&destination.ranks[rank].manifest, &manifests, 1)
+    let how = Spread { worthwhile: 1, ranks: Some(ranks) };
+    Plan::compile_spread(&destination.ranks[rank].manifest, &manifests, how)
 }
 
 /// Everything that a plan says about a request. Panics where it contradicts itself: where filling a
@@ -250,7 +273,11 @@ impl Drawn {
     pub fn judge(&self, requests: u64) -> Result<Outcome, String> {
         let dice = &mut self.dice.clone();
         // Every other pair is read from few ranks, every other from as many as hold anything.
-        let compile = if self.seed.is_multiple_of(2) { compile } else { compile_spread };
+        let compile = match self.seed % 4 {
+            1 => compile_spread,
+            3 => compile_misled,
+            _ => compile,
+        };
         judge_pair((&self.source, &self.sources), &self.destination, compile, requests, dice)
             .map_err(|problem| format!("seed {}: {problem}", self.seed))
     }
@@ -263,7 +290,7 @@ impl fmt::Display for Drawn {
     }
 }
 
-/// [`compile`] or [`compile_spread`].
+/// [`compile`], [`compile_spread`] or [`compile_misled`].
 pub type Compile = fn(&Engine, &[usize], &Engine, usize) -> Result<Plan, Incompatible>;
 
 /// Judges a pair with `requests` random requests on every destination rank, reading from `sources`.

@@ -273,9 +273,10 @@ fn fit(published: &Published, manifest: &[u8], transport: &str) -> Result<Vec<Ca
     }
     let sources: Vec<&Manifest> = published.ranks.iter().map(|(_, manifest)| manifest).collect();
     let plan = Plan::compile(&destination, &sources).map_err(|error| error.to_string())?;
-    // By one at least a destination that needs nothing knows the source's groups.
-    let nothing = !(0..published.ranks.len()).any(|rank| plan.reads(rank));
+    // By one at least a destination that needs nothing knows the source's groups. All others that hold what it
+    // needs: it may not reach each of them, and knows better how it shares them with the ranks beside it.
+    let nothing = !(0..published.ranks.len()).any(|rank| plan.holds(rank));
     let ranks = published.ranks.iter().enumerate();
-    let needed = ranks.filter(|(rank, _)| plan.reads(*rank) || (nothing && *rank == 0));
-    Ok(needed.map(|(_, (card, _))| card.clone()).collect())
+    let useful = ranks.filter(|(rank, _)| plan.holds(*rank) || (nothing && *rank == 0));
+    Ok(useful.map(|(_, (card, _))| card.clone()).collect())
 }

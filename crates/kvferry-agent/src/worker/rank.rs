@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvferry_layout::Manifest;
+use kvferry_plan::Spread;
 
 use crate::carrier::Carrier;
 use crate::error::Error;
@@ -33,6 +34,11 @@ impl Rank {
             carrier,
             service: None,
         }
+    }
+
+    /// How it shares what several ranks of another engine hold with the other ranks of its own.
+    pub(super) fn spread(&self) -> Spread {
+        Spread::among(self.ranks)
     }
 
     /// What it makes known to other engines.

@@ -5,7 +5,7 @@
 //! far (on another host, behind a slower link), everybody would wait for its share.
 
 use kvferry_layout::Manifest;
-use kvferry_plan::{Plan, Request, Summary, Table};
+use kvferry_plan::{Plan, Request, Spread, Summary, Table};
 use kvferry_transport::Rates;
 use tracing::info;
 
@@ -29,9 +29,9 @@ pub(super) struct Readable {
 
 impl Readable {
     /// Without ranks that are far, where nearer ones hold the same.
-    pub(super) fn without_far_ones(self, own: &Manifest) -> Self {
+    pub(super) fn without_far_ones(self, own: &Manifest, how: Spread) -> Self {
         let Self { plan, manifests, ranks, sources } = self;
-        let Some((plan, kept)) = without_far_ones(own, &manifests, &sources) else {
+        let Some((plan, kept)) = without_far_ones(&plan, own, how, &manifests, &sources) else {
             return Self { plan, manifests, ranks, sources };
         };
         let far: Vec<u32> =
@@ -54,7 +54,9 @@ fn of<T>(kept: &[usize], all: Vec<T>) -> Vec<T> {
 /// The plan that leaves far ranks out, and those that it keeps, where others hold what they hold and bring
 /// it sooner. `None`: the plan is as good as any.
 fn without_far_ones(
+    plan: &Plan,
     own: &Manifest,
+    how: Spread,
     theirs: &[Manifest],
     sources: &[Option<Box<dyn Source>>],
 ) -> Option<(Plan, Vec<usize>)> {
@@ -67,12 +69,15 @@ fn without_far_ones(
     if dear(&read.last()?.1) < far {
         return None;
     }
-    let of = |kept: &[usize]| kept.iter().map(|at| &theirs[*at]).collect::<Vec<_>>();
+    let compile = |kept: &[usize]| {
+        let kept: Vec<&Manifest> = kept.iter().map(|at| &theirs[*at]).collect();
+        Plan::compile_spread(own, &kept, how)
+    };
     let all: Vec<usize> = read.iter().map(|(at, _)| *at).collect();
     // Nobody else holds what these hold.
     let needed = |at: usize| {
         let others: Vec<usize> = all.iter().copied().filter(|other| *other != at).collect();
-        Plan::compile(own, &of(&others)).is_err()
+        compile(&others).is_err()
     };
     let needed: Vec<bool> =
         read.iter().map(|(at, rates)| dear(rates) < far || needed(*at)).collect();
@@ -80,18 +85,18 @@ fn without_far_ones(
     let time = |plan: &Plan, kept: &[usize]| {
         let rates = kept.iter().map(|at| read.iter().find(|(read, _)| read == at).map(|(_, r)| r));
         let work = work(plan, own, theirs.first()?)?;
-        let times =
-            work.iter().zip(rates).map(|(it, rates)| Some(takes(rates?, it.copies, it.bytes)));
+        let read = work.iter().zip(rates).filter(|(it, _)| it.copies > 0);
+        let times = read.map(|(it, rates)| Some(takes(rates?, it.copies, it.bytes)));
         times.collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::max)
     };
-    let now = time(&Plan::compile(own, &of(&all)).ok()?, &all)?;
+    let now = time(plan, &(0..theirs.len()).collect::<Vec<_>>())?;
     let mut best: Option<(f64, Plan, Vec<usize>)> = None;
     for count in 1..read.len() {
         let kept = read.iter().zip(&needed).enumerate();
         let kept = kept.filter(|(at, (_, needed))| *at < count || **needed);
         let mut kept: Vec<usize> = kept.map(|(_, ((at, _), _))| *at).collect();
         kept.sort_unstable();
-        let Ok(plan) = Plan::compile(own, &of(&kept)) else { continue };
+        let Ok(plan) = compile(&kept) else { continue };
         let Some(time) = time(&plan, &kept) else { continue };
         if best.as_ref().is_none_or(|(least, ..)| time < *least) {
             best = Some((time, plan, kept));
@@ -217,7 +222,9 @@ mod tests {
     fn chosen(theirs: &[Manifest], prices: &[f64]) -> Option<Vec<usize>> {
         let sources = prices.iter().map(|price| Some(Box::new(Far(*price)) as Box<dyn Source>));
         let sources: Vec<_> = sources.collect();
-        let (plan, kept) = without_far_ones(&rank(0, 0..HEADS), theirs, &sources)?;
+        let (own, how) = (rank(0, 0..HEADS), Spread::default());
+        let plan = Plan::compile(&own, &theirs.iter().collect::<Vec<_>>()).unwrap();
+        let (plan, kept) = without_far_ones(&plan, &own, how, theirs, &sources)?;
         assert_eq!(plan.source_count(), kept.len());
         Some(kept)
     }
@@ -281,6 +288,9 @@ mod tests {
         let theirs: Vec<Manifest> = (0..3).map(|number| rank(number, 0..HEADS)).collect();
         assert_eq!(chosen(&theirs, &[1.0, 3.0, 2.0]), None);
         // Nothing is read from them, so that nobody knows.
-        assert!(without_far_ones(&theirs[0], &theirs, &[None, None, None]).is_none());
+        let none = [None, None, None];
+        let plan = Plan::compile(&theirs[0], &theirs.iter().collect::<Vec<_>>()).unwrap();
+        let how = Spread::default();
+        assert!(without_far_ones(&plan, &theirs[0], how, &theirs, &none).is_none());
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::held::HeldRead;
+use crate::common::held::{HeldRead, Refusal};
 use crate::common::*;
 use kvferry_agent::{
     Ended, Failure, Load, Lost, LostWhy, Outcome, PeerError, Trust, Version, ask_status,
@@ -396,5 +396,67 @@ fn a_rank_that_is_far_is_not_read_where_a_nearer_one_holds_the_same() {
         assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, tokens * HEADS * DIM));
         assert_eq!(d.ranks[0].wrong(1, &destination, tokens), 0);
         assert!(held.is_empty());
+    }
+}
+
+/// All replicas carry, but none is missed that others can stand in for, whichever cannot be connected to and however
+/// many ranks share them.
+#[test]
+fn a_rank_that_cannot_be_connected_to_is_not_read_where_others_hold_the_same() {
+    let refuses: [fn(u64) -> Option<Refusal>; 3] = [
+        |rank| (rank == 0).then_some(Refusal::Unable),
+        |rank| (rank == 2).then_some(Refusal::Gone),
+        |rank| (rank != 1).then_some(Refusal::Unable),
+    ];
+    for (refuses, ranks) in refuses.into_iter().flat_map(|one| [(one, 1), (one, 2), (one, 4)]) {
+        let mut p = Recipe::new("p", 3).by(By::Held);
+        (p.replicated, p.refuses) = (true, refuses);
+        let (p, d) = (p.start(), Recipe::new("d", ranks).by(By::Held).start());
+        let (tokens, source, destination) = (2 * TOKENS_PER_BLOCK, [3, 6], [9, 5]);
+        p.prefill(1, &source, tokens);
+        let mut attempts = vec![];
+        for name in ["first", "second"] {
+            let ticket = p.grant(name, &source, tokens);
+            d.start_load(name, &ticket, &source, &destination, tokens, LONG);
+            for rank in &d.ranks {
+                let read = rank.held.as_ref().unwrap().next();
+                read.land(0, read.copies.len());
+                read.finish();
+                assert_eq!(rank.wait_end(name).outcome, Outcome::Done);
+                assert_eq!(rank.wrong(1, &destination, tokens), 0);
+                attempts.push(rank.held.as_ref().unwrap().attempts());
+            }
+        }
+        let (first, second) = attempts.split_at(d.ranks.len());
+        assert_eq!(first, second, "who is known is not connected to again");
+    }
+}
+
+/// What nobody else holds is refused, with the cause; where that does not change by itself, it is not tried for each
+/// request.
+#[test]
+fn a_rank_that_cannot_be_connected_to_is_named_where_no_other_holds_the_same() {
+    for refusal in [Refusal::Unable, Refusal::Gone] {
+        let mut p = Recipe::new("p", 2).by(By::Held);
+        p.refuses = match refusal {
+            Refusal::Unable => |rank| (rank == 1).then_some(Refusal::Unable),
+            Refusal::Gone => |rank| (rank == 1).then_some(Refusal::Gone),
+        };
+        let (p, d) = (p.start(), Recipe::new("d", 1).by(By::Held).start());
+        let ticket = p.grant("r", &[3], 4);
+        d.start_load("r", &ticket, &[3], &[9], 4, LONG);
+        let outcome = d.wait_ends("r").remove(0);
+        let (reason, cause) = match (&outcome, refusal) {
+            (Outcome::Failed(Failure::Refused(reason)), Refusal::Unable) => {
+                (reason, "its handle cannot be opened")
+            }
+            (Outcome::Failed(Failure::PeerGone(reason)), Refusal::Gone) => {
+                (reason, "connection refused")
+            }
+            _ => panic!("{refusal:?}: {outcome:?}"),
+        };
+        assert!(reason.contains("rank 1: ") && reason.contains(cause), "{reason}");
+        assert!(reason.contains("no other rank"), "{reason}");
+        assert_eq!(d.ranks[0].held.as_ref().unwrap().connections(), 0, "nothing is left open");
     }
 }

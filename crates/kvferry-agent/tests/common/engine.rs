@@ -19,7 +19,7 @@ use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Price, Transport};
 
 use super::faulty::{Faulty, Switch};
-use super::held::Held;
+use super::held::{Held, Refusal};
 use super::looping::Looping;
 use super::memory::{Memory, UNTOUCHED};
 use super::{BLOCKS, DIM, HEADS, LONG, TOKENS_PER_BLOCK, blocks_for, granted, table, value};
@@ -68,6 +68,8 @@ pub struct Recipe {
     pub switch: Switch,
     /// What reads from each rank cost, where they are [`By::Held`].
     pub prices: fn(u64) -> Price,
+    /// Which ranks cannot be connected to, where they are [`By::Held`].
+    pub refuses: fn(u64) -> Option<Refusal>,
 }
 
 impl Recipe {
@@ -92,6 +94,7 @@ impl Recipe {
             faulty: false,
             switch: Switch::default(),
             prices: |_| Price { launch: 0.0, copy: 512.0, byte: 0.125 },
+            refuses: |_| None,
         }
     }
 
@@ -157,7 +160,7 @@ impl Recipe {
                 }
                 By::Looping => Arc::new(Looping),
                 By::Held => {
-                    held = Some(Arc::new(Held::new((self.prices)(rank))));
+                    held = Some(Arc::new(Held::new((self.prices)(rank), (self.refuses)(rank))));
                     held.clone().unwrap() as Arc<dyn Carrier>
                 }
             };

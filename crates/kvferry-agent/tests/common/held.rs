@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,6 +23,19 @@ pub struct Held {
     price: Price,
     /// What is connected to, each with a clone.
     connected: Arc<()>,
+    /// Why others cannot connect to this rank, where they cannot.
+    refuses: Option<Refusal>,
+    /// Attempts to connect to a rank.
+    attempts: AtomicUsize,
+}
+
+/// Why a rank cannot be connected to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It can never be.
+    Unable,
+    /// It is gone.
+    Gone,
 }
 
 /// A read under a test's control.
@@ -34,8 +47,14 @@ pub struct HeldRead {
 }
 
 impl Held {
-    pub fn new(price: Price) -> Self {
-        Self { reads: Arc::default(), price, connected: Arc::default() }
+    pub fn new(price: Price, refuses: Option<Refusal>) -> Self {
+        let (connected, attempts) = (Arc::default(), AtomicUsize::new(0));
+        Self { reads: Arc::default(), price, connected, refuses, attempts }
+    }
+
+    /// How often it has tried to connect to a rank.
+    pub fn attempts(&self) -> usize {
+        self.attempts.load(Ordering::SeqCst)
     }
 
     /// How many ranks it is connected to.
@@ -91,10 +110,21 @@ impl Carrier for Held {
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
         let Price { launch, copy, byte } = self.price;
-        Ok([launch, copy, byte].map(f64::to_le_bytes).concat())
+        let refuses = match self.refuses {
+            None => 0,
+            Some(Refusal::Unable) => 1,
+            Some(Refusal::Gone) => 2,
+        };
+        Ok([&[launch, copy, byte].map(f64::to_le_bytes).concat()[..], &[refuses]].concat())
     }
 
     fn connect(&self, description: &[u8], _: Instant) -> Result<Box<dyn Source>, Error> {
+        self.attempts.fetch_add(1, Ordering::SeqCst);
+        match description.get(24) {
+            Some(1) => return Err(Error::Unsupported("its handle cannot be opened".to_owned())),
+            Some(2) => return Err(Error::PeerLost("connection refused".to_owned())),
+            _ => {}
+        }
         let price = |i: usize| f64::from_le_bytes(description[8 * i..][..8].try_into().unwrap());
         let price = Price { launch: price(0), copy: price(1), byte: price(2) };
         let connected = self.connected.clone();

@@ -25,7 +25,8 @@ use cover::{Budget, Cover, cover};
 use leftover::leftovers;
 use numbered::Numbered;
 use prove::{Merged, prove_cover, prove_merging};
-use spread::{WORTHWHILE, spread};
+pub use spread::Spread;
+use spread::spread;
 
 /// What one destination rank does to take over a request from another engine, compiled once per pair
 /// of engines. Its size grows with the number of layers, never with the number of blocks.
@@ -44,6 +45,8 @@ pub struct Plan {
     /// The source tables that are read, for which destination group, and whether for one slot.
     pub(crate) reads: Vec<SourceTable>,
     pub(crate) windowed: Vec<(usize, usize)>,
+    /// For every source rank: whether it holds something of use.
+    pub(crate) holds: Vec<bool>,
 }
 
 /// What a source's table is checked against.
@@ -71,34 +74,33 @@ impl Plan {
     /// Compiles the plan of `destination`. `sources` are the ranks of the engine that is read, in any
     /// number and order: those that hold nothing of use are not read.
     pub fn compile(destination: &Manifest, sources: &[&Manifest]) -> Result<Self, Incompatible> {
-        Self::compile_spread(destination, sources, WORTHWHILE)
+        Self::compile_spread(destination, sources, Spread::default())
     }
 
-    /// Like [`compile`](Self::compile), where what several source ranks hold is spread over as many of
-    /// them as have `worthwhile` bytes each to give, of a request of 8,192 tokens. With `u64::MAX` as
-    /// few ranks as possible are read, with 1 as many.
+    /// Like [`compile`](Self::compile), and says how what several source ranks hold is shared among them.
     pub fn compile_spread(
         destination: &Manifest,
         sources: &[&Manifest],
-        worthwhile: u64,
+        how: Spread,
     ) -> Result<Self, Incompatible> {
-        Self::compile_apart(destination, sources, worthwhile, &|_| 0)
+        Self::compile_apart(destination, sources, how, &|_| 0)
     }
 
-    /// Like [`compile`](Self::compile), where what goes to pieces (by group and index) of different layers
+    /// Like [`compile_spread`](Self::compile_spread), where what goes to pieces (by group and index) of different layers
     /// is never merged.
     pub(crate) fn compile_by_layer(
         destination: &Manifest,
         sources: &[&Manifest],
+        how: Spread,
         layer: &dyn Fn((usize, usize)) -> usize,
     ) -> Result<Self, Incompatible> {
-        Self::compile_apart(destination, sources, WORTHWHILE, layer)
+        Self::compile_apart(destination, sources, how, layer)
     }
 
     fn compile_apart(
         destination: &Manifest,
         sources: &[&Manifest],
-        worthwhile: u64,
+        how: Spread,
         layer: &dyn Fn((usize, usize)) -> usize,
     ) -> Result<Self, Incompatible> {
         for source in sources {
@@ -106,7 +108,9 @@ impl Plan {
         }
         let budget = &mut Budget::new();
         let (mut cover, wanted) = cover(destination, sources, budget)?;
-        spread(destination, sources, &wanted, worthwhile, &mut cover.parts, budget)?;
+        spread(destination, sources, &wanted, how, &mut cover.parts, budget)?;
+        let mut holds = vec![false; sources.len()];
+        wanted.iter().flat_map(|want| &want.offers).for_each(|offer| holds[offer.source] = true);
         prove_cover(destination, sources, &cover, &mut Budget::new())?;
         let (rhythms, nests) = nests(destination, sources, &cover, layer);
         let mut reads = Numbered::default();
@@ -156,6 +160,7 @@ impl Plan {
             rest,
             leftovers,
             parts: cover.parts,
+            holds,
         })
     }
 
@@ -174,6 +179,12 @@ impl Plan {
     /// holds such a piece must not serve as the cached prefix of another, shorter request.
     pub fn windowed(&self) -> &[(usize, usize)] {
         &self.windowed
+    }
+
+    /// Whether a source rank holds anything that the destination needs, whether it is read from it or from others
+    /// that hold the same.
+    pub fn holds(&self, source: usize) -> bool {
+        self.holds.get(source).is_some_and(|holds| *holds)
     }
 
     /// Whether anything is read from a source rank.

@@ -17,17 +17,42 @@ use std::collections::{BTreeMap, HashMap};
 use kvferry_layout::{Law, Manifest, Phase, Piece, StateBox, Window};
 
 use crate::compile::cover::{Budget, Part, Wanted, common, in_cycle, turn};
-use crate::compile::readers::Readers;
+use crate::compile::readers::{Readers, stretch};
 use crate::incompatible::Incompatible;
 
 /// The fewest bytes, of a request of [`USUAL_TOKENS`], for which a further source rank is read. A rank
 /// costs an operation and its answer, tens of microseconds; on the links between ranks this many bytes
 /// take as long.
-pub(crate) const WORTHWHILE: u64 = 1 << 20;
+const WORTHWHILE: u64 = 1 << 20;
 
 /// The tokens of the request for which bytes are held against [`WORTHWHILE`]: a prompt of usual length.
 /// Nothing else depends on it.
 const USUAL_TOKENS: u64 = 8192;
+
+/// How what several source ranks hold is shared among them. Whatever it says, a plan is right: this decides only
+/// who is read for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    /// As many ranks are read as have so many bytes each to give, of a request of 8,192 tokens. With `u64::MAX` as
+    /// few ranks as possible, with 1 as many.
+    pub worthwhile: u64,
+    /// How many ranks the destination's engine has, where that is known. Those that read the same can then share
+    /// the sources among them instead of reading all of them each.
+    pub ranks: Option<u32>,
+}
+
+impl Spread {
+    /// For one of so many ranks.
+    pub fn among(ranks: u32) -> Self {
+        Self { ranks: Some(ranks), ..Self::default() }
+    }
+}
+
+impl Default for Spread {
+    fn default() -> Self {
+        Self { worthwhile: WORTHWHILE, ranks: None }
+    }
+}
 
 /// How far what a source gives may be from its share before a layer is split, as a part of the mean.
 const TOLERANCE: f64 = 0.05;
@@ -43,12 +68,12 @@ const MAX_SPLIT: u64 = USUAL_TOKENS;
 const ROUNDS: usize = 16;
 
 /// Changes `parts`, in which every part of the destination is given once, so that the sources are
-/// loaded as evenly as their holdings allow, as far as that moves `worthwhile` bytes to each.
+/// loaded as evenly as their holdings allow, as far as that moves enough bytes to each.
 pub(crate) fn spread(
     destination: &Manifest,
     sources: &[&Manifest],
     wanted: &[Wanted<'_>],
-    worthwhile: u64,
+    how: Spread,
     parts: &mut Vec<Part>,
     budget: &mut Budget,
 ) -> Result<(), Incompatible> {
@@ -92,47 +117,44 @@ pub(crate) fn spread(
             }
         }
     }
-    let readers = Readers::of(destination, wanted);
+    let readers = Readers::of(destination, sources, wanted, how.ranks);
     let mut shares: BTreeMap<Growth, HashMap<usize, Vec<f64>>> = BTreeMap::new();
-    let mut counts = Vec::with_capacity(shared.len());
+    let mut chosen = Vec::with_capacity(shared.len());
     let mut changed = vec![false; parts.len()];
     for (&(growth, number), cuts) in &shared {
         let set = &holders.sets[number];
         let bytes: f64 = cuts.iter().map(|cut| cut.bytes).sum();
-        let mut count = ((bytes / worthwhile.max(1) as f64) as usize).clamp(1, set.len());
+        let count = ((bytes / how.worthwhile.max(1) as f64) as usize).clamp(1, set.len());
+        let mut seats = None;
         if count > 1 {
             let shares = shares
                 .entry(growth)
                 .or_insert_with(|| settle(&loads[&growth], &holders.sets, sources.len()));
+            let shares = &shares[&number];
             let even = 1.0 / set.len() as f64;
-            if shares[&number].iter().all(|share| (share - even).abs() < even / 100.0) {
-                let states = cuts.iter().map(|cut| wanted[cut.want].state);
-                count = count.min(readers.seats(states, set.len()));
-            }
+            let all_even = shares.iter().all(|share| (share - even).abs() < even / 100.0);
+            let states = cuts.iter().map(|cut| wanted[cut.want].state);
+            let readers = if all_even { readers.count(states) } else { None };
+            seats = choose(destination, shares, count, readers.unwrap_or(1));
         }
-        if count > 1 {
+        if seats.is_some() {
             cuts.iter().for_each(|cut| changed[cut.part] = true);
         }
-        counts.push(count);
+        chosen.push(seats);
     }
     let mut spread = vec![];
-    for (((growth, number), mut cuts), count) in shared.into_iter().zip(counts) {
+    for (((_, number), mut cuts), chosen) in shared.into_iter().zip(chosen) {
         cuts.retain(|cut| changed[cut.part]);
         let set = &holders.sets[number];
-        if count == 1 {
+        let Some(chosen) = chosen else {
             // As it was; but what it was a part of may have gone elsewhere.
             spread
                 .extend(cuts.iter().filter_map(|cut| {
                     give(&wanted[cut.want], &cut.bounds, parts[cut.part].source)
                 }));
             continue;
-        }
-        let start = turn(destination) % set.len() as u64;
-        let start = if count < set.len() { start * count as u64 } else { start } as usize;
-        let chosen = (0..count).map(|at| {
-            let at = (start + at) % set.len();
-            (set[at], shares[&growth][&number][at])
-        });
+        };
+        let chosen = chosen.into_iter().map(|(at, share)| (set[at], share));
         let units = units(destination, wanted, cuts);
         for (unit, turns, seat) in allot(&units, chosen.collect()) {
             for cut in &unit.cuts {
@@ -153,6 +175,31 @@ pub(crate) fn spread(
     });
     parts.append(&mut spread);
     Ok(())
+}
+
+/// Which of the seats that hold the same this rank reads, by their places, and how much of each compared with the
+/// others: at most `count`, as one of so many readers that read all of it, with these shares for all of them
+/// together. `None`: one, which is chosen already.
+fn choose(
+    destination: &Manifest,
+    shares: &[f64],
+    count: usize,
+    readers: u64,
+) -> Option<Vec<(usize, f64)>> {
+    let places = shares.len();
+    if readers.is_multiple_of(places as u64) {
+        return None;
+    }
+    // By its number: those that read the next parts of other states from the next seats read the next seats here.
+    let own = stretch(places, readers, destination.rank().into());
+    if readers > 1 && own.len() <= count {
+        return Some(own);
+    }
+    let count = count.min(own.len());
+    let start = (turn(destination) % places as u64) as usize;
+    let start = if count < places { start * count } else { start };
+    let next = (0..count).map(|at| (start + at) % places);
+    (count > 1).then(|| next.map(|at| (at, shares[at])).collect())
 }
 
 /// How the bytes of a state grow with the tokens: those that grow alike are spread together.
