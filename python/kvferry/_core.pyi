@@ -423,6 +423,11 @@ class Ending:
         """How it was read: `direct`, `over-read`, `packed`, `loops`."""
 
     @property
+    def read_by(self) -> list[tuple[int, str, str]]:
+        """For each rank of the other engine that bytes come from: its number, the transport that moves them, and,
+        with `gpu`, why a better one does not; empty where that is the best."""
+
+    @property
     def rest(self) -> _Words:
         """What is left of the request's own blocks, as from `Plan.rest`."""
 

@@ -136,14 +136,13 @@ fn cuda_and_nixl(
              cuda: {cuda}; nixl: {nixl}"
         ))),
         (cuda, nixl) => {
-            let mut ways = vec![];
-            for (name, made) in [("cuda", cuda), ("nixl", nixl)] {
-                match made {
-                    Ok(way) => ways.push(way),
-                    Err(error) => tracing::warn!("this rank does without {name}: {error}"),
-                }
-            }
-            Ok(carry_several("gpu", ways))
+            let ways = [("cuda", cuda), ("nixl", nixl)].map(|(name, made)| {
+                made.map_err(|error| {
+                    tracing::warn!("this rank does without {name}: {error}");
+                    format!("{name}: {error}")
+                })
+            });
+            Ok(carry_several("gpu", ways.into()))
         }
     }
 }
