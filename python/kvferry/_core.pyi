@@ -423,6 +423,11 @@ class Ending:
         """How it was read: `direct`, `over-read`, `packed`, `loops`."""
 
     @property
+    def read_by(self) -> list[tuple[int, str, str]]:
+        """For each rank of the other engine that bytes come from: its number, the transport that moves them, and,
+        with `gpu`, why a better one does not; empty where that is the best."""
+
+    @property
     def rest(self) -> _Words:
         """What is left of the request's own blocks, as from `Plan.rest`."""
 
@@ -450,6 +455,7 @@ class Worker:
         audit: float = 0.01,
         gpu_sms: int | None = None,
         gpu_kernel: _Path | None = None,
+        gpu_staging: int | None = None,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
@@ -461,8 +467,9 @@ class Worker:
         peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or `over-read`. `audit` is
         the fraction of requests that are compared with what the source holds before they are used: 0 is none,
         1 is all; unless it is 0, the first ones of every pair of engines are. Kernels on a GPU take `gpu_sms` of its
-        multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. Trust (`key`, `key_file`, `tls`,
-        `insecure`) is that of the engine's `Scheduler`.
+        multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. With `nixl` and `gpu`,
+        `gpu_staging` MiB of its memory at most are taken to pack short runs into (512 without); 0 is none, and such
+        runs are read one by one. Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import multiprocessing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,44 @@ FROM, TO = 16, 48
 POISON = 0xA5A5A5A5A5A5A5A5
 
 
-def hand_over(transport: str, device: str, mib: int, level: str = "error") -> str:
+@dataclass
+class HandedOver:
+    """How it went."""
+
+    #: The transport that was asked for.
+    transport: str
+    bytes: int
+    copies: int
+    #: On the wire.
+    seconds: float
+    #: As of `Ending.read_by`.
+    read_by: list[tuple[int, str, str]]
+
+    def __str__(self) -> str:
+        rate = f", {self.bytes / self.seconds / 1e9:,.1f} GB/s" if self.seconds else ""
+        moved = f"{self.bytes / (1 << 20):.0f} MiB in {self.copies} copies, every byte right{rate}"
+        chosen = {(by, why) for _, by, why in self.read_by if by != self.transport}
+        return moved + "".join(f" by {by}{_why(by, why)}" for by, why in sorted(chosen))
+
+
+def _why(by: str, not_by: str) -> str:
+    if not_by:
+        return f" (not by {not_by})"
+    return " (same node)" if by == "cuda" else ""
+
+
+def hand_over(
+    transport: str, device: str, mib: int, level: str = "error", **options: Any
+) -> HandedOver:
     """Another process prefills, this one decodes, with other block sizes. Says how it went, and raises
-    if it went wrong. The other one logs from `level` on, to the standard error."""
+    if it went wrong. The other one logs from `level` on, to the standard error. `options` are for the
+    workers of both."""
     token = LAYERS * HEADS * WORDS * 8
     tokens = max(1, (mib << 20) // token)
     # A process with a fresh start: what CUDA and UCX hold does not survive a fork.
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    facts = (theirs, transport, device, tokens, level)
+    facts = (theirs, transport, device, tokens, level, options)
     process = context.Process(target=_prefill, args=facts, daemon=True)
     process.start()
     theirs.close()
@@ -40,7 +70,9 @@ def hand_over(transport: str, device: str, mib: int, level: str = "error") -> st
         pool.fill(np.full(pool.words, POISON, dtype=np.uint64))
         table = [block + 1 for block in range(blocks)][::-1]
         scheduler = Scheduler("decode")
-        worker = Worker(pool.manifest("decode"), ranks=1, memory=pool, transport=transport)
+        worker = Worker(
+            pool.manifest("decode"), ranks=1, memory=pool, transport=transport, **options
+        )
         try:
             scheduler.publish([worker.card()])
             worker.load(
@@ -74,8 +106,7 @@ def hand_over(transport: str, device: str, mib: int, level: str = "error") -> st
             process.kill()
             process.join()
     wire = ending.seconds["wire"] + ending.seconds["post"]
-    rate = f", {ending.bytes / wire / 1e9:.1f} GB/s" if wire else ""
-    return f"{ending.bytes / (1 << 20):.0f} MiB in {ending.copies} copies, every byte right{rate}"
+    return HandedOver(transport, ending.bytes, ending.copies, wire, ending.read_by)
 
 
 def _receive(pipe: Any) -> Any:
@@ -90,7 +121,9 @@ def _receive(pipe: Any) -> Any:
     return answer
 
 
-def _prefill(pipe: Any, transport: str, device: str, tokens: int, level: str) -> None:
+def _prefill(
+    pipe: Any, transport: str, device: str, tokens: int, level: str, options: dict[str, Any]
+) -> None:
     """The process that another reads from."""
     logging.basicConfig(format="%(message)s", level=logging.DEBUG)
     log_to(logging.getLogger("kvferry.prefill"), level)
@@ -100,7 +133,9 @@ def _prefill(pipe: Any, transport: str, device: str, tokens: int, level: str) ->
         table = [block + 1 for block in range(blocks)]
         pool.fill(_expected(FROM, blocks + 1, table, tokens))
         scheduler = Scheduler("prefill")
-        worker = Worker(pool.manifest("prefill"), ranks=1, memory=pool, transport=transport)
+        worker = Worker(
+            pool.manifest("prefill"), ranks=1, memory=pool, transport=transport, **options
+        )
         scheduler.publish([worker.card()])
         ticket = scheduler.grant("selfcheck", tokens=tokens, blocks=[table])
         pipe.send((ticket, table))
@@ -126,35 +161,46 @@ def _expected(size: int, blocks: int, table: list[int], tokens: int) -> npt.NDAr
     return pool.reshape(-1)
 
 
+class _OnHost:
+    """So many words of the host's memory."""
+
+    def __init__(self, words: int) -> None:
+        self.words = np.zeros(words, dtype=np.uint64)
+        self.base = self.words.ctypes.data
+
+    def fill(self, words: npt.NDArray[np.uint64]) -> None:
+        self.words[:] = words
+
+    def read(self) -> npt.NDArray[np.uint64]:
+        return self.words
+
+
+class _OnCard:
+    """So many words of a GPU's."""
+
+    def __init__(self, device: str, words: int) -> None:
+        self.torch = importlib.import_module("torch")
+        self.words = self.torch.zeros(words, dtype=self.torch.int64, device=device)
+        self.base: int = self.words.data_ptr()
+
+    def fill(self, words: npt.NDArray[np.uint64]) -> None:
+        self.words.copy_(self.torch.from_numpy(words.view(np.int64)))
+        self.torch.cuda.synchronize()
+
+    def read(self) -> npt.NDArray[np.uint64]:
+        words: npt.NDArray[np.uint64] = self.words.cpu().numpy().view(np.uint64)
+        return words
+
+
 class _Pool:
     """A rank's memory: layers, blocks, tokens, heads."""
 
     def __init__(self, device: str, blocks: int, size: int) -> None:
         self.device, self.blocks, self.size = device, blocks, size
         self.words = LAYERS * blocks * size * HEADS * WORDS
-        self._tensor: Any = None
-        self._array: npt.NDArray[np.uint64] | None = None
-        if device == "cpu":
-            self._array = np.zeros(self.words, dtype=np.uint64)
-            self.base = self._array.ctypes.data
-        else:
-            torch = importlib.import_module("torch")
-            self._tensor = torch.zeros(self.words, dtype=torch.int64, device=device)
-            self.base = self._tensor.data_ptr()
-
-    def fill(self, words: npt.NDArray[np.uint64]) -> None:
-        if self._array is not None:
-            self._array[:] = words
-            return
-        torch = importlib.import_module("torch")
-        self._tensor.copy_(torch.from_numpy(words.view(np.int64)))
-        torch.cuda.synchronize()
-
-    def read(self) -> npt.NDArray[np.uint64]:
-        if self._array is not None:
-            return self._array
-        words: npt.NDArray[np.uint64] = self._tensor.cpu().numpy().view(np.uint64)
-        return words
+        on_host = device == "cpu"
+        self.memory = _OnHost(self.words) if on_host else _OnCard(device, self.words)
+        self.base, self.fill, self.read = self.memory.base, self.memory.fill, self.memory.read
 
     def manifest(self, engine: str) -> Manifest:
         row = HEADS * WORDS * 8

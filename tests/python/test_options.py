@@ -111,6 +111,7 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         ({"audit": 1.5}, "'audit' .* is 1.5, but must be from 0 to 1, or 'off', or 'all'"),
         ({"audit": "some"}, "'audit' .* is 'some', but must be a number, or 'off', or 'all'"),
         ({"audit": True}, "'audit' .* must be a number, or 'off', or 'all'"),
+        ({"gpu_staging": -1}, "'gpu_staging' .* is -1, but must be from 0 to 1048576"),
         ({"logging": "loud"}, "'loud', but must be one of off, error"),
     ],
 )

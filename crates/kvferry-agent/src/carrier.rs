@@ -34,10 +34,23 @@ pub trait Carrier: fmt::Debug + Send + Sync {
     }
 }
 
+/// The way that was chosen to a rank, of several.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chosen {
+    /// The transport that reads it.
+    pub transport: &'static str,
+    /// Why none of those that would be better does, each by its name; empty where it is the best.
+    pub not_by: String,
+}
+
 /// A rank that can be read. Dropping it ends the connection, unless that was done before.
 pub trait Source: fmt::Debug + Send + Sync {
     /// What its transport takes for reads from it.
     fn price(&self) -> Price;
+    /// The way to it, where its carrier has several.
+    fn chosen(&self) -> Option<&Chosen> {
+        None
+    }
     /// What its transport takes by how it is read, as far as is known by now.
     fn rates(&self) -> Rates {
         Rates { direct: self.price(), packed: None }

@@ -43,7 +43,7 @@ mod source;
 mod wire;
 mod worker;
 
-pub use carrier::{Carrier, Source, carry, carry_with};
+pub use carrier::{Carrier, Chosen, Source, carry, carry_with};
 pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
 pub use kvferry_plan::cost::{Choice, Way};
@@ -64,5 +64,6 @@ pub use wire::ticket::{Incarnation, Ticket};
 pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
 pub use wire::version::Version;
 pub use worker::{
-    Ending, IntroducedRank, Load, Lowerings, Moments, Notice, Outcome, Worker, WorkerOptions,
+    Ending, IntroducedRank, Load, Lowerings, Moments, Notice, Outcome, ReadBy, Worker,
+    WorkerOptions,
 };

@@ -1,24 +1,36 @@
 //! Several transports as one: each peer is read by the best that works between the two.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{Error, StagingStatistics};
+use kvferry_plan::cost::Way;
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics};
 
-use crate::carrier::{Carrier, Source};
+use crate::carrier::{Carrier, Chosen, Source};
 
 /// Makes one [`Carrier`] of several ways to the same memory, the best first. A rank offers all that it
 /// has. Who reads it takes the first that both have and that connects: inside a node another one than
-/// across, for instance. `name` is the same on both sides, whichever ways each of them has.
-pub fn carry_several(name: &'static str, ways: Vec<Arc<dyn Carrier>>) -> Arc<dyn Carrier> {
+/// across, for instance. In place of a way that cannot be had here is its name and why, as in `nixl: it is not
+/// installed`. `name` is the same on both sides, whichever ways each of them has.
+pub fn carry_several(
+    name: &'static str,
+    ways: Vec<Result<Arc<dyn Carrier>, String>>,
+) -> Arc<dyn Carrier> {
     Arc::new(Several { name, ways })
 }
 
 #[derive(Debug)]
 struct Several {
     name: &'static str,
-    ways: Vec<Arc<dyn Carrier>>,
+    ways: Vec<Result<Arc<dyn Carrier>, String>>,
+}
+
+impl Several {
+    fn ways(&self) -> impl Iterator<Item = &Arc<dyn Carrier>> {
+        self.ways.iter().flatten()
+    }
 }
 
 impl Carrier for Several {
@@ -28,7 +40,7 @@ impl Carrier for Several {
 
     fn staging(&self) -> StagingStatistics {
         let mut all = StagingStatistics::default();
-        for one in self.ways.iter().map(|way| way.staging()) {
+        for one in self.ways().map(|way| way.staging()) {
             all.bytes += one.bytes;
             all.in_use += one.in_use;
             all.most_in_use += one.most_in_use;
@@ -41,7 +53,7 @@ impl Carrier for Several {
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
         let mut out = vec![];
-        for way in &self.ways {
+        for way in self.ways() {
             put(&mut out, way.name().as_bytes());
             put(&mut out, &way.describe()?);
         }
@@ -54,6 +66,13 @@ impl Carrier for Several {
         })?;
         let mut reasons = vec![];
         for way in &self.ways {
+            let way = match way {
+                Ok(way) => way,
+                Err(missing) => {
+                    reasons.push(missing.clone());
+                    continue;
+                }
+            };
             let name = way.name();
             let Some((_, description)) =
                 offered.iter().find(|(other, _)| *other == name.as_bytes())
@@ -63,8 +82,9 @@ impl Carrier for Several {
             };
             match way.connect(description, deadline) {
                 Ok(source) => {
-                    tracing::info!(not_by = reasons.join("; "), "{source:?} is read by {name}");
-                    return Ok(source);
+                    let chosen = Chosen { transport: name, not_by: reasons.join("; ") };
+                    tracing::info!(not_by = chosen.not_by, "{source:?} is read by {name}");
+                    return Ok(Box::new(Found { source, chosen }));
                 }
                 Err(error) => reasons.push(format!("{name}: {error}")),
             }
@@ -78,13 +98,63 @@ impl Carrier for Several {
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
         let mut last = Error::Unsupported("there is no way to look at the memory".to_owned());
-        for way in &self.ways {
+        for way in self.ways() {
             match way.digest(program, deadline) {
                 Err(error @ Error::Unsupported(_)) => last = error,
                 done => return done,
             }
         }
         Err(last)
+    }
+}
+
+/// A rank, and the way to it that works.
+struct Found {
+    source: Box<dyn Source>,
+    chosen: Chosen,
+}
+
+impl fmt::Debug for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.source.fmt(f)
+    }
+}
+
+impl Source for Found {
+    fn price(&self) -> Price {
+        self.source.price()
+    }
+
+    fn chosen(&self) -> Option<&Chosen> {
+        Some(&self.chosen)
+    }
+
+    fn rates(&self) -> Rates {
+        self.source.rates()
+    }
+
+    fn learn(&self, way: Way, expected: f64, took: f64) {
+        self.source.learn(way, expected, took);
+    }
+
+    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.source.read(copies, deadline)
+    }
+
+    fn executes_loops(&self) -> bool {
+        self.source.executes_loops()
+    }
+
+    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.source.read_loops(loops, deadline)
+    }
+
+    fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.source.read_packed(loops, deadline)
+    }
+
+    fn disconnect(&self) {
+        self.source.disconnect();
     }
 }
 
@@ -124,18 +194,16 @@ fn read(mut bytes: &[u8]) -> Option<Vec<(&[u8], &[u8])>> {
 mod tests {
     use std::time::Duration;
 
-    use kvferry_transport::{ByteCopy, Loops, Operation, Price};
-
     use super::*;
 
     /// A way that reaches peers of the same place only.
     #[derive(Debug)]
-    struct Way {
+    struct Reaching {
         name: &'static str,
         place: &'static [u8],
     }
 
-    impl Carrier for Way {
+    impl Carrier for Reaching {
         fn name(&self) -> &'static str {
             self.name
         }
@@ -177,8 +245,11 @@ mod tests {
 
     /// A rank in a node: `near` works inside of one, `far` everywhere.
     fn rank(ways: &[(&'static str, &'static [u8])]) -> Arc<dyn Carrier> {
-        let way = |&(name, place)| Arc::new(Way { name, place }) as Arc<dyn Carrier>;
-        carry_several("both", ways.iter().map(way).collect())
+        carry_several("both", ways.iter().map(|one| Ok(way(one))).collect())
+    }
+
+    fn way(&(name, place): &(&'static str, &'static [u8])) -> Arc<dyn Carrier> {
+        Arc::new(Reaching { name, place })
     }
 
     fn reached(from: &Arc<dyn Carrier>, to: &Arc<dyn Carrier>) -> String {
@@ -204,6 +275,28 @@ mod tests {
         let refused = reached(&away, &only);
         assert!(refused.contains("near: the peer is elsewhere"), "{refused}");
         assert!(refused.contains("far: the peer does not offer it"), "{refused}");
+    }
+
+    /// Also of a way that cannot be had here, but not of one that would be worse.
+    #[test]
+    fn a_source_says_how_it_is_read_and_why() {
+        let beside = rank(&[("near", b"node 1"), ("far", b"")]).describe().unwrap();
+        let until = Instant::now() + Duration::from_secs(1);
+        let chosen = |ways| {
+            let source = carry_several("both", ways).connect(&beside, until).unwrap();
+            source.chosen().unwrap().clone()
+        };
+        let missing = |why: &str| Err(why.to_owned());
+        let near = |place| Ok(way(&("near", place)));
+        let far = || Ok(way(&("far", b"")));
+        let found = chosen(vec![near(b"node 1"), missing("far: it is not installed")]);
+        assert_eq!(found, Chosen { transport: "near", not_by: String::new() });
+        let found = chosen(vec![missing("near: there is no driver"), far()]);
+        let not_by = "near: there is no driver".to_owned();
+        assert_eq!(found, Chosen { transport: "far", not_by });
+        let found = chosen(vec![near(b"node 2"), far()]);
+        assert_eq!(found.transport, "far");
+        assert!(found.not_by.contains("near: the peer is elsewhere"), "{found:?}");
     }
 
     #[test]

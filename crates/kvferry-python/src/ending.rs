@@ -1,8 +1,9 @@
 //! `kvferry.Ending`: how a load ended.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use kvferry_agent::{Lowerings, Moments, Notice, Outcome, Timings};
+use kvferry_agent::{Lowerings, Moments, Notice, Outcome, ReadBy, Timings};
 use pyo3::prelude::*;
 
 use crate::convert::since_1970;
@@ -28,6 +29,7 @@ pub(crate) struct Ending {
     timings: Timings,
     moments: Option<Box<Moments>>,
     lowerings: Lowerings,
+    read_by: Arc<[ReadBy]>,
     rest: Vec<u8>,
 }
 
@@ -51,6 +53,12 @@ impl Ending {
     #[getter]
     fn lowerings(&self) -> Vec<&'static str> {
         self.lowerings.names().collect()
+    }
+
+    #[getter]
+    fn read_by(&self) -> Vec<(u32, &'static str, &str)> {
+        let all = self.read_by.iter();
+        all.map(|by| (by.rank, by.chosen.transport, by.chosen.not_by.as_str())).collect()
     }
 
     #[getter]
@@ -85,6 +93,7 @@ impl Ending {
                     timings: Timings::default(),
                     moments: None,
                     lowerings: Lowerings::default(),
+                    read_by: Arc::default(),
                     rest: vec![],
                 };
             }
@@ -106,6 +115,7 @@ impl Ending {
             timings: ending.timings,
             moments: Some(ending.moments),
             lowerings: ending.lowerings,
+            read_by: ending.read_by,
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
         }
     }

@@ -9,25 +9,41 @@ use kvferry_layout::{self as layout, Place};
 use kvferry_transport::Transport;
 use kvferry_transport::cuda::{Cuda, CudaOptions};
 use kvferry_transport::local::{Local, LocalOptions};
-use kvferry_transport::nixl::{Nixl, NixlOptions};
+use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use pyo3::prelude::*;
 
 /// What keeps a rank's memory alive.
 pub(crate) type Memory = Arc<Py<PyAny>>;
 
-/// How kernels on a card are run.
-pub(crate) struct Kernels {
-    /// Multiprocessors that they may take; `None` for what the transport chooses.
+/// What is taken of a card.
+pub(crate) struct Cards {
+    /// Multiprocessors that kernels may take; `None` for what the transport chooses.
     pub(crate) sms: Option<u32>,
-    /// Compiled beforehand; `None` to compile them here.
-    pub(crate) compiled: Option<PathBuf>,
+    /// Kernels that were compiled beforehand; `None` to compile them here.
+    pub(crate) kernel: Option<PathBuf>,
+    /// MiB to pack into; `None` for what the transport chooses.
+    pub(crate) staging: Option<u32>,
+}
+
+impl Cards {
+    /// Refuses what is neither nothing nor enough.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let least = CardPacking::LEAST_STAGING.div_ceil(1 << 20);
+        match self.staging.map(u64::from) {
+            Some(mib) if mib != 0 && mib < least => Err(format!(
+                "gpu_staging is {mib} (MiB), but must be 0, for nothing to be packed, or {least} or more: \
+                 there is no room to pack into otherwise"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 pub(crate) fn by_name(
     name: &str,
     tcp: TcpOptions,
-    kernels: &Kernels,
+    cards: &Cards,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
@@ -35,9 +51,9 @@ pub(crate) fn by_name(
     match name {
         "local" => registered(Local::new(LocalOptions::default())?, regions, memory),
         "tcp" => registered(Tcp::new(tcp)?, regions, memory),
-        "cuda" => cuda(kernels, site_packages, regions, memory),
-        "nixl" => nixl(&tcp, kernels, site_packages, regions, memory),
-        "gpu" => cuda_and_nixl(&tcp, kernels, site_packages, regions, memory),
+        "cuda" => cuda(cards, site_packages, regions, memory),
+        "nixl" => nixl(&tcp, cards, site_packages, regions, memory),
+        "gpu" => cuda_and_nixl(&tcp, cards, site_packages, regions, memory),
         other => Err(Error::Options(format!(
             "there is no transport '{other}': it is local, tcp, cuda, nixl or gpu"
         ))),
@@ -70,7 +86,7 @@ pub(crate) fn site_packages(py: Python<'_>) -> PyResult<Vec<PathBuf>> {
 
 fn nixl(
     tcp: &TcpOptions,
-    kernels: &Kernels,
+    cards: &Cards,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
@@ -78,13 +94,16 @@ fn nixl(
     // Who packs is asked at the address that data would go over by TCP.
     let control = (tcp.bind, tcp.advertise);
     let mut options = NixlOptions { site_packages, control, ..NixlOptions::default() };
-    options.card.sms = kernels.sms;
-    options.card.kernel.clone_from(&kernels.compiled);
+    options.card.sms = cards.sms;
+    options.card.kernel.clone_from(&cards.kernel);
+    if let Some(mib) = cards.staging {
+        options.card.staging = u64::from(mib) << 20;
+    }
     registered(Nixl::new(&options)?, regions, memory)
 }
 
 fn cuda(
-    kernels: &Kernels,
+    cards: &Cards,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
@@ -96,35 +115,34 @@ fn cuda(
                 .to_owned(),
         ));
     };
-    let Kernels { sms, compiled } = kernels;
-    let options = CudaOptions { gpu, sms: *sms, kernel: compiled.clone(), site_packages };
+    let (sms, kernel) = (cards.sms, cards.kernel.clone());
+    let options = CudaOptions { gpu, sms, kernel, site_packages };
     registered(Cuda::new(&options)?, regions, memory)
 }
 
 /// Both, for a choice peer by peer; one alone where the other cannot be had here.
 fn cuda_and_nixl(
     tcp: &TcpOptions,
-    kernels: &Kernels,
+    cards: &Cards,
     site_packages: Vec<PathBuf>,
     regions: &[layout::Region],
     memory: Memory,
 ) -> Result<Arc<dyn Carrier>, Error> {
-    let cuda = cuda(kernels, site_packages.clone(), regions, memory.clone());
-    let nixl = nixl(tcp, kernels, site_packages, regions, memory);
+    let cuda = cuda(cards, site_packages.clone(), regions, memory.clone());
+    let nixl = nixl(tcp, cards, site_packages, regions, memory);
     match (cuda, nixl) {
         (Err(cuda), Err(nixl)) => Err(Error::Options(format!(
             "GPU memory is moved by cuda inside a node and by nixl across, and neither works here: \
              cuda: {cuda}; nixl: {nixl}"
         ))),
         (cuda, nixl) => {
-            let mut ways = vec![];
-            for (name, made) in [("cuda", cuda), ("nixl", nixl)] {
-                match made {
-                    Ok(way) => ways.push(way),
-                    Err(error) => tracing::warn!("this rank does without {name}: {error}"),
-                }
-            }
-            Ok(carry_several("gpu", ways))
+            let ways = [("cuda", cuda), ("nixl", nixl)].map(|(name, made)| {
+                made.map_err(|error| {
+                    tracing::warn!("this rank does without {name}: {error}");
+                    format!("{name}: {error}")
+                })
+            });
+            Ok(carry_several("gpu", ways.into()))
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::errors;
 use crate::half::Half;
 use crate::manifest::Manifest;
 use crate::plan::Asked;
-use crate::transports::{Kernels, by_name, site_packages};
+use crate::transports::{Cards, by_name, site_packages};
 use crate::trust::trust;
 
 /// The worker half of an agent.
@@ -35,7 +35,7 @@ pub(crate) struct Worker {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -55,6 +55,7 @@ impl Worker {
         audit: f64,
         gpu_sms: Option<u32>,
         gpu_kernel: Option<PathBuf>,
+        gpu_staging: Option<u32>,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
@@ -72,6 +73,8 @@ impl Worker {
             lowering: lowering.parse().map_err(PyValueError::new_err::<String>)?,
             ..WorkerOptions::new(ranks)
         };
+        let cards = Cards { sms: gpu_sms, kernel: gpu_kernel, staging: gpu_staging };
+        cards.check().map_err(PyValueError::new_err)?;
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
         let advertise = advertise.map(|address| address.ip());
         let tcp = TcpOptions { bind: bound, advertise, ..TcpOptions::default() };
@@ -79,9 +82,8 @@ impl Worker {
         let manifest = Arc::clone(&manifest.get().0);
         let memory = Arc::new(memory);
         let made = py.detach(|| {
-            let (kernels, regions) =
-                (Kernels { sms: gpu_sms, compiled: gpu_kernel }, manifest.regions());
-            let carrier = by_name(transport, tcp, &kernels, site_packages, regions, memory)?;
+            let regions = manifest.regions();
+            let carrier = by_name(transport, tcp, &cards, site_packages, regions, memory)?;
             agent::Worker::start(options, layout::Manifest::clone(&manifest), carrier)
         });
         let half = Half::new(made.map_err(failed)?);

@@ -74,6 +74,9 @@ class Options:
     gpu_sms: int = _option(0, least=0)
     #: Those kernels, compiled beforehand for a machine without NVRTC.
     gpu_kernel: str | None = _option(None, file=True)
+    #: MiB of a GPU's memory that `nixl`, and so `gpu`, takes at most to pack short runs into; 0: none, and such
+    #: runs are read one by one.
+    gpu_staging: int = _option(512, least=0, most=1 << 20)
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
     #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
     audit: float | str = _option(0.01, least=0, most=1, words=("off", "all"))

@@ -202,7 +202,7 @@ def moved(
     """What came of a request that one process hands to another."""
     what = transport if device == "cpu" else f"{transport} {device}"
     try:
-        return Finding(what, "yes", hand_over(transport, device, mib, level))
+        return Finding(what, "yes", str(hand_over(transport, device, mib, level)))
     except Exception as error:
         advice = "pip install nixl, or nixl-cu12 or nixl-cu13 for CUDA" if transport == "nixl" else ""
         return Finding(what, "no" if needed else "-", f"does not work here: {error}", advice)

@@ -110,6 +110,7 @@ class WorkerSide:
             audit=self.options.audited(),
             gpu_sms=self.options.gpu_sms or None,
             gpu_kernel=self.options.gpu_kernel,
+            gpu_staging=self.options.gpu_staging,
             **self.options.address(0),
             **self.options.trust(),
         )

@@ -463,6 +463,7 @@ impl Drive {
             timings: self.timings,
             moments: Box::new(self.moments),
             lowerings: self.moved.lowerings,
+            read_by: self.engine.as_ref().map(|engine| engine.read_by.clone()).unwrap_or_default(),
             rest: std::mem::take(&mut self.moved.rest),
         }));
     }

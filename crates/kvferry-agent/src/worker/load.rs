@@ -1,11 +1,13 @@
 //! A request to load, and how its load ended: what an engine gives to a worker, and gets back.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use kvferry_plan::cost::Way;
 use kvferry_plan::{Area, BlockTable};
 use serde::{Deserialize, Serialize};
 
+use crate::carrier::Chosen;
 use crate::metrics::Timings;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Grant, Origin};
@@ -95,8 +97,19 @@ pub struct Ending {
     pub moments: Box<Moments>,
     /// How it was read.
     pub lowerings: Lowerings,
+    /// By what, from each rank of the other engine that something is read from; none where it did not get so far.
+    pub read_by: Arc<[ReadBy]>,
     /// What is left of the request's own blocks, where it was asked for.
     pub rest: Vec<Area>,
+}
+
+/// The way to one rank of another engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadBy {
+    /// Its number.
+    pub rank: u32,
+    /// What moves its bytes, and why that and nothing better.
+    pub chosen: Chosen,
 }
 
 /// When the stages of a load were over: what [`Timings`] measures, on a line of time. A stage that never

@@ -30,7 +30,7 @@ use tracing::{Instrument, error_span, warn};
 use self::core::Core;
 use self::drive::drive;
 pub use self::introduced::IntroducedRank;
-pub use self::load::{Ending, Load, Lowerings, Moments, Notice, Outcome};
+pub use self::load::{Ending, Load, Lowerings, Moments, Notice, Outcome, ReadBy};
 pub use self::options::WorkerOptions;
 use self::peers::Peers;
 use self::rank::Rank;

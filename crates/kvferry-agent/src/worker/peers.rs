@@ -12,10 +12,11 @@ use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::introduced::Introduced;
+use super::load::ReadBy;
 use super::rank::Rank;
 use super::replicas::Readable;
 use crate::background::after;
-use crate::carrier::Source;
+use crate::carrier::{Chosen, Source};
 use crate::error::{Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
 use crate::rules::audit::Trial;
@@ -74,6 +75,8 @@ pub(super) struct SourceEngine {
     pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
     /// The number of each of them in its engine.
     pub(super) ranks: Vec<u32>,
+    /// How those are read that are.
+    pub(super) read_by: Arc<[ReadBy]>,
     /// What audits have found.
     pub(super) trial: Arc<Mutex<Trial>>,
     /// Seconds that a token took, of all layers, in the request that was read last.
@@ -241,6 +244,7 @@ impl Peers {
         }
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
+        let read_by = self.read_by(&ranks, &sources);
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
         let manifests = Arc::new(manifests);
         let (address, layers) = (address.to_owned(), tokio::sync::OnceCell::new());
@@ -252,10 +256,20 @@ impl Peers {
             manifests,
             sources,
             ranks,
+            read_by,
             trial,
             each: Mutex::default(),
             arrived: Mutex::default(),
         })
+    }
+
+    fn read_by(&self, ranks: &[u32], sources: &[Option<Box<dyn Source>>]) -> Arc<[ReadBy]> {
+        let only = Chosen { transport: self.rank.carrier.name(), not_by: String::new() };
+        let read = ranks.iter().zip(sources).filter_map(|(rank, source)| {
+            let chosen = source.as_ref()?.chosen().unwrap_or(&only).clone();
+            Some(ReadBy { rank: *rank, chosen })
+        });
+        read.collect()
     }
 
     /// What audits have found of this life of an engine, also over an earlier handshake.

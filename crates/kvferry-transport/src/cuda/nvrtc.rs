@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
-use super::driver::reason;
+use super::driver::{major_version, reason};
 use crate::contract::Error;
 
 /// Names the library, or the directory it lies in.
@@ -36,26 +36,34 @@ pub(crate) struct Nvrtc {
 
 impl Nvrtc {
     /// Finds and loads it. `site_packages` are folders that the caller knows to be those of its own
-    /// Python environment.
+    /// Python environment. Of several, one whose code the driver can load: a driver knows no CUDA that is newer
+    /// than itself, and a newer toolkit may lie beside it.
     pub(crate) fn find(site_packages: &[PathBuf]) -> Result<Self, Error> {
-        let mut tried = vec![];
-        if let Some(named) = env::var_os(VARIABLE) {
-            let named = PathBuf::from(named);
-            let found = if named.is_dir() {
-                NAMES.iter().map(|name| named.join(name)).find(|path| path.is_file())
-            } else {
-                Some(named.clone())
-            };
-            let found = found.unwrap_or(named);
-            return Self::load(&found).map_err(|error| missing(&[(found, error)]));
-        }
-        for path in candidates(site_packages) {
+        let known = major_version();
+        let (mut tried, mut too_new) = (vec![], None);
+        for path in named().unwrap_or_else(|| candidates(site_packages)) {
             match Self::load(&path) {
+                Ok(library) if known.is_some_and(|known| library.major() > Some(known)) => {
+                    too_new.get_or_insert(library);
+                }
                 Ok(library) => return Ok(library),
                 Err(error) => tried.push((path, error)),
             }
         }
-        Err(missing(&tried))
+        // Where there is no other, the driver has the last word.
+        too_new.ok_or_else(|| missing(&tried))
+    }
+
+    /// The major version of its CUDA. `None` if it does not say.
+    fn major(&self) -> Option<u32> {
+        type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the declaration is that of nvrtc.h, and the pointers are to live values.
+        let code = unsafe {
+            let version: Version = self.get(c"nvrtcVersion").ok()?;
+            version(&raw mut major, &raw mut minor)
+        };
+        u32::try_from(major).ok().filter(|_| code == 0)
     }
 
     pub(crate) fn load(path: &Path) -> Result<Self, String> {
@@ -198,8 +206,16 @@ fn missing(tried: &[(PathBuf, String)]) -> Error {
     ))
 }
 
-/// Where it may be, the likeliest first: in the folders that the caller knows, wherever the system finds it, in the toolkit, in the Python
-/// environment.
+/// Where the user says it is.
+fn named() -> Option<Vec<PathBuf>> {
+    let named = PathBuf::from(env::var_os(VARIABLE)?);
+    let inside = NAMES.iter().map(|name| named.join(name));
+    let inside: Vec<PathBuf> = inside.filter(|path| path.is_file()).collect();
+    Some(if inside.is_empty() { vec![named] } else { inside })
+}
+
+/// Where it may be, the likeliest first: in the folders that the caller knows, wherever the system finds it, in
+/// the toolkit, in the Python environment.
 fn candidates(site_packages: &[PathBuf]) -> Vec<PathBuf> {
     let inside = |packages: &Path| -> Vec<PathBuf> {
         let directories = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];

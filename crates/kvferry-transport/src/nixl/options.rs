@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
 use super::capi::AgentSettings;
+use crate::cuda::driver;
 use crate::tcp::gather;
 
 /// Slots that are made to fit are multiples of this many bytes.
@@ -50,26 +51,19 @@ pub struct CardPacking {
     pub sms: Option<u32>,
     /// As of [`CudaOptions::kernel`](crate::cuda::CudaOptions::kernel).
     pub kernel: Option<PathBuf>,
-    /// CUDA's driver is a stand-in whose cards have host memory, which NIXL must be told. For tests.
-    #[doc(hidden)]
-    pub stand_in: bool,
 }
 
 impl Default for CardPacking {
     fn default() -> Self {
         // A transfer costs NIXL 100 µs however long it is, in which an H200 moves 150 MB.
-        Self {
-            staging: 512 << 20,
-            slot: 64 << 20,
-            lanes: 8,
-            sms: None,
-            kernel: None,
-            stand_in: false,
-        }
+        Self { staging: 512 << 20, slot: 64 << 20, lanes: 8, sms: None, kernel: None }
     }
 }
 
 impl CardPacking {
+    /// The least [`staging`](Self::staging) that something can be packed into.
+    pub const LEAST_STAGING: u64 = 4 * gather::SLOT_BYTES.next_multiple_of(PAGE);
+
     /// Bytes to take of a card of whose memory so many are free, and of a slot of those. Where they are few,
     /// there are at least four slots all the same, so that packing, moving and unpacking overlap. `None` where
     /// they are too few to pack into.
@@ -112,7 +106,7 @@ impl NixlOptions {
             progress_delay_us: self.progress_delay_us,
             plugin: self.plugin.clone(),
             parameters: self.parameters.clone(),
-            cards_are_host: self.card.stand_in,
+            cards_are_host: driver::is_a_stand_in(),
         }
     }
 }
@@ -134,5 +128,9 @@ mod tests {
         assert_eq!(card.fitted(mib), None);
         let few = CardPacking { staging: 5 * mib, ..card };
         assert_eq!(few.fitted(u64::MAX), Some((5 * mib, 5 * mib / 4)));
+        let least = CardPacking { staging: CardPacking::LEAST_STAGING, ..few };
+        assert!(least.fitted(u64::MAX).is_some());
+        let less = CardPacking { staging: CardPacking::LEAST_STAGING - 1, ..least };
+        assert_eq!(less.fitted(u64::MAX), None);
     }
 }

@@ -188,7 +188,7 @@ impl Packer {
             false => state.yards.of(Place::Host),
         };
         let Some(ours) = ours else {
-            directly(&"the memory of our own GPU cannot be packed");
+            directly(&"the memory of our own GPU is not packed");
             return None;
         };
         let fetch = Fetcher { state: Arc::downgrade(state), peer: Arc::downgrade(&peer.0) };

@@ -88,6 +88,11 @@ impl State {
             // SAFETY: the memory is kept by the state for longer than the agent, and only touched
             // through its address.
             unsafe { self.register(region)? };
+            tracing::info!(
+                bytes,
+                slots = bytes / slot,
+                "memory of GPU {gpu} is taken to pack short runs into"
+            );
             Ok(Yard::new(staging, Some(Arc::new(porter))))
         };
         self.yards.open(|| {

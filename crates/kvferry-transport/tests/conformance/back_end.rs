@@ -144,8 +144,8 @@ fn small_parts() -> CardPacking {
     CardPacking { staging: 8 * (260 << 10), slot: 260 << 10, ..CardPacking::default() }
 }
 
-/// The same without a card: driver.c stands in for CUDA's driver, and NIXL is told that what it calls a
-/// card's memory is the host's. Over UCX's tcp, where the peer takes part.
+/// The same without a card: driver.c stands in for CUDA's driver and says so, and NIXL is told that what it calls
+/// a card's memory is the host's. Over UCX's tcp, where the peer takes part.
 pub(crate) struct NixlTwinEnd;
 
 impl BackEnd for NixlTwinEnd {
@@ -161,7 +161,7 @@ impl BackEnd for NixlTwinEnd {
 
     fn new() -> Result<Nixl, Error> {
         let kernel = Some("/dev/null".into());
-        let card = CardPacking { kernel, stand_in: true, ..small_parts() };
+        let card = CardPacking { kernel, ..small_parts() };
         Nixl::new(&NixlOptions { card, ..NixlOptions::default() })
     }
 }

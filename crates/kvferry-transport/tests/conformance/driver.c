@@ -12,6 +12,7 @@
  * KVFERRY_TWIN_REFUSES=name   they have other names
  * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
  * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
+ * KVFERRY_TWIN_CUDA=n         the newest CUDA that it knows, 13 without; it loads no code that nvrtc.c made for a newer one
  * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
  * KVFERRY_TWIN_GATE=path      they wait as long as there is such a file, and make path.knock when they do
  * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
@@ -30,8 +31,11 @@
 
 #include "../../src/cuda/host.c"
 
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, BROKEN = 700 };
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, UNSUPPORTED = 222, NOT_FOUND = 500, NOT_READY = 600, BROKEN = 700 };
 enum { NOT_PERMITTED = 800, NOT_SUPPORTED = 801 };
+
+/* Says that this is not CUDA, and that its cards' memory is the host's. */
+const int kvferry_stand_in = 1;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -452,10 +456,18 @@ int cuEventElapsedTime(float *time, struct event *from, struct event *to)
 }
 
 /* The kernel. A function is the number of bytes of its parameter; 8 is that of an address. */
+static int newest_cuda(void)
+{
+    const char *told = getenv("KVFERRY_TWIN_CUDA");
+    return told ? atoi(told) : 13;
+}
+
 int cuModuleLoadData(void **module, const void *image)
 {
-    (void)image;
+    int made_for = 0;
     *module = &lock;
+    if (sscanf(image, "code for CUDA %d", &made_for) == 1 && made_for > newest_cuda())
+        return UNSUPPORTED;
     return refuses("module") ? INVALID : OK;
 }
 
@@ -469,6 +481,8 @@ int cuModuleGetFunction(void **function, void *module, const char *name)
 {
     unsigned long bytes = sizeof(uint64_t);
     (void)module;
+    if (!strcmp(name, "kvferry_digest"))
+        return NOT_FOUND;
     sscanf(name, "kvferry_copy_%*u_%*u_%lu", &bytes);
     *function = (void *)bytes;
     return refuses("name") ? NOT_FOUND : OK;
@@ -550,7 +564,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device)
 
 int cuDriverGetVersion(int *version)
 {
-    *version = 13000;
+    *version = newest_cuda() * 1000;
     return OK;
 }
 

@@ -90,18 +90,24 @@ fn twin() -> &'static Path {
         if let Some(built) = std::env::var_os("KVFERRY_TWIN") {
             return built.into();
         }
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance/driver.c");
         let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libtwin.so");
-        let made = library.with_extension(std::process::id().to_string());
-        let built = Command::new("cc")
-            .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
-            .args([&made, &source])
-            .status()
-            .expect("a C compiler called cc");
-        assert!(built.success(), "driver.c does not compile");
-        std::fs::rename(&made, &library).unwrap();
+        build("driver.c", &[], &library);
         library
     })
+}
+
+/// Compiles a file of this folder to a library.
+pub(crate) fn build(source: &str, options: &[&str], library: &Path) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance");
+    let made = library.with_extension(std::process::id().to_string());
+    let built = Command::new("cc")
+        .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
+        .args([&made, &folder.join(source)])
+        .args(options)
+        .status()
+        .expect("a C compiler called cc");
+    assert!(built.success(), "{source} does not compile");
+    std::fs::rename(&made, library).unwrap();
 }
 
 fn add<B: BackEnd>(trials: &mut Vec<Trial>, own: Vec<promises::Promise>) {

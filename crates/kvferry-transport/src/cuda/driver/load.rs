@@ -10,6 +10,11 @@ use crate::contract::Error;
 /// Names CUDA's driver library, where it is not the system's.
 const VARIABLE: &str = "KVFERRY_CUDA_DRIVER";
 
+/// Whether it is not the system's.
+pub(super) fn is_named() -> bool {
+    std::env::var_os(VARIABLE).is_some()
+}
+
 /// A handle of CUDA's: context, stream, event, module, function.
 pub(super) type Handle = *mut c_void;
 pub(super) type Code = c_int;
@@ -72,6 +77,8 @@ macro_rules! functions {
     ($($field:ident = $symbol:literal: fn($($argument:ty),*);)*) => {
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> Code,)*
+            /// Whether what is called a card's memory is the host's, which stand-ins for the driver say in tests.
+            pub(super) stands_in: bool,
             /// Keeps the functions loaded.
             _library: libloading::Library,
         }
@@ -82,6 +89,7 @@ macro_rules! functions {
                 unsafe {
                     Ok(Self {
                         $($field: *library.get(concat!($symbol, "\0").as_bytes())?,)*
+                        stands_in: library.get::<*const c_int>(b"kvferry_stand_in\0").is_ok(),
                         _library: library,
                     })
                 }

@@ -42,6 +42,12 @@ pub(crate) fn major_version() -> Option<u32> {
     (code == 0).then_some(version as u32 / 1000)
 }
 
+/// Whether a driver for tests is loaded, whose cards have memory of the host: other libraries must be told.
+pub(crate) fn is_a_stand_in() -> bool {
+    // CUDA is not started for the question.
+    load::is_named() && Driver::get().is_ok_and(|driver| driver.0.stands_in)
+}
+
 const NOT_READY: Code = 600;
 const MULTIPROCESSORS: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;

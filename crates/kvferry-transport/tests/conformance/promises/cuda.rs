@@ -2,10 +2,11 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Loop, Loops, Region};
-use kvferry_transport::cuda::mappings;
+use kvferry_transport::cuda::{Cuda, CudaOptions, mappings};
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use super::leaks::comes_back;
@@ -366,6 +367,51 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     done(&read(&long));
     assert!(is_backwards(&pair, 16), "a long program is not exact");
     comes_back("ours", before, census::take);
+}
+
+/// A toolkit for CUDA 13 beside a driver for CUDA 12: the kernel is compiled by the older NVRTC of a Python
+/// environment that has both.
+pub(super) fn an_older_driver_is_given_code_that_it_can_load() {
+    let packages = folder("packages");
+    nvrtc(&packages.join("nvidia/cu13/lib"), 13);
+    nvrtc(&packages.join("nvidia/cuda_nvrtc/lib"), 12);
+    twin("KVFERRY_TWIN_CUDA", "12");
+    let site_packages = vec![packages.clone()];
+    drop(Cuda::new(&CudaOptions { site_packages, ..CudaOptions::default() }).unwrap());
+    std::fs::remove_dir_all(packages).unwrap();
+}
+
+/// The same where the user names a folder that has both.
+pub(super) fn an_older_driver_is_given_code_from_a_named_folder() {
+    let both = folder("both");
+    nvrtc(&both, 13);
+    nvrtc(&both, 12);
+    twin("KVFERRY_TWIN_CUDA", "12");
+    twin("KVFERRY_NVRTC", both.to_str().unwrap());
+    drop(Cuda::new(&CudaOptions::default()).unwrap());
+    std::fs::remove_dir_all(both).unwrap();
+}
+
+/// Where there is no older one, the driver says what is wrong.
+pub(super) fn code_that_is_too_new_is_refused_by_the_driver() {
+    let only = folder("only");
+    nvrtc(&only, 13);
+    twin("KVFERRY_TWIN_CUDA", "12");
+    twin("KVFERRY_NVRTC", only.to_str().unwrap());
+    let refused = Cuda::new(&CudaOptions::default()).unwrap_err();
+    assert!(matches!(refused, Error::Cuda { code: 222, .. }), "{refused}");
+    std::fs::remove_dir_all(only).unwrap();
+}
+
+fn folder(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("kvferry-nvrtc-{name}-{}", std::process::id()))
+}
+
+/// A stand-in for the NVRTC of a CUDA.
+fn nvrtc(folder: &Path, cuda: u32) {
+    std::fs::create_dir_all(folder).unwrap();
+    let library = folder.join(format!("libnvrtc.so.{cuda}"));
+    crate::build("nvrtc.c", &[&format!("-DCUDA={cuda}")], &library);
 }
 
 /// What reads take is measured when a peer is connected to. Where that cannot be, it is what they usually take, and

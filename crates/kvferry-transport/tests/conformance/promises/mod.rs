@@ -104,6 +104,18 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
             "mapped_memory_of_another_pid_namespace_is_not_taken",
             cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
         ),
+        (
+            "an_older_driver_is_given_code_that_it_can_load",
+            cuda::an_older_driver_is_given_code_that_it_can_load,
+        ),
+        (
+            "an_older_driver_is_given_code_from_a_named_folder",
+            cuda::an_older_driver_is_given_code_from_a_named_folder,
+        ),
+        (
+            "code_that_is_too_new_is_refused_by_the_driver",
+            cuda::code_that_is_too_new_is_refused_by_the_driver,
+        ),
         ("prices_are_measured", cuda::prices_are_measured),
         ("kernels_that_do_not_start_fail", cuda::kernels_that_do_not_start_fail),
         (

@@ -1,0 +1,102 @@
+"""The transport `gpu` of real parts: `cuda` and `nixl` on the memory of a card. Where CUDA's driver should be is its
+stand-in, with host memory; NIXL is NIXL."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import kvferry
+import pytest
+from handmade import draft
+
+HERE = pathlib.Path(__file__).parent
+STAND_IN = HERE.parents[1] / "crates/kvferry-transport/tests/conformance/driver.c"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    library = tmp_path_factory.mktemp("driver") / "libtwin.so"
+    build = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", "-o", library, STAND_IN]
+    subprocess.run(build, check=True)
+    return str(library)
+
+
+def run(driver, refuses="nothing", environment=None, **asked):
+    """What a process says that has the stand-in for its driver, and what it and its peer log."""
+    told = {
+        "KVFERRY_CUDA_DRIVER": driver,
+        "KVFERRY_TWIN_REFUSES": refuses,
+        # The stand-in has no kernel for digests that could be compiled: nothing is audited.
+        "KVFERRY_NVRTC": "/nowhere",
+        "UCX_NET_DEVICES": "lo",
+        "UCX_MEM_EVENTS": "n",
+    }
+    command = [sys.executable, HERE / "stand_in_card.py", json.dumps(asked)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        timeout=300,
+        text=True,
+        env=os.environ | told | (environment or {}),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_inside_a_node_cuda_moves_every_byte(driver):
+    moved, log = run(driver)
+    assert moved["read_by"] == [[0, "cuda", ""]]
+    assert moved["says"].startswith("4 MiB in ") and "every byte right" in moved["says"]
+    assert moved["says"].endswith(" by cuda (same node)")
+    assert "is read by cuda" in log and "is read by nixl" not in log
+
+
+@pytest.mark.parametrize("lowering", ["direct", "packed"])
+def test_what_cuda_cannot_open_nixl_moves_and_says_why(driver, lowering):
+    """As with a peer in another container, or under MIG."""
+    moved, log = run(driver, refuses="open", lowering=lowering)
+    ((rank, by, why),) = moved["read_by"]
+    assert (rank, by) == (0, "nixl")
+    assert why.startswith("cuda: ") and "operation not permitted" in why
+    assert "every byte right" in moved["says"] and f" by nixl (not by {why})" in moved["says"]
+    (line,) = [line for line in log.splitlines() if "is read by" in line]
+    assert "is read by nixl" in line and "operation not permitted" in line
+
+
+def test_without_cuda_nixl_moves_and_says_why(driver):
+    """A kernel that the driver does not load: this rank has nixl alone."""
+    moved, log = run(driver, refuses="module")
+    ((_, by, why),) = moved["read_by"]
+    assert by == "nixl" and why.startswith("cuda: ") and "loading the kernel" in why
+    assert "this rank does without cuda: " in log
+
+
+def test_without_nixl_cuda_moves(driver):
+    moved, log = run(driver, environment={"KVFERRY_NIXL": "/nowhere"})
+    assert moved["read_by"] == [[0, "cuda", ""]]
+    assert "this rank does without nixl: " in log
+
+
+def test_what_is_taken_of_a_card_to_pack_into_is_set(driver):
+    without, log = run(driver, only=True, gpu_staging=0)
+    assert "is taken to pack" not in log
+    some, log = run(driver, only=True, gpu_staging=16)
+    # And what the kernels that pack are told what to do in.
+    assert some - without == (16 + 8) * MIB
+    (line,) = [line for line in log.splitlines() if "is taken to pack" in line]
+    assert f"bytes={16 * MIB}" in line and "memory of GPU 0" in line
+    # Not more than an eighth of the gigabyte that the stand-in has, whatever is asked for.
+    most, _ = run(driver, only=True)
+    assert most - without == (128 + 8) * MIB
+    moved, log = run(driver, refuses="open", gpu_staging=0)
+    assert moved["read_by"][0][1] == "nixl" and "every byte right" in moved["says"]
+    assert "are read one by one, because" in log
+
+
+def test_too_little_to_pack_into_is_refused():
+    manifest = kvferry.Manifest(draft("d", (0, 4), 4, 4096))
+    with pytest.raises(ValueError, match="gpu_staging is 1 .MiB., but must be 0, .* or 2 or more: "):
+        kvferry.Worker(manifest, ranks=1, memory=None, transport="tcp", gpu_staging=1)
