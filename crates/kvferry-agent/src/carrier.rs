@@ -55,8 +55,13 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn rates(&self) -> Rates {
         Rates { direct: self.price(), packed: None }
     }
-    /// A read of this kind, alone on its way, took so long where the rates made one expect something
-    /// else; both in nanoseconds.
+    /// How many times as much as its transport measured a way takes, as far as is known by now.
+    fn learned(&self, way: Way) -> f64 {
+        let _ = way;
+        1.0
+    }
+    /// A read of this kind takes so long by itself where the rates made one expect something else; both in
+    /// nanoseconds.
     fn learn(&self, way: Way, expected: f64, took: f64) {
         let _ = (way, expected, took);
     }
@@ -154,6 +159,10 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
 
     fn rates(&self) -> Rates {
         self.learned.lock().apply(self.keeping.transport.rates(&self.peer))
+    }
+
+    fn learned(&self, way: Way) -> f64 {
+        self.learned.lock().factor(way)
     }
 
     fn learn(&self, way: Way, expected: f64, took: f64) {

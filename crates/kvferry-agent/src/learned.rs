@@ -35,6 +35,14 @@ impl Learned {
         }
     }
 
+    /// How many times as much as was measured a way takes, as far as is known now.
+    pub(crate) fn factor(&self, way: Way) -> f64 {
+        match way {
+            Way::Direct | Way::OverRead => self.direct,
+            Way::Packed => self.packed,
+        }
+    }
+
     /// The rates, as far as is known now.
     pub(crate) fn apply(&self, rates: Rates) -> Rates {
         let times = |price: Price, factor: f64| Price {

@@ -20,7 +20,7 @@ const MODELS: [&str; 9] = [
     "granite-4.0-h-small",
 ];
 
-const TOPOLOGIES: [(&str, &str); 14] = [
+const TOPOLOGIES: [(&str, &str); 16] = [
     ("tp=8", "tp=2"),
     ("tp=4", "tp=2"),
     ("tp=2", "tp=8"),
@@ -29,6 +29,8 @@ const TOPOLOGIES: [(&str, &str); 14] = [
     ("tp=8", "tp=1"),
     ("tp=8", "tp=8"),
     ("tp=4", "tp=8"),
+    ("tp=16", "tp=8"),
+    ("tp=8", "tp=16"),
     ("tp=4,pp=2", "tp=2"),
     ("tp=8", "tp=2,pp=2"),
     ("tp=4,pp=2", "tp=2,pp=2"),

@@ -15,6 +15,7 @@ mod growth;
 mod introduced;
 mod load;
 mod mover;
+mod opening;
 mod options;
 mod peers;
 mod rank;

@@ -1,18 +1,18 @@
 //! The engines that requests are read from: what is known of them, and what they are asked.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
 use kvferry_plan::{LayerPlan, Plan};
 use parking_lot::Mutex;
-use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::introduced::Introduced;
 use super::load::ReadBy;
+use super::opening::open;
 use super::rank::Rank;
 use super::replicas::Readable;
 use crate::background::after;
@@ -218,7 +218,7 @@ impl Peers {
 
     async fn shake_hands(&self, address: &str, deadline: Instant) -> Result<SourceEngine, Failure> {
         let (version, incarnation, cards) = self.ask_for_cards(address, deadline).await?;
-        let readable = self.open(address, cards, deadline).await?;
+        let readable = open(&self.rank, address, cards, deadline).await?;
         let (own, how) = (self.rank.manifest.clone(), self.rank.spread());
         let readable =
             tokio::task::spawn_blocking(move || readable.without_far_ones(&own, how)).await;
@@ -316,90 +316,6 @@ impl Peers {
                 Err(error) => return Err(peer_failure(&error)),
             }
         }
-    }
-
-    /// Compiles the plan and connects to every rank that it reads; without ranks that cannot be connected to,
-    /// where others hold what they hold.
-    async fn open(
-        &self,
-        address: &str,
-        mut cards: Vec<Card>,
-        deadline: Instant,
-    ) -> Result<Readable, Failure> {
-        let manifests = cards.iter().map(|card| {
-            Manifest::from_bytes(&card.manifest)
-                .map_err(|error| Failure::Refused(error.to_string()))
-        });
-        let mut manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
-        let mut sources: Vec<Option<Box<dyn Source>>> = cards.iter().map(|_| None).collect();
-        let mut closed: Vec<(u32, kvferry_transport::Error)> = vec![];
-        loop {
-            let (own, how) = (self.rank.manifest.clone(), self.rank.spread());
-            // Compiled here as well: what this rank writes into its memory it proves itself.
-            let compiled = tokio::task::spawn_blocking(move || {
-                let theirs: Vec<&Manifest> = manifests.iter().collect();
-                (Plan::compile_spread(&own, &theirs, how), manifests)
-            });
-            let compiled = compiled.await;
-            let (plan, same) =
-                compiled.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
-            manifests = same;
-            let plan = plan.map_err(|error| match closed.is_empty() {
-                true => Failure::Refused(error.to_string()),
-                false => not_connected(&closed),
-            })?;
-            let failed = self.connect(&plan, &cards, &mut sources, deadline).await?;
-            if failed.is_empty() {
-                for (rank, error) in closed {
-                    warn!(
-                        address,
-                        rank,
-                        %error,
-                        "a rank cannot be connected to: what it holds is read from others"
-                    );
-                }
-                let ranks = cards.iter().map(|card| card.rank).collect();
-                return Ok(Readable { plan, manifests, ranks, sources });
-            }
-            // From the last to the first: the places of those before stay the same.
-            for (index, error) in failed.into_iter().rev() {
-                closed.push((cards.remove(index).rank, error));
-                manifests.remove(index);
-                sources.remove(index);
-            }
-        }
-    }
-
-    /// Connects the transport to every rank that the plan reads, all at once, and ends connections to others. Says
-    /// which of them cannot be connected to, by their places in order, and why.
-    async fn connect(
-        &self,
-        plan: &Plan,
-        cards: &[Card],
-        sources: &mut [Option<Box<dyn Source>>],
-        deadline: Instant,
-    ) -> Result<BTreeMap<usize, kvferry_transport::Error>, Failure> {
-        // Others may have to be connected to instead of one that does not answer.
-        let now = Instant::now();
-        let until = now + deadline.saturating_duration_since(now) / 2;
-        let mut connecting = JoinSet::new();
-        for (index, (card, source)) in cards.iter().zip(&mut *sources).enumerate() {
-            if !plan.reads(index) {
-                *source = None;
-            } else if source.is_none() {
-                let (carrier, description) = (self.rank.carrier.clone(), card.description.clone());
-                connecting.spawn_blocking(move || (index, carrier.connect(&description, until)));
-            }
-        }
-        let mut failed = BTreeMap::new();
-        while let Some(connected) = connecting.join_next().await {
-            match connected {
-                Ok((index, Ok(source))) => sources[index] = Some(source),
-                Ok((index, Err(error))) => _ = failed.insert(index, error),
-                Err(_) => return Err(Failure::PeerGone("the transport gave up".to_owned())),
-            }
-        }
-        Ok(failed)
     }
 
     /// Asks whether the lease held until now for what was read by and for, until there is an answer. The
@@ -527,23 +443,6 @@ impl SourceEngine {
         for source in self.sources.iter().flatten() {
             source.disconnect();
         }
-    }
-}
-
-/// These ranks are needed and cannot be connected to. Where somebody is gone, that may change by itself; where a
-/// transport cannot do it, the next request will find the same.
-fn not_connected(closed: &[(u32, kvferry_transport::Error)]) -> Failure {
-    use kvferry_transport::Error as E;
-    let ranks: Vec<String> =
-        closed.iter().map(|(rank, error)| format!("rank {rank}: {error}")).collect();
-    let reason =
-        format!("{}; no other rank that can be connected to holds the same", ranks.join("; "));
-    let is_gone = |error: &E| {
-        matches!(error, E::PeerLost(_) | E::PeerMisbehaved(_) | E::Disconnected | E::DeadlinePassed)
-    };
-    match closed.iter().any(|(_, error)| is_gone(error)) {
-        true => Failure::PeerGone(reason),
-        false => Failure::Refused(reason),
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use kvferry_layout::{Manifest, StateBox};
 
-use crate::compile::cover::Wanted;
+use crate::compile::cover::{Wanted, turn};
 
 /// How many ranks of the destination's engine read each state's elements.
 pub(crate) struct Readers<'a> {
@@ -89,10 +89,35 @@ fn in_stage(ranks: u64, own: usize, all: usize) -> u64 {
     ranks / stages.unwrap_or(1)
 }
 
+/// Which of the seats that hold the same this rank reads, by their places, and how much of each compared with the
+/// others: at most `count`, as one of so many readers that read all of it, with these shares for all of them
+/// together. `None`: one, which is chosen already.
+pub(crate) fn choose(
+    destination: &Manifest,
+    shares: &[f64],
+    count: usize,
+    readers: u64,
+) -> Option<Vec<(usize, f64)>> {
+    let places = shares.len();
+    if readers.is_multiple_of(places as u64) {
+        return None;
+    }
+    // By its number: those that read the next parts of other states from the next seats read the next seats here.
+    let own = stretch(places, readers, destination.rank().into());
+    if readers > 1 && own.len() <= count {
+        return Some(own);
+    }
+    let count = count.min(own.len());
+    let start = (turn(destination) % places as u64) as usize;
+    let start = if count < places { start * count } else { start };
+    let next = (0..count).map(|at| (start + at) % places);
+    (count > 1).then(|| next.map(|at| (at, shares[at])).collect())
+}
+
 /// The places that one of so many readers takes, and how much of each, when all of them together take all places
 /// equally: they stand side by side along the places. That is `places + readers - gcd(places, readers)` pairs of
 /// a reader and a place, and no other way has fewer.
-pub(crate) fn stretch(places: usize, readers: u64, reader: u64) -> Vec<(usize, f64)> {
+fn stretch(places: usize, readers: u64, reader: u64) -> Vec<(usize, f64)> {
     // Counted in shares of which a place has one for each reader, and a reader one for each place.
     let places = places as u64;
     let begin = reader % readers * places;

@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use kvferry_layout::{Law, Manifest, Phase, Piece, StateBox, Window};
 
-use crate::compile::cover::{Budget, Part, Wanted, common, in_cycle, turn};
-use crate::compile::readers::{Readers, stretch};
+use crate::compile::cover::{Budget, Part, Wanted, common, in_cycle};
+use crate::compile::readers::{Readers, choose};
 use crate::incompatible::Incompatible;
 
 /// The fewest bytes, of a request of [`USUAL_TOKENS`], for which a further source rank is read. A rank
@@ -175,31 +175,6 @@ pub(crate) fn spread(
     });
     parts.append(&mut spread);
     Ok(())
-}
-
-/// Which of the seats that hold the same this rank reads, by their places, and how much of each compared with the
-/// others: at most `count`, as one of so many readers that read all of it, with these shares for all of them
-/// together. `None`: one, which is chosen already.
-fn choose(
-    destination: &Manifest,
-    shares: &[f64],
-    count: usize,
-    readers: u64,
-) -> Option<Vec<(usize, f64)>> {
-    let places = shares.len();
-    if readers.is_multiple_of(places as u64) {
-        return None;
-    }
-    // By its number: those that read the next parts of other states from the next seats read the next seats here.
-    let own = stretch(places, readers, destination.rank().into());
-    if readers > 1 && own.len() <= count {
-        return Some(own);
-    }
-    let count = count.min(own.len());
-    let start = (turn(destination) % places as u64) as usize;
-    let start = if count < places { start * count } else { start };
-    let next = (0..count).map(|at| (start + at) % places);
-    (count > 1).then(|| next.map(|at| (at, shares[at])).collect())
 }
 
 /// How the bytes of a state grow with the tokens: those that grow alike are spread together.

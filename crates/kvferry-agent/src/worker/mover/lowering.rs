@@ -36,13 +36,12 @@ impl Reads {
         }
     }
 
-    /// The way that it is read, and what that should take by these rates, where one can tell.
-    pub(super) fn expected(&self, rates: &Rates) -> Option<(Way, f64)> {
-        let (way, price) = match self {
-            Self::List(_) | Self::Loops(_) => (Way::Direct, rates.direct),
-            Self::Packed(_) => (Way::Packed, rates.packed?),
-        };
-        Some((way, price.of(self.copies(), self.bytes())))
+    /// The way that it is read.
+    pub(super) fn way(&self) -> Way {
+        match self {
+            Self::List(_) | Self::Loops(_) => Way::Direct,
+            Self::Packed(_) => Way::Packed,
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The one thread of a worker that hands what is to be read to the transport and watches it arrive.
 //! How it is read is chosen in [`lowering`].
 
+mod lessons;
 mod lowering;
 
 use std::fmt;
@@ -9,10 +10,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
-use kvferry_plan::cost::{Choice, Way};
+use kvferry_plan::cost::Choice;
 use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
+use self::lessons::{Lesson, Lessons, Taught};
 use self::lowering::{Lowered, Reads};
 use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
@@ -121,7 +123,11 @@ impl Drop for Mover {
 
 fn run(commands: &Receiver<Command>, choice: Choice) {
     let mut readings: Vec<Reading> = vec![];
+    let mut lessons = Lessons::default();
     loop {
+        if readings.is_empty() {
+            lessons.conclude();
+        }
         let command = match readings.is_empty() {
             true => commands.recv().map_err(|_| TryRecvError::Disconnected),
             false => commands.try_recv(),
@@ -129,10 +135,7 @@ fn run(commands: &Receiver<Command>, choice: Choice) {
         match command {
             // More may wait: post them before looking at what has arrived.
             Ok(Command::Read(job)) => {
-                readings.extend(Reading::post(job, choice));
-                if readings.len() > 1 {
-                    readings.iter_mut().for_each(|reading| reading.lessons.clear());
-                }
+                readings.extend(Reading::post(job, choice, &mut lessons));
             }
             Ok(Command::Cancel(attempt)) => {
                 let cancelled = readings.iter_mut().filter(|reading| reading.attempt == attempt);
@@ -140,7 +143,7 @@ fn run(commands: &Receiver<Command>, choice: Choice) {
             }
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {
-                readings.retain_mut(|reading| !reading.look());
+                readings.retain_mut(|reading| !reading.look(&mut lessons));
                 let pending = readings.first().and_then(|reading| {
                     reading.operations.iter().find(|operation| !operation.poll().is_safe())
                 });
@@ -160,22 +163,15 @@ struct Reading {
     posted: Instant,
     failed: bool,
     tell: Box<dyn Fn(Progress) + Send>,
-    /// What an operation that has the machine to itself tells about its source.
-    lessons: Vec<Lesson>,
+    /// For every operation: what is learnt from it once it has ended.
+    lessons: Vec<Option<Lesson<Taught>>>,
     /// Keeps the connections for as long as bytes move on them.
-    sources: Arc<Vec<Option<Box<dyn Source>>>>,
-}
-
-/// What the only operation of a job was expected to take, in nanoseconds.
-struct Lesson {
-    source: usize,
-    way: Way,
-    expected: f64,
+    _sources: Arc<Vec<Option<Box<dyn Source>>>>,
 }
 
 impl Reading {
     /// Hands what a job reads to the transport, source by source. `None`: there is nothing to wait for.
-    fn post(job: Job, choice: Choice) -> Option<Self> {
+    fn post(job: Job, choice: Choice, others: &mut Lessons<Taught>) -> Option<Self> {
         let mut began = Instant::now();
         let mut lap = || {
             let lap = began.elapsed();
@@ -203,18 +199,14 @@ impl Reading {
             for reads in all {
                 moved.bytes += reads.bytes();
                 moved.copies += reads.copies();
+                let lesson = (reads.copies(), reads.bytes(), Instant::now());
                 let posted = match source {
-                    Some(source) => {
-                        if let Some((way, expected)) = reads.expected(&source.rates()) {
-                            lessons.push(Lesson { source: index, way, expected });
-                        }
-                        match &reads {
-                            Reads::List(copies) => source.read(copies, job.deadline),
-                            Reads::Loops(loops) => source.read_loops(loops, job.deadline),
-                            Reads::Packed(loops) => source.read_packed(loops, job.deadline),
-                        }
-                        .map_err(|error| transport_failure(&error))
+                    Some(source) => match &reads {
+                        Reads::List(copies) => source.read(copies, job.deadline),
+                        Reads::Loops(loops) => source.read_loops(loops, job.deadline),
+                        Reads::Packed(loops) => source.read_packed(loops, job.deadline),
                     }
+                    .map_err(|error| transport_failure(&error)),
                     None => {
                         let message = "the plan reads a rank that it should not";
                         Err(Failure::Transport(message.to_owned()))
@@ -222,17 +214,20 @@ impl Reading {
                 };
                 moved.post += lap();
                 match posted {
-                    Ok(operation) => operations.push(operation),
+                    Ok(operation) => {
+                        operations.push(operation);
+                        let sources = Arc::downgrade(&job.sources);
+                        let pupil = Taught { sources, source: index, way: reads.way() };
+                        let (copies, bytes, began) = lesson;
+                        lessons.push(Some(Lesson { pupil, copies, bytes, began }));
+                        others.begin();
+                    }
                     Err(error) => {
                         failure = Some(error);
                         break 'sources;
                     }
                 }
             }
-        }
-        if operations.len() > 1 {
-            // They were in each other's way.
-            lessons.clear();
         }
         drop(lowered);
         let mut reading = Self {
@@ -243,11 +238,11 @@ impl Reading {
             failed: false,
             tell: job.tell,
             lessons,
-            sources: job.sources,
+            _sources: job.sources,
         };
         let over = match failure {
             Some(failure) => reading.fail(failure),
-            None => reading.look(),
+            None => reading.look(others),
         };
         (!over).then_some(reading)
     }
@@ -259,11 +254,11 @@ impl Reading {
     }
 
     /// Tells what has changed. Answers whether it is over: nothing will land any more.
-    fn look(&mut self) -> bool {
+    fn look(&mut self, lessons: &mut Lessons<Taught>) -> bool {
         let mut safe = true;
         let mut failure = None;
         self.moved.packed = 0;
-        for operation in &self.operations {
+        for (operation, lesson) in self.operations.iter().zip(&mut self.lessons) {
             let status = operation.poll();
             safe &= status.is_safe();
             if let Status::Done(report) = &status {
@@ -271,11 +266,9 @@ impl Reading {
                 self.moved.packed += report.packed;
             }
             if let Status::Done(report) = &status
-                && let Some(Lesson { source, way, expected }) = self.lessons.pop()
-                && let Some(source) = self.sources.get(source).and_then(Option::as_ref)
+                && let Some(lesson) = lesson.take()
             {
-                let took = report.time_to_post + report.time_on_wire;
-                source.learn(way, expected, took.as_nanos() as f64);
+                lessons.end(lesson, report.time_to_post + report.time_on_wire);
             }
             match status {
                 Status::Quarantined(error) | Status::Failed(error) => {
