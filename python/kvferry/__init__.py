@@ -5,11 +5,16 @@ those of the ranks it is to read from and answers with a `Plan`, or raises `Inco
 reason. A plan yields the copies of a request from both sides' block tables.
 """
 
-from ._core import Ending, Manifest, Plan, Scheduler, Summary, Worker, compile, version
+import atexit
+
+from ._core import Ending, Manifest, Plan, Scheduler, Summary, Worker, compile, finish, version
 from ._errors import AgentError, Error, Incompatible, ManifestError, RequestError
 from ._log import log_to
 
 __version__ = version()
+
+# What compiles kernels gives its memory back when the process ends, also while a thread works with it.
+atexit.register(finish)
 
 __all__ = [
     "AgentError",

@@ -31,6 +31,9 @@ _Path = str | os.PathLike[str]
 def version() -> str:
     """The version of the compiled part."""
 
+def finish() -> None:
+    """Waits until no kernel is compiled, at most 20 s, and lets none be compiled any more: for a process that ends."""
+
 def facts() -> dict[str, Any]:
     """Everything that is known of states and families, as plain data: `formats`, `identity` (the keys
     of a manifest's identity), `kinds` (of states), `modules` and `families`."""

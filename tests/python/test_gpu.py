@@ -12,16 +12,19 @@ import pytest
 from handmade import draft
 
 HERE = pathlib.Path(__file__).parent
-STAND_IN = HERE.parents[1] / "crates/kvferry-transport/tests/conformance/driver.c"
+STAND_INS = HERE.parents[1] / "crates/kvferry-transport/tests/conformance"
 MIB = 1 << 20
+
+
+def build(source, library, *options):
+    command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", *options, "-o", library]
+    subprocess.run([*command, STAND_INS / source], check=True)
+    return str(library)
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    library = tmp_path_factory.mktemp("driver") / "libtwin.so"
-    build = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", "-o", library, STAND_IN]
-    subprocess.run(build, check=True)
-    return str(library)
+    return build("driver.c", tmp_path_factory.mktemp("driver") / "libtwin.so")
 
 
 def run(driver, refuses="nothing", environment=None, **asked):
@@ -78,6 +81,16 @@ def test_without_nixl_cuda_moves(driver):
     moved, log = run(driver, environment={"KVFERRY_NIXL": "/nowhere"})
     assert moved["read_by"] == [[0, "cuda", ""]]
     assert "this rank does without nixl: " in log
+
+
+def test_a_process_may_end_while_a_kernel_is_compiled(driver, tmp_path):
+    """That for digests, in the background: what compiles it does not bear to be left in the middle of it."""
+    slow = {
+        "KVFERRY_NVRTC": build("nvrtc.c", tmp_path / "libnvrtc.so", "-DCUDA=13"),
+        "KVFERRY_TWIN_COMPILES_MS": "4000",
+    }
+    moved, _ = run(driver, environment=slow)
+    assert "every byte right" in moved["says"]
 
 
 def test_what_is_taken_of_a_card_to_pack_into_is_set(driver):

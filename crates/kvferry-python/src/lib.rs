@@ -16,6 +16,8 @@ mod transports;
 mod trust;
 mod worker;
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
 
 /// The extension module.
@@ -38,9 +40,15 @@ mod _core {
     #[pymodule_export]
     use super::stock::{Bell, introduce};
     #[pymodule_export]
-    use super::version;
-    #[pymodule_export]
     use super::worker::Worker;
+    #[pymodule_export]
+    use super::{finish, version};
+}
+
+/// Waits until no kernel is compiled, and lets none be compiled any more.
+#[pyfunction]
+fn finish(py: Python<'_>) {
+    py.detach(|| kvferry_transport::cuda::nvrtc::finish(Duration::from_secs(20)));
 }
 
 /// The version of this build.

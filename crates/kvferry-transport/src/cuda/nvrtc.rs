@@ -4,6 +4,9 @@ use std::env;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
+use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::driver::{major_version, reason};
 use crate::contract::Error;
@@ -23,6 +26,17 @@ pub fn compile(
 ) -> Result<Vec<u8>, Error> {
     Nvrtc::find(&[])?.compile_for(name, source, headers, capability)
 }
+
+/// Waits until nothing is compiled, at most for `patience`, and lets nothing be compiled any more: for a process
+/// that ends. NVRTC gives its memory back then, whoever works with it.
+pub fn finish(patience: Duration) {
+    if let Some(mut over) = OVER.try_lock_for(patience) {
+        *over = true;
+    }
+}
+
+/// Whether the process ends. Held while something is compiled.
+static OVER: Mutex<bool> = Mutex::new(false);
 
 type Program = *mut c_void;
 
@@ -149,6 +163,10 @@ impl Nvrtc {
         type Content = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
         type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
         let mut program: Program = ptr::null_mut();
+        let over = OVER.lock();
+        if *over {
+            return Err(Error::Library("NVRTC is not asked any more: the process ends".to_owned()));
+        }
         // SAFETY: the declarations are those of nvrtc.h; all strings and arrays are live during the
         // calls, buffers are as long as the library asked for, and the program is destroyed once.
         unsafe {
@@ -191,6 +209,7 @@ impl Nvrtc {
                 )))
             };
             destroy(&raw mut program);
+            drop(over);
             result
         }
     }
