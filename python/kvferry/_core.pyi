@@ -15,6 +15,7 @@ __all__ = [
     "Worker",
     "compile",
     "facts",
+    "finish",
     "introduce",
     "log_level",
     "log_lines",
