@@ -133,6 +133,10 @@ impl Source for Found {
         self.source.rates()
     }
 
+    fn learned(&self, way: Way) -> f64 {
+        self.source.learned(way)
+    }
+
     fn learn(&self, way: Way, expected: f64, took: f64) {
         self.source.learn(way, expected, took);
     }
@@ -228,6 +232,10 @@ mod tests {
             Price { launch: 0.0, copy: 0.0, byte: 0.0 }
         }
 
+        fn learned(&self, _: Way) -> f64 {
+            3.0
+        }
+
         fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
             Err(Error::Cancelled)
         }
@@ -284,6 +292,7 @@ mod tests {
         let until = Instant::now() + Duration::from_secs(1);
         let chosen = |ways| {
             let source = carry_several("both", ways).connect(&beside, until).unwrap();
+            assert_eq!(source.learned(Way::Direct), 3.0, "what is known of it is known by its way");
             source.chosen().unwrap().clone()
         };
         let missing = |why: &str| Err(why.to_owned());

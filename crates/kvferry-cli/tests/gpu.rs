@@ -50,7 +50,7 @@ fn what_fails_takes_nothing_from_what_was_measured() {
         .output()
         .unwrap();
     let (json, said) = (text(&output.stdout), text(&output.stderr));
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{}: {said}", output.status);
     let results: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(std::fs::read_to_string(&saved).unwrap().trim(), json.trim());
     std::fs::remove_file(&saved).unwrap();

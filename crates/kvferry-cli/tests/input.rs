@@ -200,6 +200,7 @@ fn measurements() {
         "lamma",
         &["--only lamma: no case has that", "llama-3.1-70b tp=4 -> tp=8, 250"],
     );
+    lowering("--svg", "/nonexistent/x.svg", &["--svg /nonexistent/x.svg: No such file"]);
     lowering("--transports", "tcp,rdma", &["--transports rdma: use tcp, nixl or local"]);
     refuses(&["bench", "gpu", "--only", "lamma"], &["--only lamma: no case", "tp=8, 8k;"]);
 }

@@ -9,6 +9,8 @@ mod memory;
 mod overlap;
 mod transfer;
 
+use std::fs::OpenOptions;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
@@ -91,6 +93,14 @@ impl Bench {
             }
         }
     }
+}
+
+/// That a file can be written: asked before anything is measured that could not be kept.
+fn writable(option: &str, path: &Path) -> Result<(), Failure> {
+    OpenOptions::new().append(true).create(true).open(path).map_err(|error| {
+        format!("{option} {}: {error}; name a file that can be written", path.display())
+    })?;
+    Ok(())
 }
 
 /// The cases whose name contains `only`, of which there must be some.

@@ -11,7 +11,7 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -28,7 +28,7 @@ use measure::{Bench, Row};
 use outcome::Outcome;
 use packed::Packed;
 
-use super::{Failure, chosen};
+use super::{Failure, chosen, writable};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Suite {
@@ -96,10 +96,7 @@ pub(crate) fn serve() -> Result<(), Failure> {
 pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     let cases = chosen(case::cases(), case::Case::name, &settings.only)?;
     if let Some(path) = &settings.save {
-        // Before anything is measured that could not be kept.
-        OpenOptions::new().append(true).create(true).open(path).map_err(|error| {
-            format!("--save {}: {error}; name a file that can be written", path.display())
-        })?;
+        writable("--save", path)?;
     }
     // UCX writes its warnings to the standard output, which is for JSON then.
     let output = settings.json.then(own_output::take).transpose()?;

@@ -17,7 +17,7 @@ use kvferry_transport::nixl::{self, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use serde::Serialize;
 
-use super::{Failure, chosen};
+use super::{Failure, chosen, writable};
 use measure::Row;
 
 /// Compare the ways to read: every copy by itself, packed, and more than is needed.
@@ -79,6 +79,9 @@ impl Lowering {
         let known = |transport: &&String| ["tcp", "nixl", "local"].contains(&transport.as_str());
         if let Some(unknown) = self.transports.iter().find(|transport| !known(transport)) {
             return Err(format!("--transports {unknown}: use tcp, nixl or local").into());
+        }
+        if let Some(path) = &self.svg {
+            writable("--svg", path)?;
         }
         let mut results = Results { rounds: settings.rounds, absent: vec![], rows: vec![] };
         if !self.json {
