@@ -1,9 +1,10 @@
 //! What reads from a peer take, by reading a little of its memory when it is connected to: it may be on the same
 //! card, or behind NVLink or PCIe.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_layout::{BlockPair, Loop, Loops, Price};
+use kvferry_layout::Price;
 use parking_lot::Mutex;
 
 use super::driver::Card;
@@ -12,6 +13,7 @@ use super::line::{Extent, Line};
 use super::peer::Table;
 use super::program::Program;
 use super::staging::OnCard;
+use super::watch::Watch;
 use crate::shared::trial;
 
 /// What a read takes where it could not be measured: as it was within one H200, November 2026.
@@ -27,12 +29,12 @@ const PATIENCE: Duration = Duration::from_millis(100);
 pub(super) struct Scratch(Mutex<Option<OnCard>>);
 
 impl Scratch {
-    /// What reads from a peer take.
+    /// What reads from a peer take. A kernel that does not end in time is left to the watch, with all that it touches.
     pub(super) fn price(
         &self,
-        (card, line): (&Card, &Mutex<Line>),
+        (card, line, watch): (&Card, &Mutex<Line>, &Watch),
         extent: Extent,
-        theirs: &Table,
+        theirs: &Arc<Table>,
         deadline: Instant,
     ) -> Price {
         let mut kept = self.0.lock();
@@ -40,20 +42,18 @@ impl Scratch {
             *kept = OnCard::new(card, LONG as usize).ok();
         }
         let until = deadline.min(Instant::now() + PATIENCE);
-        measure(line, extent, theirs, &mut kept, until).unwrap_or(USUAL)
+        measure((line, watch), extent, theirs, &mut kept, until).unwrap_or(USUAL)
     }
 }
 
-/// `None` where there is no memory, no region is long enough, or the card does not answer in time. A kernel that
-/// did not may still write to the memory, which is then nobody's any more.
+/// `None` where there is no memory, no region is long enough, or the card does not answer in time.
 fn measure(
-    line: &Mutex<Line>,
+    (line, watch): (&Mutex<Line>, &Watch),
     extent: Extent,
-    theirs: &Table,
+    theirs: &Arc<Table>,
     memory: &mut Option<OnCard>,
     until: Instant,
 ) -> Option<Price> {
-    let destination = memory.as_ref()?.address();
     let regions = theirs.spans.0.iter().zip(&theirs.shifts);
     let (region, &shift) = regions.max_by_key(|(region, _)| region.bytes)?;
     let places = region.bytes / LONG;
@@ -62,23 +62,20 @@ fn measure(
     }
     let mut round = 0;
     trial::price(LONG, |count, bytes| {
+        let destination = memory.as_ref()?.address();
         // Each time from another place, as far as there are some: what was read just now is in the card's cache.
         let source = region.base + round % places * LONG;
         round += 1;
-        let apart = trial::stride(bytes);
-        let mut loops = Loops::default();
-        let table = loops.add_table([BlockPair::default()]);
-        let repeated = [Loop { count, source: apart, destination: apart }];
-        loops.add_nest((source, destination), bytes, (0, 0), &repeated, table).ok()?;
+        let loops = trial::loops((source, destination), count, bytes)?;
         let program = Program::new(&loops, extent.batch_bytes(loops.bytes()), |_| shift);
         let began = Instant::now();
         // SAFETY: what is read lies in a region of the peer's, which is open as long as its table; what is written,
-        // in memory that nobody else knows and nobody looks into. Both outlive the errand, or are never given back.
+        // in memory that nobody else knows and nobody looks into. Both are kept until the errand has ended.
         let errand = unsafe { Errand::start(line, &program, extent).ok()? };
         match errand.wait(until) {
             Some(outcome) => outcome.ok().map(|()| began.elapsed().as_nanos() as f64),
             None => {
-                std::mem::forget((errand, memory.take()));
+                watch.keep(errand, Box::new((theirs.clone(), memory.take())));
                 None
             }
         }

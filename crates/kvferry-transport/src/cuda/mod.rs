@@ -244,7 +244,7 @@ impl Transport for Cuda {
         }
         let peer = CudaPeer::open(&self.card, &description, |table| {
             let extent = *self.extent.lock();
-            self.scratch.price((&self.card, &self.line), extent, table, deadline)
+            self.scratch.price((&self.card, &self.line, &self.watch), extent, table, deadline)
         })?;
         peers.push(peer.clone());
         Ok(peer)

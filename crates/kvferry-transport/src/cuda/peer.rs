@@ -31,16 +31,16 @@ impl CudaPeer {
     pub(super) fn open(
         card: &Card,
         description: &Description,
-        measure: impl FnOnce(&Table) -> Price,
+        measure: impl FnOnce(&Arc<Table>) -> Price,
     ) -> Result<Self, Error> {
-        let table = Table::open(card, description, None)?;
+        let table = Arc::new(Table::open(card, description, None)?);
         let price = measure(&table);
         Ok(Self(Arc::new(Inner {
             instance: description.instance,
             pid: description.pid,
             rate: Arc::new(RateWatch::new(Medium::Cards)),
             price,
-            table: Mutex::new(Some(Arc::new(table))),
+            table: Mutex::new(Some(table)),
         })))
     }
 

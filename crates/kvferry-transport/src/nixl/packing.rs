@@ -38,8 +38,7 @@ use crate::tcp::{
 const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX };
 /// Of a card's memory, parts of so many bytes at least, however fast they begin.
 const LEAST_PART: u64 = 4 << 20;
-/// Nanoseconds that a card takes to start a kernel, for a run and for a byte: as in the price of
-/// [`cuda`](crate::cuda), for a kernel whose end is waited for.
+/// What gathering or scattering takes on a card that could not be measured: as it was on one H200, November 2026.
 const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 /// Nanoseconds for a byte that CPUs move twice more, at least: what was measured is in their caches, and what is
 /// packed is not. (0.16 to 0.24 between two processes of a virtual machine, November 2026.)
@@ -227,7 +226,9 @@ impl Packer {
         let direct = into().and_then(|slot| measure(state, peer, (theirs, slot), long, deadline));
         let direct = direct.unwrap_or_else(|| peer.price(on_cards.0));
         let lanes = lanes.count as u64;
-        let packed = packed_price(&direct, &measured, on_cards, slot * lanes);
+        // Of a peer's card nothing is known: it is taken to be like ours.
+        let card = ours.price().unwrap_or(CARD);
+        let packed = packed_price(&direct, &measured, &card, on_cards, slot * lanes);
         let rates = Rates { direct, packed: Some(packed) };
         Some(Self { client, rates, on_cards, slot, lanes })
     }
@@ -267,11 +268,12 @@ fn part(bytes: u64, lanes: u64, direct: &Price, most: u64) -> u64 {
     bytes.div_ceil(bytes.div_ceil(asked).max(1)).max(1)
 }
 
-/// What packing takes, by what direct reads take and what was measured of the CPUs. `at_once` bytes are on
-/// their way at a time.
+/// What packing takes, by what direct reads take and what was measured of the CPUs and of a card. `at_once` bytes
+/// are on their way at a time.
 fn packed_price(
     direct: &Price,
     measured: &Measured,
+    card: &Price,
     on_cards: (bool, bool),
     at_once: u64,
 ) -> Price {
@@ -283,7 +285,7 @@ fn packed_price(
     };
     let copy = measured.packed.map_or(20.0, |packed| packed.copy);
     let cpu = Price { launch: 0.0, copy: copy / 2.0, byte: added / 2.0 };
-    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { CARD } else { cpu });
+    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { *card } else { cpu });
     let launch = measured.round_trip + direct.launch + from.launch + to.launch;
     // Every part is asked for and fetched, a few of them at a time.
     let at_once = match on_cards {
@@ -412,23 +414,30 @@ impl Fetch for Fetcher {
 mod tests {
     use super::*;
 
+    const MIB: u64 = 1 << 20;
+
     /// On one H200: short runs are packed, for a hundredth of the time, and long ones are not.
     #[test]
     fn cards_pack_short_runs_and_read_long_ones() {
         let direct = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
         let measured = Measured { round_trip: 50_000.0, packs: true, ..Measured::default() };
-        let packed = packed_price(&direct, &measured, (true, true), 128 << 20);
+        let packed = packed_price(&direct, &measured, &CARD, (true, true), 128 << 20);
         let (llama, bytes) = (40_960, 336 << 20);
         assert!(packed.of(llama, bytes) * 100.0 < direct.of(llama, bytes), "{packed:?}");
         assert!(packed.of(80, 671 << 20) > direct.of(80, 671 << 20), "{packed:?}");
         // The CPU's part is what was measured of it, on the side that has host memory.
-        let mixed = packed_price(&direct, &measured, (true, false), 128 << 20);
+        let mixed = packed_price(&direct, &measured, &CARD, (true, false), 128 << 20);
         assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
+        // A card that is slow to begin is worth it later.
+        let slow = Price { launch: 100.0 * CARD.launch, ..CARD };
+        let slow = packed_price(&direct, &measured, &slow, (true, true), 128 << 20);
+        assert!(direct.of(100, MIB) > packed.of(100, MIB), "{packed:?}");
+        assert!(direct.of(100, MIB) < slow.of(100, MIB), "{slow:?}");
     }
 
     #[test]
     fn parts_are_worth_a_transfer() {
-        let (mib, most) = (1 << 20, 64 << 20);
+        let (mib, most) = (MIB, 64 << 20);
         // Within a card, a transfer begins in the time that it takes to move 166 MB.
         let card = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
         // Over a network of 50 GB/s, 2 MB.

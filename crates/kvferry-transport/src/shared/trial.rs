@@ -1,6 +1,6 @@
 //! What reads take, by trying a few.
 
-use kvferry_layout::Price;
+use kvferry_layout::{BlockPair, Loop, Loops, Price};
 
 /// Bytes of a short copy, and how many of them are read together.
 const SHORT: u64 = 64;
@@ -11,6 +11,16 @@ const ABSURD: f64 = 5e6;
 /// How far apart copies of so many bytes start, so that they do not touch.
 pub(crate) fn stride(bytes: u64) -> u64 {
     2 * bytes
+}
+
+/// One such read, as loops between two addresses.
+pub(crate) fn loops(between: (u64, u64), count: u64, bytes: u64) -> Option<Loops> {
+    let apart = stride(bytes);
+    let mut loops = Loops::default();
+    let table = loops.add_table([BlockPair::default()]);
+    let repeated = [Loop { count, source: apart, destination: apart }];
+    loops.add_nest(between, bytes, (0, 0), &repeated, table).ok()?;
+    Some(loops)
 }
 
 /// The least bytes of a long read.

@@ -250,6 +250,24 @@ pub(super) fn waiting_for_long_is_not_work() {
     assert!(busy < Duration::from_millis(500), "{busy:?} of a second");
 }
 
+/// A card with too much to do to be measured: a peer is connected to all the same, and what the kernel still reads
+/// stays mapped, though the peer is disconnected meanwhile.
+pub(super) fn measuring_a_busy_card_keeps_what_it_reads() {
+    let mut pair = Pair::<CudaTwinEnd>::new(16 * MIB);
+    pair.transport.disconnect(&pair.peer);
+    assert_eq!(mappings(), 0);
+    let gate = Gate::close();
+    let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+    gate.wait_for_a_kernel();
+    pair.transport.disconnect(&peer);
+    assert_eq!(mappings(), 1, "closed under a kernel");
+    gate.open();
+    wait_until("the memory is closed", || mappings() == 0);
+    pair.peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
+    done(&pair.read_all());
+    assert!(pair.ours.snapshot() == pattern(PEER_SEED, 16 * MIB));
+}
+
 /// How long it has been running.
 fn time_of_this_thread() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

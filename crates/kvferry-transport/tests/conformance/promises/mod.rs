@@ -101,6 +101,10 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
         ),
         ("waiting_for_long_is_not_work", cuda::waiting_for_long_is_not_work),
         (
+            "measuring_a_busy_card_keeps_what_it_reads",
+            cuda::measuring_a_busy_card_keeps_what_it_reads,
+        ),
+        (
             "mapped_memory_of_another_pid_namespace_is_not_taken",
             cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
         ),
