@@ -18,6 +18,7 @@
 # KVFERRY_CONFORMANCE  likewise, the program of the conformance suite
 # KVFERRY_GPU_DIGEST   likewise, the example gpu_digest
 # KVFERRY_NVRTC        NVRTC's library or its directory, where it is not found by itself
+# KVFERRY_GPU_JOBS     how many pairs of vLLM engines run side by side
 # Those of the other two parts are in their scripts.
 #
 # Ends with 0 only if all that was asked for was checked and is right.

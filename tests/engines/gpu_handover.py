@@ -8,12 +8,14 @@ step waits on the GPU, a draft model behind it once more, and D's NaN come long 
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import os
 import pathlib
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -181,44 +183,76 @@ def main():
     parser.add_argument("--transport", help="instead of what the connector chooses by itself")
     parser.add_argument("--kernel", help="the copy kernel, compiled beforehand (see docs/transports.md)")
     parser.add_argument("--models", type=pathlib.Path, help="a folder that keeps the models")
+    jobs = os.environ.get("KVFERRY_GPU_JOBS", "1")
+    parser.add_argument("--jobs", type=int, default=jobs, help="how many pairs run side by side")
     asked = parser.parse_args()
     unknown = [pair for pair in asked.pairs if pair not in names]
     if unknown:
         parser.error(f"no pair '{unknown[0]}': there are {', '.join(names)}")
-    wrong = []
-    extra = {"transport": asked.transport, "gpu_kernel": asked.kernel}
-    extra = {name: value for name, value in extra.items() if value}
+    if asked.jobs < 1:
+        parser.error(f"--jobs is {asked.jobs}: it is 1 or more")
+    pairs = asked.pairs or list(PAIRS)
     with tempfile.TemporaryDirectory() as folder:
-        for pair in asked.pairs or list(PAIRS):
-            kind, p, d = ("qwen3", WIDE, WIDE) if pair == "wide" else PAIRS[pair]
-            path = (asked.models or pathlib.Path(folder)) / kind
-            servers = []
-            try:
-                if not path.exists():
-                    save_model(kind, path, latent_head=128)
-                for role, own in (("kv_producer", p), ("kv_consumer", d)):
-                    own = with_draft(own, path)
-                    audit = {"audit": "off" if pair == "wide" else "all"}
-                    changed = {
-                        "prepare": [watch, *own.get("prepare", ())],
-                        # What is tiny takes no time, and is read ahead all the same.
-                        "extra": {"least_ahead": 0.0} | own.get("extra", {}) | audit | extra,
-                    }
-                    servers.append(Server(path, role, **COMMON | own | changed))
-                if pair == "wide":
-                    measure(pair, *servers)
-                else:
-                    check(pair, *servers, pushes="push" in p.get("extra", {}))
-            # One that does not even start must not hide the others.
-            except Exception as error:
-                wrong.append(pair)
-                print(f"{pair}: WRONG: {error}", flush=True)
-            finally:
-                for server in servers:
-                    server.close()
+        asked.models = asked.models or pathlib.Path(folder)
+        wrong = one_by_one(pairs, asked) if asked.jobs == 1 else side_by_side(pairs, asked)
     if wrong:
         print(f"WRONG: {', '.join(wrong)}", flush=True)
     return 1 if wrong else 0
+
+
+def side_by_side(pairs, asked):
+    """The same in a process for each pair, of which several run at a time; what each says comes when it has ended."""
+    options = {"--transport": asked.transport, "--kernel": asked.kernel}
+    options = [word for option in options.items() if option[1] for word in option]
+
+    def run(pair):
+        # Models are made by whoever is first: each pair has a folder of its own.
+        folder = asked.models / pair
+        command = [sys.executable, __file__, pair, *options, "--models", str(folder)]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        lines = [line for line in ended.stdout.splitlines(True) if line.startswith((f"{pair}:", f"{pair},"))]
+        if ended.returncode and not any("WRONG" in line for line in lines):
+            lines.append(f"{pair}: WRONG: its process ended with {ended.returncode}\n")
+        print("".join(lines), end="", flush=True)
+        return ended.returncode
+
+    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
+        return [pair for pair, code in zip(pairs, pool.map(run, pairs), strict=True) if code]
+
+
+def one_by_one(pairs, asked):
+    """Runs pairs of engines; returns those that were wrong."""
+    wrong = []
+    extra = {"transport": asked.transport, "gpu_kernel": asked.kernel}
+    extra = {name: value for name, value in extra.items() if value}
+    for pair in pairs:
+        kind, p, d = ("qwen3", WIDE, WIDE) if pair == "wide" else PAIRS[pair]
+        path = asked.models / kind
+        servers = []
+        try:
+            if not path.exists():
+                save_model(kind, path, latent_head=128)
+            for role, own in (("kv_producer", p), ("kv_consumer", d)):
+                own = with_draft(own, path)
+                audit = {"audit": "off" if pair == "wide" else "all"}
+                changed = {
+                    "prepare": [watch, *own.get("prepare", ())],
+                    # What is tiny takes no time, and is read ahead all the same.
+                    "extra": {"least_ahead": 0.0} | own.get("extra", {}) | audit | extra,
+                }
+                servers.append(Server(path, role, **COMMON | own | changed))
+            if pair == "wide":
+                measure(pair, *servers)
+            else:
+                check(pair, *servers, pushes="push" in p.get("extra", {}))
+        # One that does not even start must not hide the others.
+        except Exception as error:
+            wrong.append(pair)
+            print(f"{pair}: WRONG: {error}", flush=True)
+        finally:
+            for server in servers:
+                server.close()
+    return wrong
 
 
 def with_draft(options, model):

@@ -1,5 +1,7 @@
 """What `tools/check-gpu-vllm.sh` runs on a GPU, run here without one: the script itself must not rot."""
 
+import argparse
+
 import gpu_handover
 
 
@@ -19,3 +21,26 @@ def test_it_passes_on_a_pair_that_is_right(serve, capsys):
 
 def is_poisoned(engine):
     return all(bool((storage == 0xFF).all()) for storage in gpu_handover.SIDES[0].storages)
+
+
+def test_pairs_side_by_side_are_judged_one_by_one(monkeypatch, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "pair, options = sys.argv[1], sys.argv[2:]\n"
+        "assert options[:2] == ['--transport', 'nixl'] and options[-1].endswith(pair)\n"
+        "print('a line of an engine')\n"
+        "if pair == 'silent': sys.exit(3)\n"
+        "print(f'{pair}: WRONG: other tokens' if pair == 'wrong' else f'{pair}: every token right')\n"
+        "sys.exit(pair == 'wrong')\n"
+    )
+    monkeypatch.setattr(gpu_handover, "__file__", str(script))
+    asked = argparse.Namespace(transport="nixl", kernel=None, models=tmp_path, jobs=2)
+    pairs = ["qwen3", "silent", "gemma3", "wrong"]
+    assert gpu_handover.side_by_side(pairs, asked) == ["silent", "wrong"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "gemma3: every token right",
+        "qwen3: every token right",
+        "silent: WRONG: its process ended with 3",
+        "wrong: WRONG: other tokens",
+    ]

@@ -123,4 +123,4 @@ template <uint32_t BYTES> struct alignas(16) kv_inline {
 // its memory best with few threads on each, which then have all the registers that they want. One that
 // has few of them needs more loads under way on each.
 KV_KERNELS(384)
-KV_KERNELS(768)
+KV_KERNELS(640)

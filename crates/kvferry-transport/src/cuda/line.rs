@@ -18,7 +18,7 @@ use crate::contract::Error;
 /// Threads of a CTA, as in copy.cu: of a launch that has most of the card's multiprocessors, and of one that
 /// has fewer. There is one CTA to a multiprocessor.
 pub(super) const WIDE: u32 = 384;
-pub(super) const DENSE: u32 = 768;
+pub(super) const DENSE: u32 = 640;
 /// What a warp takes at a time has at least so many bytes: enough to be worth looking up where they are, and to
 /// be worth asking which are next. (All warps ask one counter, which answers every 2.5 ns.)
 const LEAST_BATCH_BYTES: u64 = 4 << 10;
