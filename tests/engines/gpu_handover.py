@@ -208,7 +208,7 @@ def side_by_side(pairs, asked):
     def run(pair):
         # Models are made by whoever is first: each pair has a folder of its own.
         folder = asked.models / pair
-        command = [sys.executable, __file__, pair, *options, "--models", str(folder)]
+        command = [sys.executable, __file__, pair, "--jobs", "1", *options, "--models", str(folder)]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = [line for line in ended.stdout.splitlines(True) if line.startswith((f"{pair}:", f"{pair},"))]
         if ended.returncode and not any("WRONG" in line for line in lines):

@@ -28,7 +28,7 @@ def test_pairs_side_by_side_are_judged_one_by_one(monkeypatch, tmp_path, capsys)
     script.write_text(
         "import sys\n"
         "pair, options = sys.argv[1], sys.argv[2:]\n"
-        "assert options[:2] == ['--transport', 'nixl'] and options[-1].endswith(pair)\n"
+        "assert options[:4] == ['--jobs', '1', '--transport', 'nixl'] and options[-1].endswith(pair)\n"
         "print('a line of an engine')\n"
         "if pair == 'silent': sys.exit(3)\n"
         "print(f'{pair}: WRONG: other tokens' if pair == 'wrong' else f'{pair}: every token right')\n"

@@ -87,6 +87,24 @@ fn what_programs_mean_is_of_the_form_that_names_say() {
     );
 }
 
+/// A warp that took as many bytes in tiles as in long runs would be the last to end.
+#[test]
+fn tiles_are_dealt_to_many_warps() {
+    let batches = |run, repeated: &[Loop]| {
+        let mut loops = Loops::default();
+        let table = loops.add_table([BlockPair::default()]);
+        loops.add_nest((0, 0), run, (0, 0), repeated, table).unwrap();
+        Program::new(&loops, 16 << 10, |_| 0).batches()
+    };
+    let repeated = |count, source, destination| Loop { count, source, destination };
+    // The convolutions of Kimi-Linear's delta layers, in the other order: three tiles for each part of a layer.
+    let layers = repeated(6, 2_359_296_000, 4_718_592_000);
+    let across = [repeated(3, 2048, 12288), repeated(1024, 2, 6), repeated(3, 6144, 2)];
+    assert_eq!(batches(2, &[&[layers], &across[..]].concat()), 6 * 3 * 3);
+    // The states behind them.
+    assert_eq!(batches(524_288, &[layers]), 6 * 524_288 / (16 << 10));
+}
+
 fn without_comments(text: &str) -> String {
     let mut parts = text.split("/*");
     let first = parts.next().unwrap().to_owned();
