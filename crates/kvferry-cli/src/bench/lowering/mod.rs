@@ -175,15 +175,16 @@ fn line_of(row: &Row) -> String {
         row.full_read_ms,
         row.chosen_ms,
         row.chosen,
-        row.chosen_ms / row.best_ms(),
+        row.of_best,
     )
 }
 
 fn print_conclusion(results: &Results) {
     println!(
         "\ntimes in ms, from block ids to the last byte, best of {} rounds. full: every block's span \
-         as one copy, and what matters taken from it. of best: the chosen way over the best of direct, \
-         over-read and packed",
+         as one copy, and what matters taken from it. of best: what was chosen over the best of direct, \
+         over-read and packed; a way that was chosen for everything was measured twice, and its better \
+         time counts",
         results.rounds
     );
     for (transport, why) in &results.absent {
