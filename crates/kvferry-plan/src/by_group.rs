@@ -1,7 +1,7 @@
 //! What a request reads from one source, group by group of the destination: for who reads them in
 //! different ways.
 
-use kvferry_layout::Loops;
+use kvferry_layout::{Loops, LoopsError};
 
 use crate::compile::Cluster;
 use crate::cursor::Cursor;
@@ -25,7 +25,11 @@ impl Transfer<'_> {
     }
 
     /// Like [`loops`](Self::loops), of some groups.
-    pub fn loops_of(&self, source: usize, groups: impl Fn(usize) -> bool) -> Loops {
+    pub fn loops_of(
+        &self,
+        source: usize,
+        groups: impl Fn(usize) -> bool,
+    ) -> Result<Loops, LoopsError> {
         let clusters = self.plan.sources.get(source).map_or(&[][..], |clusters| clusters);
         self.loops_over(clusters.iter().filter(|cluster| groups(self.group(cluster))))
     }

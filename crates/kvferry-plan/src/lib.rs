@@ -134,7 +134,7 @@ mod walk;
 pub use compile::{Part, Plan, Spread};
 pub use growth::Growth;
 pub use incompatible::Incompatible;
-pub use kvferry_layout::{ByteCopy, Loops, Price, Rates};
+pub use kvferry_layout::{ByteCopy, Loops, LoopsError, Price, Rates};
 pub use layers::{Layer, LayerPlan};
 pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};

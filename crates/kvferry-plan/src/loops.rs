@@ -1,7 +1,7 @@
 //! A request as loops, for whoever works out addresses for itself.
 
 use kvferry_layout::strided::fuse;
-use kvferry_layout::{BlockPair, Loop as PlainLoop, Loops};
+use kvferry_layout::{BlockPair, Loop as PlainLoop, Loops, LoopsError};
 
 use crate::compile::Cluster;
 use crate::nest::{Loop, MAX_LOOPS, Nest};
@@ -11,12 +11,16 @@ use crate::walk::{SegmentList, Shape};
 impl Transfer<'_> {
     /// What [`copies`](Self::copies) yields for one source rank, as loops over tables of blocks: the
     /// same bytes, in time and space proportional to the request's blocks, however many copies they
-    /// make.
-    pub fn loops(&self, source: usize) -> Loops {
+    /// make. An error, which a proven plan does not have, is that of a nest that is not sound: without it bytes would
+    /// be missing.
+    pub fn loops(&self, source: usize) -> Result<Loops, LoopsError> {
         self.loops_over(self.plan.sources.get(source).into_iter().flatten())
     }
 
-    pub(crate) fn loops_over<'c>(&self, clusters: impl Iterator<Item = &'c Cluster>) -> Loops {
+    pub(crate) fn loops_over<'c>(
+        &self,
+        clusters: impl Iterator<Item = &'c Cluster>,
+    ) -> Result<Loops, LoopsError> {
         let mut loops = Loops::default();
         // For every rhythm that was met: its first table. There is one for each shape.
         let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.rhythms.len()];
@@ -30,18 +34,17 @@ impl Transfer<'_> {
             for (number, shape) in segments.shapes.iter().enumerate() {
                 for nest in &cluster.nests {
                     let fitted = fit(nest, shape, &cluster.outer);
-                    let added = loops.add_nest(
+                    loops.add_nest(
                         fitted.start,
                         fitted.run,
                         cluster.blocks,
                         &fitted.loops[..fitted.len],
                         first + number,
-                    );
-                    debug_assert!(added.is_ok(), "a proven plan makes sound loops: {added:?}");
+                    )?;
                 }
             }
         }
-        loops
+        Ok(loops)
     }
 }
 

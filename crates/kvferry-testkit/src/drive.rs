@@ -113,7 +113,7 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
             longest: lengths.max().unwrap_or(0),
         };
         assert_eq!(transfer.summary(source), summary, "the summary is not what is yielded");
-        let loops = transfer.loops(source);
+        let loops = transfer.loops(source).unwrap();
         assert_eq!(loops.bytes(), summary.bytes, "the loops move another number of bytes");
         let runs: Vec<ByteCopy> = loops.copies().take(TOO_MANY).collect();
         assert_eq!(runs.len() as u64, loops.runs(), "the loops yield another number of runs");
@@ -183,7 +183,7 @@ fn by_group(transfer: &Transfer<'_>, source: usize, copies: &[ByteCopy]) {
         let summary = transfer.summary_of(source, group);
         let bytes: u64 = own.iter().map(|copy| copy.bytes).sum();
         assert_eq!((summary.copies, summary.bytes), (own.len() as u64, bytes), "group {group}");
-        let loops = transfer.loops_of(source, |other| other == group);
+        let loops = transfer.loops_of(source, |other| other == group).unwrap();
         assert!(joined(loops.copies().collect()) == joined(own.clone()), "group {group}");
         all.extend(own);
     }

@@ -2,7 +2,7 @@
 //! by what its transport takes.
 
 use kvferry_plan::cost::{self, Choice, Way, Work};
-use kvferry_plan::{Plan, Request, RequestError, Table, Transfer};
+use kvferry_plan::{LoopsError, Plan, Request, RequestError, Table, Transfer};
 use kvferry_transport::{ByteCopy, Loops, Price, Rates};
 
 use crate::carrier::Source;
@@ -122,11 +122,11 @@ impl<'p> Lowered<'p> {
     }
 
     /// What is read from one source: nothing, or one thing or two.
-    pub(super) fn reads(&self, source: usize) -> Vec<Reads> {
+    pub(super) fn reads(&self, source: usize) -> Result<Vec<Reads>, LoopsError> {
         let exact = &self.transfers[0].1;
         let mut reads = vec![];
         match self.chosen.get(source) {
-            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(exact.loops(source))),
+            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(exact.loops(source)?)),
             Some(Some(Lowering::ByGroup(ways, over))) => {
                 let mut copies = vec![];
                 for (group, way) in ways.iter().enumerate() {
@@ -144,14 +144,14 @@ impl<'p> Lowered<'p> {
                 reads.push(Reads::List(copies));
                 let packed = |group: usize| ways[group] == Way::Packed;
                 if (0..ways.len()).any(packed) {
-                    reads.push(Reads::Packed(exact.loops_of(source, packed)));
+                    reads.push(Reads::Packed(exact.loops_of(source, packed)?));
                 }
             }
             // Nothing should be read from it. If the plan says otherwise, that is an error to be told.
             Some(None) | None => reads.push(Reads::List(exact.copies(source).collect())),
         }
         reads.retain(|reads| reads.copies() > 0);
-        reads
+        Ok(reads)
     }
 
     /// How one source is read.

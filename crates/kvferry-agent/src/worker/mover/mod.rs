@@ -193,7 +193,15 @@ impl Reading {
         moved.plan += lap();
         let (mut operations, mut lessons, mut failure) = (vec![], vec![], None);
         'sources: for (index, source) in job.sources.iter().enumerate() {
-            let all = lowered.reads(index);
+            let all = match lowered.reads(index) {
+                Ok(all) => all,
+                Err(error) => {
+                    failure = Some(Failure::Transport(format!(
+                        "the plan cannot be carried out: {error}"
+                    )));
+                    break;
+                }
+            };
             moved.lowerings.merge(lowered.lowerings(index));
             moved.plan += lap();
             for reads in all {

@@ -251,7 +251,7 @@ fn burst(
     for request in requests {
         let checked = plan.transfer(request)?;
         for source in (0..plan.source_count()).filter(|&source| plan.reads(source)) {
-            let loops: Loops = checked.loops(source);
+            let loops: Loops = checked.loops(source)?;
             operations.push(transport.read_loops(peer, &loops, soon())?);
         }
     }

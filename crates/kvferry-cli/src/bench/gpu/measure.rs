@@ -98,7 +98,7 @@ pub(super) fn transfer(
     let mut operations = vec![];
     for source in (0..plan.source_count()).filter(|&source| plan.reads(source)) {
         let at = Instant::now();
-        let loops = checked.loops(source);
+        let loops = checked.loops(source)?;
         loops_time += micros(at);
         operations.push(transport.read_loops(peer, &loops, soon())?);
     }
@@ -195,7 +195,10 @@ impl Bench {
             let checked = ready.plan.transfer(request)?;
             let sources = || 0..ready.plan.source_count();
             let copies: Vec<ByteCopy> = sources().flat_map(|s| checked.copies(s)).collect();
-            Ok((copies, sources().map(|s| checked.loops(s).nests().len()).sum()))
+            let nests = sources()
+                .map(|s| Ok(checked.loops(s)?.nests().len()))
+                .sum::<Result<_, Failure>>()?;
+            Ok((copies, nests))
         })?;
         ready.bytes = copies.iter().map(|copy| copy.bytes).sum();
         (ready.copies, ready.nests) = (copies, nests);
@@ -276,7 +279,8 @@ impl Bench {
     ) -> Result<f64, Failure> {
         let checked = plan.transfer(request)?;
         let sources = (0..plan.source_count()).filter(|&source| plan.reads(source));
-        let loops: Vec<Loops> = sources.map(|source| checked.loops(source)).collect();
+        let loops: Vec<Loops> =
+            sources.map(|source| checked.loops(source)).collect::<Result<_, _>>()?;
         let (before, after) = (self.card.event(true)?, self.card.event(true)?);
         let mut times = vec![];
         for _ in 0..self.rounds {

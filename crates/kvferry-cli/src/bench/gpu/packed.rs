@@ -241,8 +241,8 @@ pub(super) fn read(
     let checked = ready.plan.transfer(request)?;
     let sources = (0..ready.plan.source_count()).filter(|&source| ready.plan.reads(source));
     let operations = sources
-        .map(|source| read(transport, peer, &checked.loops(source), soon()))
-        .collect::<Result<Vec<_>, _>>()?;
+        .map(|source| Ok(read(transport, peer, &checked.loops(source)?, soon())?))
+        .collect::<Result<Vec<_>, Failure>>()?;
     for operation in &operations {
         match operation.wait(soon()) {
             Status::Done(_) => {}

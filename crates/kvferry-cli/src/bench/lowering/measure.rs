@@ -187,7 +187,7 @@ impl<T: Transport> Reader<'_, T> {
                 operations.push(self.transport.read(self.peer, &copies, soon())?);
             }
             if ways.contains(&Way::Packed) {
-                let loops = exact.loops_of(source, |group| ways[group] == Way::Packed);
+                let loops = exact.loops_of(source, |group| ways[group] == Way::Packed)?;
                 operations.push(self.transport.read_packed(self.peer, &loops, soon())?);
             }
         }
@@ -228,7 +228,7 @@ impl<T: Transport> Reader<'_, T> {
         let exact = self.ready.plan.transfer(self.request)?;
         let mut at = self.scratch.base();
         for source in 0..self.ready.plan.source_count() {
-            let loops = exact.loops(source);
+            let loops = exact.loops(source)?;
             // What the nests of one block span, as few spans as can be.
             let mut spans: Vec<(u64, u64)> = vec![];
             for nest in loops.nests() {

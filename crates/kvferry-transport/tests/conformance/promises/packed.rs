@@ -140,7 +140,7 @@ impl<B: BackEnd> Moved<'_, B> {
             manifest.regions().iter().map(|region| region.base).min().unwrap_or(0)
         };
         let (from, to) = (self.pair.process.base, self.pair.ours.base());
-        let plain = transfer.loops(source);
+        let plain = transfer.loops(source).unwrap();
         let mut moved = Loops::default();
         for table in 0..plain.tables() {
             moved.add_table(plain.pairs()[plain.table(table)].iter().copied());
