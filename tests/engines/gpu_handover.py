@@ -191,6 +191,9 @@ def main():
         parser.error(f"no pair '{unknown[0]}': there are {', '.join(names)}")
     if asked.jobs < 1:
         parser.error(f"--jobs is {asked.jobs}: it is 1 or more")
+    if not torch.cuda.is_available():
+        print("NOT CHECKED: torch finds no GPU here that it can use", file=sys.stderr)
+        return 1
     pairs = asked.pairs or list(PAIRS)
     with tempfile.TemporaryDirectory() as folder:
         asked.models = asked.models or pathlib.Path(folder)
@@ -248,7 +251,9 @@ def one_by_one(pairs, asked):
         # One that does not even start must not hide the others.
         except Exception as error:
             wrong.append(pair)
-            print(f"{pair}: WRONG: {error}", flush=True)
+            # Each line says whose it is: pairs side by side are told apart by that.
+            for line in str(error).splitlines() or [repr(error)]:
+                print(f"{pair}: WRONG: {line}", flush=True)
         finally:
             for server in servers:
                 server.close()

@@ -1,8 +1,10 @@
 """What `tools/check-gpu-vllm.sh` runs on a GPU, run here without one: the script itself must not rot."""
 
 import argparse
+import sys
 
 import gpu_handover
+import torch
 
 
 def test_it_passes_on_a_pair_that_is_right(serve, capsys):
@@ -44,3 +46,22 @@ def test_pairs_side_by_side_are_judged_one_by_one(monkeypatch, tmp_path, capsys)
         "silent: WRONG: its process ended with 3",
         "wrong: WRONG: other tokens",
     ]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_handover.py", "qwen3"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_handover.main() == 1
+    assert capsys.readouterr().err.startswith("NOT CHECKED: ")
+
+
+def test_every_line_of_an_error_names_its_pair(monkeypatch, tmp_path, capsys):
+    def start(*_, **__):
+        raise RuntimeError("Traceback:\n  a line\nthe cause")
+
+    monkeypatch.setattr(gpu_handover, "Server", start)
+    (tmp_path / "qwen3").mkdir()
+    asked = argparse.Namespace(transport=None, kernel=None, models=tmp_path)
+    assert gpu_handover.one_by_one(["qwen3"], asked) == ["qwen3"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["qwen3: WRONG: Traceback:", "qwen3: WRONG:   a line", "qwen3: WRONG: the cause"]
