@@ -255,7 +255,8 @@ pub(super) fn waiting_for_long_is_not_work() {
 pub(super) fn measuring_a_busy_card_keeps_what_it_reads() {
     let mut pair = Pair::<CudaTwinEnd>::new(16 * MIB);
     pair.transport.disconnect(&pair.peer);
-    assert_eq!(mappings(), 0);
+    // A slow machine may have given up on this measurement too.
+    wait_until("the memory is closed", || mappings() == 0);
     let gate = Gate::close();
     let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
     gate.wait_for_a_kernel();
