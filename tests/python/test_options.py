@@ -28,6 +28,10 @@ def test_an_audit_is_a_word_or_a_fraction():
     assert Options.read({}).audited() == 0.01
 
 
+def test_memory_to_pack_into_is_none_or_enough():
+    assert [Options.read({"gpu_staging": mib}).gpu_staging for mib in (0, 2, 512)] == [0, 2, 512]
+
+
 def test_caches_on_a_gpu_go_by_cuda_or_nixl_and_others_by_tcp():
     assert [Options().transport_for(device) for device in ("cpu", "cuda")] == ["tcp", "gpu"]
     asked = Options.read({"transport": "nixl"})
@@ -111,7 +115,10 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         ({"audit": 1.5}, "'audit' .* is 1.5, but must be from 0 to 1, or 'off', or 'all'"),
         ({"audit": "some"}, "'audit' .* is 'some', but must be a number, or 'off', or 'all'"),
         ({"audit": True}, "'audit' .* must be a number, or 'off', or 'all'"),
-        ({"gpu_staging": -1}, "'gpu_staging' .* is -1, but must be from 0 to 1048576"),
+        ({"gpu_staging": -1}, "'gpu_staging' .* is -1, but must be from 2 to 1048576, or 0"),
+        # Too little to pack into, which a worker would find out too late.
+        ({"gpu_staging": 1}, "'gpu_staging' .* is 1, but must be from 2 to 1048576, or 0"),
+        ({"gpu_staging": False}, "'gpu_staging' .* is False, but must be a whole number, or 0"),
         ({"logging": "loud"}, "'loud', but must be one of off, error"),
     ],
 )

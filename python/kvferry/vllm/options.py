@@ -14,7 +14,7 @@ TLS = ("tls_certificate", "tls_key", "tls_authorities")
 
 
 def _option(default: Any, **valid: Any) -> Any:
-    """`least` and `most` for numbers, `words` that will do instead of one, `one_of` for words, `prefixes`
+    """`least` and `most` for numbers, `others` that will do instead, `one_of` for words, `prefixes`
     that others may begin with, `file` for what must be readable."""
     return field(default=default, metadata=valid)
 
@@ -76,10 +76,10 @@ class Options:
     gpu_kernel: str | None = _option(None, file=True)
     #: MiB of a GPU's memory that `nixl`, and so `gpu`, takes at most to pack short runs into; 0: none, and such
     #: runs are read one by one.
-    gpu_staging: int = _option(512, least=0, most=1 << 20)
+    gpu_staging: int = _option(512, least=2, most=1 << 20, others=(0,))
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
     #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
-    audit: float | str = _option(0.01, least=0, most=1, words=("off", "all"))
+    audit: float | str = _option(0.01, least=0, most=1, others=("off", "all"))
     #: Where to send a trace of every request, with OpenTelemetry: `off`, the address of a collector
     #: (`http://HOST:4317`), or `auto`: where vLLM sends its own (`--otlp-traces-endpoint`), if it does.
     trace: str = _option("off", one_of=("off", "auto"), prefixes=("http://", "https://"))
@@ -181,7 +181,8 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     if value is None and default is None:
         return None
     wanted = str if default is None else type(default)
-    if value in valid.get("words", ()):
+    # To Python 0, 0.0 and False are the same.
+    if any(type(value) is type(other) and value == other for other in valid.get("others", ())):
         return None
     # In JSON 5 is as good as 5.0; and True is not a number, although Python takes it for one.
     fits = isinstance(value, (int, float) if wanted is float else wanted)
@@ -205,7 +206,7 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
 
 
 def _or(valid: Mapping[str, Any]) -> str:
-    return "".join(f", or '{word}'" for word in valid.get("words", ()))
+    return "".join(f", or {other!r}" for other in valid.get("others", ()))
 
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
