@@ -116,7 +116,8 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     };
     let mut results = Results { card: name, driver, multiprocessors, ..Results::default() };
     let nixl = nixl::find(None).err().map(|error| error.to_string());
-    each(&settings.suites, nixl.as_deref(), &mut results, |suite, results| {
+    let save = settings.save.as_deref();
+    each(&settings.suites, nixl.as_deref(), save, &mut results, |suite, results| {
         // Of its own for each, so that none suffers from what became of the one before it.
         bench.source = source::Source::start(source)?;
         let Results { rows, small, pools, handoffs, packed, beside, outcome, .. } = results;
@@ -134,14 +135,15 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     if let Some((loops, list)) = results.small {
         println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
     }
-    finish(&results, settings.save.as_deref(), output)
+    finish(&results, save, output)
 }
 
-/// Measures each of some suites, or of all, whatever becomes of the ones before it. `nixl` says why there is
-/// none: those that cannot do without it then only fail if somebody asked for them.
+/// Measures each of some suites, or of all, whatever becomes of the ones before it, and saves what there is by
+/// then. `nixl` says why there is none: those that cannot do without it then only fail if somebody asked for them.
 fn each(
     suites: &[Suite],
     nixl: Option<&str>,
+    save: Option<&Path>,
     results: &mut Results,
     mut measure: impl FnMut(Suite, &mut Results) -> Result<(), Failure>,
 ) {
@@ -156,18 +158,25 @@ fn each(
                 results.outcome.keep(suite.name(), measured);
             }
         }
+        if let Some(path) = save {
+            let saved = write(results, path);
+            results.outcome.keep("what was measured up to here", saved);
+        }
     }
+}
+
+fn write(results: &Results, path: &Path) -> Result<(), Failure> {
+    let json = serde_json::to_string_pretty(results)?;
+    std::fs::write(path, json).map_err(|error| format!("--save {}: {error}", path.display()).into())
 }
 
 /// Writes the results to where they are wanted; then an error, where something failed.
 fn finish(results: &Results, save: Option<&Path>, output: Option<File>) -> Result<(), Failure> {
-    let json = serde_json::to_string_pretty(results)?;
     if let Some(mut output) = output {
-        writeln!(output, "{json}")?;
+        writeln!(output, "{}", serde_json::to_string_pretty(results)?)?;
     }
     if let Some(path) = save {
-        std::fs::write(path, json)
-            .map_err(|error| format!("--save {}: {error}", path.display()))?;
+        write(results, path)?;
     }
     results.outcome.end()
 }

@@ -5,7 +5,7 @@ use super::*;
 /// Which suites are measured when one of them fails, and what is left in the end.
 fn after(suites: &[Suite], nixl: Option<&str>, fails: Suite) -> (Vec<Suite>, Results) {
     let (mut measured, mut results) = (vec![], Results::default());
-    each(suites, nixl, &mut results, |suite, results| {
+    each(suites, nixl, None, &mut results, |suite, results| {
         measured.push(suite);
         if suite == fails {
             return Err("no memory is left on the card".into());
@@ -46,4 +46,29 @@ fn an_absent_nixl_fails_only_what_was_asked_for() {
     assert_eq!(measured, [Suite::Rows]);
     let error = finish(&results, None, None).unwrap_err().to_string();
     assert_eq!(error, "1 failed: packed over nixl: there is no NIXL here");
+}
+
+/// A run that is ended before its time leaves what was measured up to then.
+#[test]
+fn every_suite_is_saved_when_it_ends() {
+    let path = std::env::temp_dir().join(format!("kvferry-gpu-each-{}.json", std::process::id()));
+    let mut saved = vec![];
+    each(&[], None, Some(&path), &mut Results::default(), |suite, results| {
+        saved.extend(std::fs::read(&path).ok());
+        results.card = suite.name().to_owned();
+        Ok(())
+    });
+    std::fs::remove_file(path).unwrap();
+    let card = |json: &Vec<u8>| -> String {
+        let json: serde_json::Value = serde_json::from_slice(json).unwrap();
+        json["card"].as_str().unwrap().to_owned()
+    };
+    let cards: Vec<String> = saved.iter().map(card).collect();
+    assert_eq!(cards, ALL[..ALL.len() - 1].iter().map(|suite| suite.name()).collect::<Vec<_>>());
+
+    let mut results = Results::default();
+    let nowhere = std::env::temp_dir().join("no/such/folder.json");
+    each(&[Suite::Rows], None, Some(&nowhere), &mut results, |_, _| Ok(()));
+    let [failure] = &results.outcome.failures[..] else { panic!("{:?}", results.outcome) };
+    assert!(failure.contains("--save") && failure.contains("folder.json"), "{failure}");
 }
