@@ -101,18 +101,12 @@ pub enum LoopsError {
 /// order does not matter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loops {
-    lists: Lists,
-    bytes: u64,
-    runs: u64,
-}
-
-/// What there is any number of.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Lists {
     nests: Vec<Nest>,
     loops: Vec<Loop>,
     tables: Vec<Table>,
     pairs: Vec<BlockPair>,
+    bytes: u64,
+    runs: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -132,53 +126,33 @@ struct Table {
     highest: BlockPair,
 }
 
-impl Lists {
-    const EMPTY: Self = Self { nests: vec![], loops: vec![], tables: vec![], pairs: vec![] };
-
-    fn clear(&mut self) {
-        self.nests.clear();
-        self.loops.clear();
-        self.tables.clear();
-        self.pairs.clear();
-    }
-
-    /// How much they have room for, in all.
-    fn room(&self) -> usize {
-        self.nests.capacity()
-            + self.loops.capacity()
-            + self.tables.capacity()
-            + self.pairs.capacity()
-    }
-}
-
-/// Lists with room for at most so much are kept for the next loops: memory that is fresh from the system costs
-/// more than to write to it, and to ask for it many times costs more than to make a few nests.
-const KEPT: usize = 1 << 17;
+/// Tables of at most so many pairs are kept for the next loops: memory that is fresh from the system costs
+/// more than to write to it.
+const KEPT: usize = 1 << 16;
 
 thread_local! {
-    static SPARE: RefCell<Lists> = const { RefCell::new(Lists::EMPTY) };
+    static SPARE: RefCell<Vec<BlockPair>> = const { RefCell::new(vec![]) };
 }
 
 impl Default for Loops {
-    /// None yet, with room for as much as loops of this thread had before.
+    /// None yet, with room for as many pairs as loops of this thread had before.
     fn default() -> Self {
-        let mut lists = SPARE.try_with(RefCell::take).unwrap_or_default();
-        lists.clear();
-        Self { lists, bytes: 0, runs: 0 }
+        let mut pairs = SPARE.try_with(RefCell::take).unwrap_or_default();
+        pairs.clear();
+        Self { nests: vec![], loops: vec![], tables: vec![], pairs, bytes: 0, runs: 0 }
     }
 }
 
 impl Drop for Loops {
     fn drop(&mut self) {
-        let room = self.lists.room();
-        if room > KEPT {
+        if self.pairs.capacity() > KEPT {
             return;
         }
         // A thread that ends has nothing to keep it for.
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
-            if spare.room() < room {
-                *spare = std::mem::take(&mut self.lists);
+            if spare.capacity() < self.pairs.capacity() {
+                *spare = std::mem::take(&mut self.pairs);
             }
         });
     }
@@ -197,12 +171,12 @@ impl BlockPair {
 impl Loops {
     /// Adds a table of blocks; returns its index.
     pub fn add_table(&mut self, pairs: impl IntoIterator<Item = BlockPair>) -> usize {
-        let start = self.lists.pairs.len();
-        self.lists.pairs.extend(pairs);
-        let (lowest, highest) = kvferry_scan::bounds(&self.lists.pairs[start..], BlockPair::ids);
+        let start = self.pairs.len();
+        self.pairs.extend(pairs);
+        let (lowest, highest) = kvferry_scan::bounds(&self.pairs[start..], BlockPair::ids);
         let [lowest, highest] = [lowest, highest].map(BlockPair::of);
-        self.lists.tables.push(Table { pairs: start..self.lists.pairs.len(), lowest, highest });
-        self.lists.tables.len() - 1
+        self.tables.push(Table { pairs: start..self.pairs.len(), lowest, highest });
+        self.tables.len() - 1
     }
 
     /// Adds a nest for a table that was added before.
@@ -214,8 +188,8 @@ impl Loops {
         loops: &[Loop],
         table: usize,
     ) -> Result<(), LoopsError> {
-        let Some(pairs) = self.lists.tables.get(table).map(|table| table.pairs.len()) else {
-            return Err(LoopsError::NoSuchTable(table, self.lists.tables.len()));
+        let Some(pairs) = self.tables.get(table).map(|table| table.pairs.len()) else {
+            return Err(LoopsError::NoSuchTable(table, self.tables.len()));
         };
         if loops.len() > MAX_LOOPS {
             return Err(LoopsError::TooDeep(loops.len()));
@@ -223,9 +197,9 @@ impl Loops {
         if run == 0 || pairs == 0 || loops.iter().any(|repeat| repeat.count == 0) {
             return Err(LoopsError::Empty);
         }
-        let start = self.lists.loops.len();
-        self.lists.loops.extend_from_slice(loops);
-        let loops = start..self.lists.loops.len();
+        let start = self.loops.len();
+        self.loops.extend_from_slice(loops);
+        let loops = start..self.loops.len();
         let nest = Nest { source, destination, run, blocks, loops, table };
         let added = self.nest(&nest);
         let sums = added.extents().zip(added.checked_runs()).and_then(|(_, runs)| {
@@ -233,34 +207,34 @@ impl Loops {
             Some((self.runs.checked_add(runs)?, bytes))
         });
         let Some((runs, bytes)) = sums else {
-            self.lists.loops.truncate(start);
+            self.loops.truncate(start);
             return Err(LoopsError::TooFar { source_start: source, destination });
         };
         (self.runs, self.bytes) = (runs, bytes);
-        self.lists.nests.push(nest);
+        self.nests.push(nest);
         Ok(())
     }
 
     /// The nests.
     pub fn nests(&self) -> impl ExactSizeIterator<Item = LoopNest<'_>> {
-        self.lists.nests.iter().map(|nest| self.nest(nest))
+        self.nests.iter().map(|nest| self.nest(nest))
     }
 
     /// The nest number `index`.
     pub fn nest_at(&self, index: usize) -> Option<LoopNest<'_>> {
-        self.lists.nests.get(index).map(|nest| self.nest(nest))
+        self.nests.get(index).map(|nest| self.nest(nest))
     }
 
     fn nest(&self, nest: &Nest) -> LoopNest<'_> {
         let Nest { source, destination, run, blocks, ref loops, table } = *nest;
-        let Table { pairs, lowest, highest } = &self.lists.tables[table];
+        let Table { pairs, lowest, highest } = &self.tables[table];
         LoopNest {
             source,
             destination,
             run,
             blocks,
-            loops: &self.lists.loops[loops.clone()],
-            pairs: &self.lists.pairs[pairs.clone()],
+            loops: &self.loops[loops.clone()],
+            pairs: &self.pairs[pairs.clone()],
             table,
             lowest: *lowest,
             highest: *highest,
@@ -269,17 +243,17 @@ impl Loops {
 
     /// How many tables there are.
     pub fn tables(&self) -> usize {
-        self.lists.tables.len()
+        self.tables.len()
     }
 
     /// The pairs of all tables, one after the other.
     pub fn pairs(&self) -> &[BlockPair] {
-        &self.lists.pairs
+        &self.pairs
     }
 
     /// Where the pairs of a table lie among all [`pairs`](Self::pairs).
     pub fn table(&self, table: usize) -> Range<usize> {
-        self.lists.tables.get(table).map_or(0..0, |table| table.pairs.clone())
+        self.tables.get(table).map_or(0..0, |table| table.pairs.clone())
     }
 
     /// Bytes that all of it moves.
@@ -294,7 +268,7 @@ impl Loops {
 
     /// Whether there is nothing to move.
     pub fn is_empty(&self) -> bool {
-        self.lists.nests.is_empty()
+        self.nests.is_empty()
     }
 
     /// Every run as a copy, nest by nest. For executors that know nothing but lists, and for tests.
@@ -399,22 +373,6 @@ mod tests {
         assert_eq!(nest.extents(), Some((0..1120, 10..5646)));
     }
 
-    /// Lists that are kept for the next loops have nothing in them.
-    #[test]
-    fn the_next_loops_begin_empty() {
-        let make = || {
-            let mut loops = Loops::default();
-            let table = loops.add_table([pair(1, 0)]);
-            let layer = Loop { count: 2, source: 1000, destination: 5000 };
-            loops.add_nest((0, 10), 4, (100, 300), &[layer], table).unwrap();
-            loops
-        };
-        let first = make();
-        let as_first = first.clone();
-        drop(first);
-        assert_eq!(make(), as_first);
-    }
-
     #[test]
     fn what_makes_no_sense_is_refused() {
         let mut loops = Loops::default();
@@ -433,6 +391,6 @@ mod tests {
         assert_eq!(add(&mut loops, u64::MAX, &[], table), Err(too_far));
         let deep = [Loop { count: 2, source: 1, destination: 1 }; MAX_LOOPS + 1];
         assert_eq!(add(&mut loops, 1, &deep, table), Err(LoopsError::TooDeep(MAX_LOOPS + 1)));
-        assert!(loops.is_empty() && loops.lists.loops.is_empty());
+        assert!(loops.is_empty() && loops.loops.is_empty());
     }
 }

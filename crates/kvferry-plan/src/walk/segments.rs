@@ -64,7 +64,11 @@ impl SegmentList<'_> {
 /// The segments of a request, for one rhythm after the other, each in the order of its tables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Segments {
+    shapes: Vec<Shape>,
+    /// Blocks, and the index of their shape among those of their rhythm.
     list: List,
+    /// Where in `shapes` and in `list` each rhythm's part ends.
+    ends: Vec<(usize, usize)>,
     /// The segment that the next stretch may still continue.
     open: Option<(Slot, Slot, Shape)>,
 }
@@ -73,50 +77,26 @@ pub(crate) struct Segments {
 #[derive(Clone, Debug, Default)]
 struct List {
     blocks: Vec<BlockPair>,
-    /// For each of them, the index of its shape among those of its rhythm.
     numbers: Vec<u32>,
-    shapes: Vec<Shape>,
-    /// Where in `shapes` and in `blocks` each rhythm's part ends.
-    ends: Vec<(usize, usize)>,
 }
 
-impl List {
-    const EMPTY: Self = Self { blocks: vec![], numbers: vec![], shapes: vec![], ends: vec![] };
-
-    fn clear(&mut self) {
-        self.blocks.clear();
-        self.numbers.clear();
-        self.shapes.clear();
-        self.ends.clear();
-    }
-
-    /// How much it has room for, in all.
-    fn room(&self) -> usize {
-        self.blocks.capacity()
-            + self.numbers.capacity()
-            + self.shapes.capacity()
-            + self.ends.capacity()
-    }
-}
-
-/// Lists with room for at most so much are kept for the next request: memory that is fresh from the system costs
-/// more than to write to it, and to ask for it many times costs more than to walk a few blocks.
-const KEPT: usize = 1 << 18;
+/// Lists of at most so many segments are kept for the next request: memory that is fresh from the system
+/// costs more than to write to it.
+const KEPT: usize = 1 << 16;
 
 thread_local! {
-    static SPARE: RefCell<List> = const { RefCell::new(List::EMPTY) };
+    static SPARE: RefCell<List> = const { RefCell::new(List { blocks: vec![], numbers: vec![] }) };
 }
 
 impl Drop for Segments {
     fn drop(&mut self) {
-        let room = self.list.room();
-        if room > KEPT {
+        if self.list.blocks.capacity() > KEPT {
             return;
         }
         // A thread that ends has nothing to keep it for.
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
-            if spare.room() < room {
+            if spare.blocks.capacity() < self.list.blocks.capacity() {
                 *spare = std::mem::take(&mut self.list);
             }
         });
@@ -126,30 +106,31 @@ impl Drop for Segments {
 impl Segments {
     /// None yet, with room for as many as a request of this thread had before.
     pub(crate) fn new() -> Self {
-        let mut list = SPARE.try_with(RefCell::take).unwrap_or_default();
-        list.clear();
-        Self { list, open: None }
+        let mut list = SPARE.take();
+        list.blocks.clear();
+        list.numbers.clear();
+        Self { shapes: vec![], list, ends: vec![], open: None }
     }
 
     /// The segments of rhythm `index`.
     pub(crate) fn of(&self, index: usize) -> SegmentList<'_> {
         let start = self.start(index);
-        let end = self.list.ends[index];
+        let end = self.ends[index];
         SegmentList {
             blocks: &self.list.blocks[start.1..end.1],
             numbers: &self.list.numbers[start.1..end.1],
-            shapes: &self.list.shapes[start.0..end.0],
+            shapes: &self.shapes[start.0..end.0],
         }
     }
 
     fn start(&self, index: usize) -> (usize, usize) {
-        if index == 0 { (0, 0) } else { self.list.ends[index - 1] }
+        if index == 0 { (0, 0) } else { self.ends[index - 1] }
     }
 
     /// Ends a rhythm.
     pub(crate) fn end(&mut self) {
         self.close();
-        self.list.ends.push((self.list.shapes.len(), self.list.blocks.len()));
+        self.ends.push((self.shapes.len(), self.list.blocks.len()));
     }
 
     /// Adds a stretch, as a further repetition of the last one where it continues it.
@@ -262,11 +243,11 @@ impl Segments {
     /// The index of a shape among those of the rhythm at hand.
     fn number(&mut self, shape: Shape) -> u32 {
         // Mostly the shape of the segment before; where block sizes differ, some take turns.
-        let known = &self.list.shapes[self.start(self.list.ends.len()).0..];
+        let known = &self.shapes[self.start(self.ends.len()).0..];
         let recent = known.iter().rposition(|known| *known == shape);
         let index = recent.unwrap_or(known.len());
         if recent.is_none() {
-            self.list.shapes.push(shape);
+            self.shapes.push(shape);
         }
         index as u32
     }
