@@ -6,10 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import fields
 
 import kvferry
 import pytest
 from handmade import draft
+from kvferry.vllm.options import Options
 
 HERE = pathlib.Path(__file__).parent
 STAND_INS = HERE.parents[1] / "crates/kvferry-transport/tests/conformance"
@@ -111,5 +113,8 @@ def test_what_is_taken_of_a_card_to_pack_into_is_set(driver):
 
 def test_too_little_to_pack_into_is_refused():
     manifest = kvferry.Manifest(draft("d", (0, 4), 4, 4096))
-    with pytest.raises(ValueError, match="gpu_staging is 1 .MiB., but must be 0, .* or 2 or more: "):
+    # The connector's options say the same.
+    (option,) = [option for option in fields(Options) if option.name == "gpu_staging"]
+    least = f"gpu_staging is 1 .MiB., but must be 0, .* or {option.metadata['least']} or more: "
+    with pytest.raises(ValueError, match=least):
         kvferry.Worker(manifest, ranks=1, memory=None, transport="tcp", gpu_staging=1)

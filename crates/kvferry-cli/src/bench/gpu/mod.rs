@@ -135,7 +135,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     if let Some((loops, list)) = results.small {
         println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
     }
-    finish(&results, save, output)
+    finish(&mut results, save, output)
 }
 
 /// Measures each of some suites, or of all, whatever becomes of the ones before it, and saves what there is by
@@ -158,9 +158,11 @@ fn each(
                 results.outcome.keep(suite.name(), measured);
             }
         }
-        if let Some(path) = save {
-            let saved = write(results, path);
-            results.outcome.keep("what was measured up to here", saved);
+        // What counts is whether all of it can be saved in the end.
+        if let Some(path) = save
+            && let Err(error) = write(results, path)
+        {
+            println!("not saved yet: {error}");
         }
     }
 }
@@ -171,13 +173,12 @@ fn write(results: &Results, path: &Path) -> Result<(), Failure> {
 }
 
 /// Writes the results to where they are wanted; then an error, where something failed.
-fn finish(results: &Results, save: Option<&Path>, output: Option<File>) -> Result<(), Failure> {
+fn finish(results: &mut Results, save: Option<&Path>, output: Option<File>) -> Result<(), Failure> {
     if let Some(mut output) = output {
         writeln!(output, "{}", serde_json::to_string_pretty(results)?)?;
     }
-    if let Some(path) = save {
-        write(results, path)?;
-    }
+    let saved = save.map_or(Ok(()), |path| write(results, path));
+    results.outcome.keep("results", saved);
     results.outcome.end()
 }
 

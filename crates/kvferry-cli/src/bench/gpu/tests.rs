@@ -20,9 +20,9 @@ fn after(suites: &[Suite], nixl: Option<&str>, fails: Suite) -> (Vec<Suite>, Res
 fn a_suite_that_fails_takes_nothing_from_the_others() {
     let path = std::env::temp_dir().join(format!("kvferry-gpu-{}.json", std::process::id()));
     for fails in ALL {
-        let (measured, results) = after(&[], None, fails);
+        let (measured, mut results) = after(&[], None, fails);
         assert_eq!(measured, ALL);
-        let error = finish(&results, Some(&path), None).unwrap_err().to_string();
+        let error = finish(&mut results, Some(&path), None).unwrap_err().to_string();
         let what = format!("{}: no memory is left on the card", fails.name());
         assert_eq!(error, format!("1 failed: {what}"));
         let saved: serde_json::Value =
@@ -36,15 +36,15 @@ fn a_suite_that_fails_takes_nothing_from_the_others() {
 #[test]
 fn an_absent_nixl_fails_only_what_was_asked_for() {
     let why = Some("there is no NIXL here");
-    let (measured, results) = after(&[], why, Suite::Packed);
+    let (measured, mut results) = after(&[], why, Suite::Packed);
     assert_eq!(measured, [Suite::Rows, Suite::Handoff, Suite::Beside]);
     let absent = [("packed over nixl".to_owned(), "there is no NIXL here".to_owned())];
     assert_eq!(results.outcome.absent, absent);
-    finish(&results, None, None).unwrap();
+    finish(&mut results, None, None).unwrap();
 
-    let (measured, results) = after(&[Suite::Packed, Suite::Rows], why, Suite::Packed);
+    let (measured, mut results) = after(&[Suite::Packed, Suite::Rows], why, Suite::Packed);
     assert_eq!(measured, [Suite::Rows]);
-    let error = finish(&results, None, None).unwrap_err().to_string();
+    let error = finish(&mut results, None, None).unwrap_err().to_string();
     assert_eq!(error, "1 failed: packed over nixl: there is no NIXL here");
 }
 
@@ -65,10 +65,15 @@ fn every_suite_is_saved_when_it_ends() {
     };
     let cards: Vec<String> = saved.iter().map(card).collect();
     assert_eq!(cards, ALL[..ALL.len() - 1].iter().map(|suite| suite.name()).collect::<Vec<_>>());
+}
 
-    let mut results = Results::default();
+/// Nor does a file that cannot be written hide what else is wrong.
+#[test]
+fn results_that_cannot_be_saved_are_one_failure() {
     let nowhere = std::env::temp_dir().join("no/such/folder.json");
-    each(&[Suite::Rows], None, Some(&nowhere), &mut results, |_, _| Ok(()));
-    let [failure] = &results.outcome.failures[..] else { panic!("{:?}", results.outcome) };
-    assert!(failure.contains("--save") && failure.contains("folder.json"), "{failure}");
+    let mut results = Results::default();
+    each(&[], None, Some(&nowhere), &mut results, |_, _| Err("no memory".into()));
+    let error = finish(&mut results, Some(&nowhere), None).unwrap_err().to_string();
+    assert!(error.starts_with("5 failed: rows: no memory; "), "{error}");
+    assert!(error.contains("; results: --save ") && error.contains("folder.json: "), "{error}");
 }
