@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import statistics
 import subprocess
-import sys
 
 COMMAND = pathlib.Path(__file__).parents[1] / "target" / "release" / "kvferry"
 SETTINGS = ("off", "0.01", "all")
@@ -25,8 +25,15 @@ def run(audit: str, requests: int, seed: int) -> float:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    requests = int(sys.argv[2]) if len(sys.argv) > 2 else 100
+    parser = argparse.ArgumentParser(description="What audits cost in the demo.")
+    parser.add_argument("rounds", type=int, nargs="?", default=10)
+    parser.add_argument("requests", type=int, nargs="?", default=100)
+    asked = parser.parse_args()
+    rounds, requests = asked.rounds, asked.requests
+    if min(rounds, requests) < 1:
+        parser.error(f"rounds are {rounds} and requests {requests}: both are 1 or more")
+    if not COMMAND.exists():
+        parser.error(f"{COMMAND} is not there: cargo build --release makes it")
     found: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
     for seed in range(rounds):
         # Another one goes first each time.
