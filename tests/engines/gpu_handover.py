@@ -268,34 +268,68 @@ def with_draft(options, model):
     return {**options, "speculative_config": guesses, "prepare": [draft_late]}
 
 
+class Alone:
+    """What P and D answer without each other. With some of vLLM's kernels one and the same engine does not always
+    give the same answer to a prompt: whatever either of them gives alone is right."""
+
+    #: How often an engine is asked again for an answer that it has not given yet.
+    TRIES = 40
+
+    def __init__(self, prefill, decode, asked):
+        self.engines = (prefill, decode)
+        self.answers = [prefill.generate(prompt)[0] for prompt in asked]
+        self.known = {tuple(prompt): [answer] for prompt, answer in zip(asked, self.answers, strict=True)}
+        # Where the two do not agree, a transfer between them cannot be judged by their answers.
+        for prompt, answer in zip(asked, self.answers, strict=True):
+            assert self.gives(decode, prompt, answer), f"D alone has other tokens after {len(prompt)}"
+
+    def give(self, prompt, answer):
+        if answer in self.known[tuple(prompt)]:
+            return True
+        return any(self.gives(engine, prompt, answer) for engine in self.engines)
+
+    def gives(self, engine, prompt, answer):
+        for _ in range(self.TRIES):
+            made = engine.generate(prompt)[0]
+            if made not in self.known[tuple(prompt)]:
+                self.known[tuple(prompt)].append(made)
+            if made == answer:
+                return True
+        return False
+
+    def all_give(self, asked, answers):
+        return all(self.give(prompt, answer) for prompt, answer in zip(asked, answers, strict=True))
+
+    def words(self):
+        several = sum(len(known) > 1 for known in self.known.values())
+        return f" (alone, vLLM has several answers to {several} of {len(self.known)} prompts)" if several else ""
+
+
 def check(model, prefill, decode, pushes=False):
     draw = random.Random(model)
     asked = prompts(draw, LENGTHS)
-    answers = [prefill.generate(prompt)[0] for prompt in asked]
-    # Where two engines of vLLM do not agree, a transfer between them cannot be judged by their answers.
-    for prompt, alone in zip(asked, answers, strict=True):
-        assert decode.generate(prompt)[0] == alone, f"D alone has other tokens after {len(prompt)}"
-    for prompt, alone in zip(asked, answers, strict=True):
-        assert hand_over(prefill, decode, prompt) == alone, f"other tokens after {len(prompt)}"
+    alone = Alone(prefill, decode, asked)
+    for prompt in asked:
+        assert alone.give(prompt, hand_over(prefill, decode, prompt)), f"other tokens after {len(prompt)}"
     # Kernels that write late: those of P's step, and the NaN on D.
     guessed = [rounds_of_guesses(decode, decode.generate, prompt) for prompt in asked]
     prefill.call(slow_down, True)
-    for prompt, alone, rounds in zip(asked, answers, guessed, strict=True):
+    for prompt, rounds in zip(asked, guessed, strict=True):
         prefill.call(poison, 0)
         late = functools.partial(hand_over, prefill, decode, spoil=poison_late)
-        assert late(prompt) == alone, f"other tokens after {len(prompt)}, with kernels that write late"
+        assert alone.give(prompt, late(prompt)), f"other tokens after {len(prompt)}, with kernels that write late"
         prefill.call(poison, 0)
         again = rounds_of_guesses(decode, late, prompt)
         assert again <= rounds + 1, f"{again} rounds of guesses after {len(prompt)} instead of {rounds}"
     if pushes:
-        follow(prefill, decode, asked, answers)
+        follow(prefill, decode, asked, alone)
     prefill.call(slow_down, False)
     # The control: only P's state can give P's answer to another prompt with the same last token.
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
-    assert prefill.generate(other)[0] != alone, "the control's own answer is no other"
+    assert prefill.generate(other)[0] not in alone.known[tuple(prompt)], "the control's own answer is no other"
     with unbound(prefill, decode):
-        assert hand_over(prefill, decode, prompt, other) == alone, "D did not use P's state"
-    note = at_once(prefill, decode, asked, answers)
+        assert alone.give(prompt, hand_over(prefill, decode, prompt, other)), "D did not use P's state"
+    note = alone.words() + at_once(prefill, decode, asked, alone)
     assert (prefill.idle(), decode.idle()) == (0, 0), "blocks are left behind"
     loads = decode.call(seen)
     failed = [load for load in loads if load["outcome"] != "done"]
@@ -310,29 +344,29 @@ def check(model, prefill, decode, pushes=False):
     )
 
 
-def at_once(prefill, decode, asked, answers):
+def at_once(prefill, decode, asked, alone):
     """All prompts at once, where an engine alone has the same answers to them so: not all kernels do."""
     decode.call(poison, 0)
     try:
-        alone = [tokens for tokens, _ in decode.generate_all(asked)]
+        made = [tokens for tokens, _ in decode.generate_all(asked)]
     except AssertionError as error:
         raise AssertionError(f"D alone cannot answer all prompts at once: {error}") from error
-    if alone != answers:
+    if made != alone.answers:
         return ", one by one (at once D alone has other tokens, too)"
     params = prefill.prefill(asked)
     decode.call(poison)
     made = decode.generate_all(asked, params=params)
-    assert [tokens for tokens, _ in made] == answers, "other tokens when all are asked at once"
+    assert alone.all_give(asked, [tokens for tokens, _ in made]), "other tokens when all are asked at once"
     return ""
 
 
-def follow(prefill, decode, asked, answers):
+def follow(prefill, decode, asked, alone):
     """D reads what P's steps have written, layer by layer, while they compute; not before the card has."""
     decode.call(poison)
     decode.call(take_at_once, True)
-    for prompt, alone in zip(asked, answers, strict=True):
-        assert push(prefill, decode, [prompt]) == [alone], f"other tokens after {len(prompt)}, pushed"
-    assert push(prefill, decode, asked) == answers, "other tokens when all are pushed at once"
+    for prompt in asked:
+        assert alone.all_give([prompt], push(prefill, decode, [prompt])), f"other tokens after {len(prompt)}, pushed"
+    assert alone.all_give(asked, push(prefill, decode, asked)), "other tokens when all are pushed at once"
     # Without a card nothing slows P down, and a step may be over before D asks: life/test_layers.py holds it.
     ahead = decode.call(counter, "kvferry_read_ahead_bytes_total")
     assert ahead or not prefill.call(has_card), "nothing was read ahead"

@@ -1,9 +1,12 @@
 """What `tools/check-gpu-vllm.sh` runs on a GPU, run here without one: the script itself must not rot."""
 
 import argparse
+import pathlib
+import subprocess
 import sys
 
 import gpu_handover
+import pytest
 import torch
 
 
@@ -23,6 +26,31 @@ def test_it_passes_on_a_pair_that_is_right(serve, capsys):
 
 def is_poisoned(engine):
     return all(bool((storage == 0xFF).all()) for storage in gpu_handover.SIDES[0].storages)
+
+
+class Engine:
+    """Gives its answers in turn, and the last of them from then on."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def generate(self, prompt):
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0], None
+
+
+def test_what_an_engine_says_alone_is_right_even_if_rarely():
+    alone = gpu_handover.Alone(Engine([7], [7], [8], [7]), Engine([7]), [[1, 2]])
+    assert (alone.words(), alone.give([1, 2], [8])) == ("", True)
+    assert alone.words() == " (alone, vLLM has several answers to 1 of 1 prompts)"
+    assert not alone.give([1, 2], [9])
+    assert alone.all_give([[1, 2]] * 2, [[7], [8]]) and not alone.all_give([[1, 2]] * 2, [[7], [9]])
+
+
+def test_engines_that_do_not_agree_cannot_be_judged():
+    # One that sometimes agrees can.
+    gpu_handover.Alone(Engine([7]), Engine([8], [8], [7], [8]), [[1, 2]])
+    with pytest.raises(AssertionError, match="D alone has other tokens after 2"):
+        gpu_handover.Alone(Engine([7]), Engine([8]), [[1, 2]])
 
 
 def test_pairs_side_by_side_are_judged_one_by_one(monkeypatch, tmp_path, capsys):
@@ -65,3 +93,9 @@ def test_every_line_of_an_error_names_its_pair(monkeypatch, tmp_path, capsys):
     assert gpu_handover.one_by_one(["qwen3"], asked) == ["qwen3"]
     said = capsys.readouterr().out.splitlines()
     assert said == ["qwen3: WRONG: Traceback:", "qwen3: WRONG:   a line", "qwen3: WRONG: the cause"]
+
+
+def test_it_needs_no_more_than_it_asks_for():
+    # It runs in the environment of whoever has vLLM and kvferry, and they have no pytest there.
+    code = "import sys; sys.modules['pytest'] = None; import gpu_handover"
+    subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent, check=True, timeout=300)
