@@ -10,6 +10,8 @@ use super::Failure;
 
 const POISON: u8 = 0xa5;
 const SHAPE: (u32, u32) = (1056, 512);
+/// The driver is asked for multiples of this many bytes, as PyTorch asks it, from which engines have their memory.
+const GRAIN: u64 = 2 << 20;
 
 /// One span of a card's memory.
 pub(super) struct Memory {
@@ -31,7 +33,7 @@ impl Memory {
                 mapped: Some(mapped),
             });
         }
-        let base = card.allocate(bytes.next_multiple_of(16))?;
+        let base = card.allocate(bytes.next_multiple_of(GRAIN))?;
         Ok(Self { card: card.clone(), base, bytes, mapped: None })
     }
 }
