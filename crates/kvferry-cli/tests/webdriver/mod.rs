@@ -18,9 +18,14 @@ pub(crate) struct Browser {
     session: String,
 }
 
-impl Browser {
-    /// Starts chromedriver and a browser with a fresh profile in `folder`.
-    pub(crate) fn start(folder: &Path) -> Self {
+/// How often chromedriver is started: it takes a port that is free for IPv6, and ends where somebody has the same one for
+/// IPv4.
+const STARTS: usize = 10;
+
+/// A chromedriver, and its port.
+fn driver() -> (Child, u16) {
+    let mut said = vec![];
+    for _ in 0..STARTS {
         let mut driver = Command::new("chromedriver")
             .args(["--port=0"])
             .stdout(Stdio::piped())
@@ -28,15 +33,26 @@ impl Browser {
             .spawn()
             .expect("chromedriver starts: install chromium-driver, or run tools/test-explain.sh");
         let mut lines = BufReader::new(driver.stdout.take().expect("it is piped")).lines();
-        let port: u16 = lines
-            .find_map(|line| {
-                let line = line.ok()?;
-                let (_, port) = line.split_once("started successfully on port ")?;
-                port.trim_end_matches('.').parse().ok()
-            })
-            .expect("chromedriver says its port");
-        // Keep reading, so that it never blocks on a full pipe.
-        std::thread::spawn(move || lines.for_each(drop));
+        let port = lines.by_ref().map_while(Result::ok).find_map(|line| {
+            let port = line.split_once("started successfully on port ");
+            let port = port.and_then(|(_, port)| port.trim_end_matches('.').parse().ok());
+            said.push(line);
+            port
+        });
+        if let Some(port) = port {
+            // Keep reading, so that it never blocks on a full pipe.
+            std::thread::spawn(move || lines.for_each(drop));
+            return (driver, port);
+        }
+        driver.wait().expect("it has ended");
+    }
+    panic!("chromedriver does not say its port; it says: {said:#?}");
+}
+
+impl Browser {
+    /// Starts chromedriver and a browser with a fresh profile in `folder`.
+    pub(crate) fn start(folder: &Path) -> Self {
+        let (driver, port) = driver();
         let agent = Agent::config_builder()
             .timeout_global(Some(Duration::from_secs(120)))
             // Errors come with a body that says what is wrong.
