@@ -46,6 +46,12 @@ def test_what_an_engine_says_alone_is_right_even_if_rarely():
     assert alone.all_give([[1, 2]] * 2, [[7], [8]]) and not alone.all_give([[1, 2]] * 2, [[7], [9]])
 
 
+def test_what_was_handed_over_is_no_judge():
+    # D gives the right answer before, and from then on what it was handed.
+    alone = gpu_handover.Alone(Engine([7]), Engine([7], [9]), [[1, 2]])
+    assert not alone.give([1, 2], [9])
+
+
 def test_engines_that_do_not_agree_cannot_be_judged():
     # One that sometimes agrees can.
     gpu_handover.Alone(Engine([7]), Engine([8], [8], [7], [8]), [[1, 2]])
