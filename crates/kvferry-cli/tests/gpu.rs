@@ -89,6 +89,21 @@ fn without_a_gpu_it_says_so() {
 }
 
 #[test]
+fn what_measures_nothing_leaves_no_file() {
+    let folder = std::env::temp_dir();
+    let file = |name: &str| folder.join(format!("kvferry-bench-gpu-{}-{name}", std::process::id()));
+    let (new, kept) = (file("new"), file("kept"));
+    std::fs::write(&kept, "of an earlier run").unwrap();
+    for path in [&new, &kept] {
+        let mut command = bench(Path::new("/nonexistent/driver"), &["--save"]);
+        assert_eq!(command.arg(path).output().unwrap().status.code(), Some(1));
+    }
+    assert!(!new.exists());
+    assert_eq!(std::fs::read_to_string(&kept).unwrap(), "of an earlier run");
+    std::fs::remove_file(&kept).unwrap();
+}
+
+#[test]
 fn a_file_that_cannot_be_written_is_said_before_anything_is_measured() {
     let output =
         bench(Path::new("/nonexistent/driver"), &["--save", "/nonexistent/folder/results"])
