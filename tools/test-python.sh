@@ -29,15 +29,21 @@ case "${1:-}" in
   (cd tests && "$python" -m mypy.stubtest kvferry._core)
   failed=0
   pytest python || failed=1
-  # Engines spend much of their time starting and waiting: two lanes of them, side by side.
+  # Engines spend much of their time starting and waiting: three lanes of them, side by side.
   which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
-  log=$(mktemp)
-  trap 'kill "$lane" 2>/dev/null || true; rm -f "$log"' EXIT
-  pytest engines life --durations 15 -m "$which" >"$log" 2>&1 &
-  lane=$!
-  pytest engines . --ignore life --durations 15 -m "$which" || failed=1
-  wait "$lane" || failed=1
-  cat "$log"
+  servers=(test_hosts.py test_rolling.py test_served.py test_served_both.py)
+  logs=$(mktemp -d)
+  lanes=()
+  trap 'kill "${lanes[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+  pytest engines life --durations 15 -m "$which" >"$logs/life" 2>&1 &
+  lanes+=($!)
+  pytest engines "${servers[@]}" --durations 15 -m "$which" >"$logs/servers" 2>&1 &
+  lanes+=($!)
+  pytest engines . --ignore life "${servers[@]/#/--ignore=}" --durations 15 -m "$which" || failed=1
+  for lane in "${lanes[@]}"; do
+    wait "$lane" || failed=1
+  done
+  cat "$logs"/*
   exit $failed
   ;;
 *)
