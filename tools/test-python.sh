@@ -27,17 +27,17 @@ case "${1:-}" in
 "" | --all)
   "$python" -m mypy python
   (cd tests && "$python" -m mypy.stubtest kvferry._core)
-  failed=0
-  pytest python || failed=1
-  # Engines spend much of their time starting and waiting: three lanes of them, side by side.
+  # Engines spend much of their time starting and waiting, servers most: three lanes of them, side by side.
   which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
   servers=(test_hosts.py test_rolling.py test_served.py test_served_both.py)
   logs=$(mktemp -d)
   lanes=()
   trap 'kill "${lanes[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-  pytest engines life --durations 15 -m "$which" >"$logs/life" 2>&1 &
-  lanes+=($!)
+  failed=0
   pytest engines "${servers[@]}" --durations 15 -m "$which" >"$logs/servers" 2>&1 &
+  lanes+=($!)
+  pytest python || failed=1
+  pytest engines life --durations 15 -m "$which" >"$logs/life" 2>&1 &
   lanes+=($!)
   pytest engines . --ignore life "${servers[@]/#/--ignore=}" --durations 15 -m "$which" || failed=1
   for lane in "${lanes[@]}"; do

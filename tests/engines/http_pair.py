@@ -29,7 +29,7 @@ PORTS = {"prefill": "8100", "decode": "8200", "router": "30000"}
 
 #: Seconds. A server takes half a minute to start on an idle machine, and many times that on a busy
 #: one; a server that ends is noticed at once.
-START, ANSWER, STOP = 600, 180, 240
+START, ANSWER, STOP = 1200, 180, 240
 
 #: Ports below those that the kernel hands out by itself: whoever starts later finds free ones still free.
 QUIET = range(20000, 32000)
