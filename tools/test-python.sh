@@ -7,6 +7,7 @@
 #   tools/test-python.sh FILE ARG…   one file or folder of tests, with arguments for pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. tools/lanes.sh
 python=$(tools/python-env.sh dev)
 # What kvferry's own rules say about real models, to compare with.
 KVFERRY_MANIFESTS=$(tools/manifests.sh)
@@ -30,15 +31,10 @@ case "${1:-}" in
   # Engines spend much of their time starting and waiting, servers most: three lanes of them, side by side.
   which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
   servers=(test_hosts.py test_rolling.py test_served.py test_served_both.py)
-  logs=$(mktemp -d)
-  lanes=()
-  trap 'kill "${lanes[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
   failed=0
-  pytest engines "${servers[@]}" --durations 15 -m "$which" >"$logs/servers" 2>&1 &
-  lanes+=($!)
+  lane servers pytest engines "${servers[@]}" --durations 15 -m "$which"
   pytest python || failed=1
-  pytest engines life --durations 15 -m "$which" >"$logs/life" 2>&1 &
-  lanes+=($!)
+  lane life pytest engines life --durations 15 -m "$which"
   pytest engines . --ignore life "${servers[@]/#/--ignore=}" --durations 15 -m "$which" || failed=1
   for lane in "${lanes[@]}"; do
     wait "$lane" || failed=1

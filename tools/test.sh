@@ -12,18 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 began=$SECONDS
-work=$(mktemp -d)
-lanes=()
-
-finish() {
-  local lane
-  for lane in "${lanes[@]}"; do
-    kill -- "-$lane" 2>/dev/null || true
-  done
-  rm -rf "$work"
-}
-trap finish EXIT
-trap 'exit 130' INT TERM
+. tools/lanes.sh
 
 step() {
   local began=$SECONDS
@@ -31,16 +20,6 @@ step() {
   # `set -e` does not reach into a command that somebody asks the outcome of.
   "$@" || return
   printf '== %s: %d s\n' "$*" $((SECONDS - began))
-}
-
-# In the background, in a process group of its own, so that it can be ended with all that it started.
-lane() {
-  local log=$work/$1
-  shift
-  set -m
-  ("$@") >"$log" 2>&1 &
-  set +m
-  lanes+=($!)
 }
 
 rust_tests() {
@@ -59,7 +38,7 @@ step cargo clippy --workspace --all-targets --locked -- -D warnings
 step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 step cargo test --workspace --locked --no-run
 if ! wait "${lanes[0]}"; then
-  cat "$work/environment"
+  cat "$logs/environment"
   exit 1
 fi
 
@@ -75,6 +54,6 @@ if [ "${1:-}" = --all ]; then
 fi
 wait "${lanes[1]}" || failed=1
 printf '\n== Meanwhile, the Rust tests\n'
-cat "$work/rust"
+cat "$logs/rust"
 printf '\n== %s in %d s\n' "$([ $failed = 0 ] && echo "all tests passed" || echo "FAILED (see above)")" $((SECONDS - began))
 exit $failed

@@ -42,15 +42,16 @@ def pair(wire, tmp_path_factory):
     }
     # The router is where this thread is.
     hosts = {"prefill": wire.left, "decode": wire.right}
-    with on(wire.right):
-        pair = Pair(folder / "model", folder, SMALL, {}, extra, only, hosts)
+    with (
+        on(wire.right),
+        contextlib.closing(Pair(folder / "model", folder, SMALL, {}, extra, only, hosts)) as pair,
+    ):
+        pair.start("prefill", "decode")
+        pair.start("router")
         try:
-            pair.start("prefill", "decode")
-            pair.start("router")
             yield pair
         finally:
             wire.set()
-            pair.close()
 
 
 def test_answers_are_those_of_one_server_in_any_weather(wire, pair):

@@ -92,15 +92,19 @@ fn without_a_gpu_it_says_so() {
 fn what_measures_nothing_leaves_no_file() {
     let folder = std::env::temp_dir();
     let file = |name: &str| folder.join(format!("kvferry-bench-gpu-{}-{name}", std::process::id()));
-    let (new, kept) = (file("new"), file("kept"));
+    let (new, kept, link) = (file("new"), file("kept"), file("link"));
     std::fs::write(&kept, "of an earlier run").unwrap();
-    for path in [&new, &kept] {
+    std::os::unix::fs::symlink(file("elsewhere"), &link).unwrap();
+    for path in [&new, &kept, &link] {
         let mut command = bench(Path::new("/nonexistent/driver"), &["--save"]);
         assert_eq!(command.arg(path).output().unwrap().status.code(), Some(1));
     }
     assert!(!new.exists());
     assert_eq!(std::fs::read_to_string(&kept).unwrap(), "of an earlier run");
-    std::fs::remove_file(&kept).unwrap();
+    assert!(link.is_symlink());
+    for path in [&kept, &link, &file("elsewhere")] {
+        std::fs::remove_file(path).unwrap();
+    }
 }
 
 #[test]

@@ -98,7 +98,7 @@ impl Bench {
 /// That a file can be written: asked before anything is measured that could not be kept. One that was not there
 /// is not there afterwards, either.
 fn writable(option: &str, path: &Path) -> Result<(), Failure> {
-    let new = !path.exists();
+    let new = path.symlink_metadata().is_err();
     OpenOptions::new().append(true).create(true).open(path).map_err(|error| {
         format!("{option} {}: {error}; name a file that can be written", path.display())
     })?;

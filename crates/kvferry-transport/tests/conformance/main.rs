@@ -39,8 +39,8 @@ pub(crate) const CHILD: &str = "--conformance-child";
 /// Makes the random tests longer.
 pub(crate) const LONG: &str = "KVFERRY_LONG_TESTS";
 
-/// When a test is taken to hang. Ten times what the longest one takes by itself: machines may be busy with what
-/// others do on them.
+/// When a test is taken to hang. Many times what each takes by itself: machines may be busy with what others do
+/// on them.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 fn main() -> ExitCode {

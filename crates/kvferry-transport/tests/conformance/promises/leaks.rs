@@ -10,7 +10,7 @@ use crate::memory::Memory;
 use crate::pair::{MIB, PEER_SEED, done, soon};
 use crate::peer::Peer;
 
-/// An agent of NIXL takes a quarter of a second of a core, and several where the machine is busy.
+/// An agent of NIXL takes a tenth of a second, and ten times that where the machine is busy.
 const CYCLES: usize = 50;
 
 pub(super) fn nothing_leaks<B: BackEnd>() {
