@@ -19,6 +19,8 @@ pub(crate) fn merge(
 ) -> Result<Vec<ByteCopy>, Error> {
     let mut merged: Vec<ByteCopy> = Vec::new();
     let (mut local_span, mut peer_span) = (usize::MAX, usize::MAX);
+    // The first of those that lie in the same regions as the last one.
+    let mut first = 0;
     for copy in copies.iter().filter(|copy| copy.bytes > 0) {
         let find = |spans: &Spans, side, address, hint| {
             spans.find(address, copy.bytes, hint).ok_or(Error::OutsideRegion {
@@ -29,26 +31,30 @@ pub(crate) fn merge(
         };
         let local_now = find(local, Side::Local, copy.destination, local_span)?;
         let peer_now = find(peer, Side::Peer, copy.source, peer_span)?;
-        let same = (local_now, peer_now) == (local_span, peer_span);
         if local_now != local_span {
             touch(local_now);
         }
-        (local_span, peer_span) = (local_now, peer_now);
-        if let Some(last) = merged.last_mut()
-            && same
-        {
-            if touch_in_order(last, copy) {
-                last.bytes += copy.bytes;
-                continue;
-            }
-            if touch_in_order(copy, last) {
-                *last = ByteCopy { bytes: last.bytes + copy.bytes, ..*copy };
-                continue;
-            }
+        if (local_now, peer_now) != (local_span, peer_span) {
+            first = merged.len();
         }
-        merged.push(*copy);
+        (local_span, peer_span) = (local_now, peer_now);
+        // One that was joined downwards may now touch the one before it.
+        let mut joined = *copy;
+        while let Some(longer) = merged[first..].last().and_then(|last| join(last, &joined)) {
+            joined = longer;
+            merged.pop();
+        }
+        merged.push(joined);
     }
     Ok(merged)
+}
+
+/// Both as one, if they touch.
+fn join(last: &ByteCopy, copy: &ByteCopy) -> Option<ByteCopy> {
+    if touch_in_order(last, copy) {
+        return Some(ByteCopy { bytes: last.bytes + copy.bytes, ..*last });
+    }
+    touch_in_order(copy, last).then(|| ByteCopy { bytes: last.bytes + copy.bytes, ..*copy })
 }
 
 fn touch_in_order(first: &ByteCopy, next: &ByteCopy) -> bool {
@@ -79,6 +85,14 @@ mod tests {
         (touch_in_order(&a, &b) || touch_in_order(&b, &a))
             && owner(peer, a.source) == owner(peer, b.source)
             && owner(local, a.destination) == owner(local, b.destination)
+    }
+
+    #[test]
+    fn what_grows_downwards_meets_what_was_before_it() {
+        let all = spans(&[(0, 100)]);
+        let copy = |source, bytes| ByteCopy { source, destination: source + 20, bytes };
+        let merged = merge(&[copy(5, 4), copy(10, 1), copy(9, 1)], &all, &all, |_| ()).unwrap();
+        assert_eq!(merged, [copy(5, 6)]);
     }
 
     proptest! {
