@@ -8,8 +8,9 @@
 #                                        asynchronous scheduling, drafts (looked up, and of a model), windows,
 #                                        requests sent to both at once, quantised caches, Mamba in both orders
 #                                        of its convolution, delta nets, MLA (Triton, FlashMLA, FlashAttention),
-#                                        Kimi-Linear; beside vLLM's OffloadingConnector
-#   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take
+#                                        Kimi-Linear; beside vLLM's OffloadingConnector; P with its NixlConnector
+#   tools/check-gpu-vllm.sh qwen3 wide   only these; `wide` checks nothing: it measures how long hand-overs take;
+#                                        `wide-stock` does so from P with NixlConnector
 #   tools/check-gpu-vllm.sh --transport nixl   not what the connector chooses by itself, which here is cuda
 #   tools/check-gpu-vllm.sh --kernel copy.ptx  with the copy kernel compiled beforehand
 #   tools/check-gpu-vllm.sh --jobs 4     so many pairs side by side, which takes less time

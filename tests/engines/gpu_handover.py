@@ -90,6 +90,10 @@ OFFLOAD = {
 #: Requests go to both engines at once, and P computes them in several steps.
 PUSH = {"max_num_batched_tokens": 64, "extra": {"push": "always"}}
 
+#: P has vLLM's own connector. It frees nothing by itself meanwhile: only what D tells it counts.
+STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
+FROM_STOCK = {"extra": {"stock_lease": 600.0}}
+
 #: By name: the model, options of P and of D.
 PAIRS = {
     "qwen3": ("qwen3", {"block_size": 32}, {"block_size": 96}),
@@ -150,6 +154,19 @@ PAIRS = {
         attention("FLASH_ATTN_MLA", **HALF),
         attention("FLASH_ATTN_MLA", **HALF),
     ),
+    "qwen3-stock": ("qwen3", {"block_size": 32, **STOCK}, {"block_size": 96, **FROM_STOCK}),
+    "qwen3-flash-stock": (
+        "qwen3",
+        attention("FLASH_ATTN", **HALF, block_size=64, **STOCK),
+        attention("FLASH_ATTN", **HALF, block_size=32, **FROM_STOCK),
+    ),
+    "deepseek-stock": (
+        "deepseek",
+        attention("FLASHMLA", **HALF, block_size=64, **STOCK),
+        attention("FLASHMLA", **HALF, block_size=128, **FROM_STOCK),
+    ),
+    # The stock connector serves states with their channels first only.
+    "nemotron_h-stock": ("nemotron_h", {**CHANNELS_FIRST, **STOCK}, FROM_STOCK),
 }
 LENGTHS = (1, 2, 31, 33, 71, 200, 450)
 COMMON = {
@@ -174,11 +191,16 @@ WIDE = {
     "blocks": 2048,
     "block_size": 16,
 }
+#: As in `PAIRS`: what checks nothing.
+RATES = {
+    "wide": ("qwen3", WIDE, WIDE),
+    "wide-stock": ("qwen3", {**WIDE, **STOCK}, {**WIDE, **FROM_STOCK}),
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*PAIRS, "wide"]
+    names = [*PAIRS, *RATES]
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(names)}")
     parser.add_argument("--transport", help="instead of what the connector chooses by itself")
     parser.add_argument("--kernel", help="the copy kernel, compiled beforehand (see docs/transports.md)")
@@ -229,7 +251,7 @@ def one_by_one(pairs, asked):
     extra = {"transport": asked.transport, "gpu_kernel": asked.kernel}
     extra = {name: value for name, value in extra.items() if value}
     for pair in pairs:
-        kind, p, d = ("qwen3", WIDE, WIDE) if pair == "wide" else PAIRS[pair]
+        kind, p, d = (PAIRS | RATES)[pair]
         path = asked.models / kind
         servers = []
         try:
@@ -237,15 +259,19 @@ def one_by_one(pairs, asked):
                 save_model(kind, path, latent_head=128)
             for role, own in (("kv_producer", p), ("kv_consumer", d)):
                 own = with_draft(own, path)
-                audit = {"audit": "off" if pair == "wide" else "all"}
+                # Another's connector cannot say what it holds.
+                audit = {"audit": "off" if pair in RATES or "stock" in p else "all"}
+                # What is tiny takes no time, and is read ahead all the same.
+                ours = {"least_ahead": 0.0} | own.get("extra", {}) | audit | extra
                 changed = {
                     "prepare": [watch, *own.get("prepare", ())],
-                    # What is tiny takes no time, and is read ahead all the same.
-                    "extra": {"least_ahead": 0.0} | own.get("extra", {}) | audit | extra,
+                    "extra": own["extra"] if "stock" in own else ours,
                 }
                 servers.append(Server(path, role, **COMMON | own | changed))
-            if pair == "wide":
+            if pair in RATES:
                 measure(pair, *servers)
+            elif "stock" in p:
+                check_stock(pair, *servers)
             else:
                 check(pair, *servers, pushes="push" in p.get("extra", {}))
         # One that does not even start must not hide the others.
@@ -324,21 +350,52 @@ def check(model, prefill, decode, pushes=False):
     if pushes:
         follow(prefill, decode, asked, alone)
     prefill.call(slow_down, False)
-    # The control: only P's state can give P's answer to another prompt with the same last token.
+    control(draw, prefill, decode, prompt, alone)
+    note = alone.words() + at_once(prefill, decode, asked, alone)
+    loads = all_done(prefill, decode, 3 * len(LENGTHS) + 1)
+    audits = decode.call(audited)
+    assert audits == {"matched": len(loads), "mismatch": 0, "unable": 0}, f"audits: {audits}"
+    say(model, note, loads, "all audited", prompt)
+
+
+def check_stock(model, prefill, decode):
+    """The same where P has vLLM's own connector, as far as that can be asked: its memory is not seen from here."""
+    layouts = prefill.call(layout), decode.call(layout)
+    assert layouts[0] == layouts[1], f"P's cache is in the layout {layouts[0]}, and D's in {layouts[1]}"
+    draw = random.Random(model)
+    asked = prompts(draw, LENGTHS)
+    alone = Alone(prefill, decode, asked)
+    for spoil, when in ((poison, ""), (poison_late, ", with kernels that write late")):
+        for prompt in asked:
+            made = hand_over(prefill, decode, prompt, spoil=spoil)
+            assert alone.give(prompt, made), f"other tokens after {len(prompt)}{when}"
+    control(draw, prefill, decode, prompt, alone)
+    note = alone.words() + at_once(prefill, decode, asked, alone)
+    loads = all_done(prefill, decode, 2 * len(LENGTHS) + 1)
+    say(model, note, loads, "of vLLM's own connector", prompt)
+
+
+def control(draw, prefill, decode, prompt, alone):
+    """Only P's state can give P's answer to another prompt with the same last token."""
     other = prompts(draw, [len(prompt) - 1])[0] + prompt[-1:]
     assert prefill.generate(other)[0] not in alone.known[tuple(prompt)], "the control's own answer is no other"
     with unbound(prefill, decode):
         assert alone.give(prompt, hand_over(prefill, decode, prompt, other)), "D did not use P's state"
-    note = alone.words() + at_once(prefill, decode, asked, alone)
+
+
+def all_done(prefill, decode, handed):
+    """D's loads for so many prompts that were handed over. Of one token, some models have nothing to load."""
     assert (prefill.idle(), decode.idle()) == (0, 0), "blocks are left behind"
     loads = decode.call(seen)
     failed = [load for load in loads if load["outcome"] != "done"]
     assert not failed, f"loads that were not done: {failed}"
-    assert len(loads) > 3 * len(LENGTHS) - 3, f"{len(loads)} loads for {3 * len(LENGTHS) + 1} prompts"
-    audits = decode.call(audited)
-    assert audits == {"matched": len(loads), "mismatch": 0, "unable": 0}, f"audits: {audits}"
+    assert len(loads) > handed - 4, f"{len(loads)} loads for {handed} prompts"
+    return loads
+
+
+def say(model, note, loads, what, prompt):
     print(
-        f"{model}: every token right{note}, {len(loads)} loads on {loads[-1]['device']}, all audited, the last "
+        f"{model}: every token right{note}, {len(loads)} loads on {loads[-1]['device']}, {what}, the last "
         f"of {len(prompt)} tokens: {words(loads[-1])}",
         flush=True,
     )
@@ -488,6 +545,10 @@ def poison_late(engine):
         storage.fill_(0xFF)
     # As at the end of a step.
     SIDES[0]._mark_writes()
+
+
+def layout(engine):
+    return engine.llm_engine.vllm_config.cache_config.kv_cache_layout
 
 
 def has_card(engine):

@@ -148,7 +148,7 @@ def _serve(pipe, model, role, options):
             kv_connector_extra_config=extra if stock else PATIENT | extra,
         )
         if stock:
-            connector |= dict(kv_connector="NixlConnector", kv_buffer_device="cpu")
+            connector |= dict(kv_connector="NixlConnector", kv_buffer_device=current_platform.device_type)
             # Two engines on one host need two, also when they are forked one after the other.
             os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])

@@ -24,6 +24,15 @@ def test_it_passes_on_a_pair_that_is_right(serve, capsys):
     assert decode.call(is_poisoned)
 
 
+def test_it_passes_on_a_p_with_another_connector(serve, capsys):
+    prefill = serve("qwen3", "kv_producer", block_size=32, **gpu_handover.STOCK)
+    options = gpu_handover.FROM_STOCK["extra"] | {"transport": "nixl", "audit": "off"}
+    decode = serve("qwen3", "kv_consumer", block_size=96, extra=options, prepare=[gpu_handover.watch])
+    gpu_handover.check_stock("qwen3", prefill, decode)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("qwen3: every token right, 22 loads on cpu, of vLLM's own connector, ")
+
+
 def is_poisoned(engine):
     return all(bool((storage == 0xFF).all()) for storage in gpu_handover.SIDES[0].storages)
 

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 import torch
 import zmq
-from kvferry.vllm import stock_wire
+from kvferry.vllm import FerryConnector, stock_wire
 from kvferry.vllm.stock import Stock, _Engine
 from kvferry.vllm.stock_wire import Introduction, Place
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 RANK = {
@@ -228,3 +229,16 @@ def test_parameters_of_others(stock, changes):
 def test_tables_that_are_of_no_use(stock, changes, words):
     with pytest.raises(ValueError, match=words):
         stock.complete(stock.read(params(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("options", "latent", "layout"),
+    [({}, False, None), ({"stock_lease": 30}, False, "LBHNC"), ({"stock_lease": 30}, True, None)],
+)
+def test_d_has_the_layout_of_p(options, latent, layout):
+    """Only where it is to read from such a P, and where there is one to choose."""
+    transfer = KVTransferConfig(
+        kv_connector="FerryConnector", kv_role="kv_consumer", kv_connector_extra_config=options
+    )
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(use_mla=latent))
+    assert FerryConnector.get_required_kvcache_layout(config) == layout

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from . import logs, neighbours, tracing, versions
+from . import logs, neighbours, stock, tracing, versions
 from .logs import logger
 from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
@@ -40,6 +40,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             neighbours.check()
             self._worker = worker(vllm_config, kv_cache_config, options)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        return stock.layout(vllm_config) if options.stock_lease else None
 
     # In the scheduler's process.
 

@@ -287,6 +287,15 @@ class Stock:
                             self._forget(engine)
 
 
+def layout(vllm_config: Any) -> str | None:
+    """The layout of a cache that vLLM's own connector asks for. Engines with it do not pack what is read from them, and
+    where both sides have the same layout, nothing has to be: runs are as long as blocks."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+
+    made: str | None = NixlConnector.get_required_kvcache_layout(vllm_config)
+    return made
+
+
 def is_stock(params: dict[str, Any]) -> bool:
     """Whether parameters are of the stock connector, and not of another one, nor kvferry's own without the part that
     a router has lost."""
