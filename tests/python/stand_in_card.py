@@ -23,10 +23,13 @@ driver = ctypes.CDLL(os.environ["KVFERRY_CUDA_DRIVER"])
 
 
 class OnStandIn:
+    #: Bytes that an allocation has beside those that are asked for.
+    spare = 0
+
     def __init__(self, device, words):
         assert device == CARD
         base, self.bytes = ctypes.c_uint64(), 8 * words
-        assert driver.cuMemAlloc_v2(ctypes.byref(base), ctypes.c_size_t(self.bytes)) == 0
+        assert driver.cuMemAlloc_v2(ctypes.byref(base), ctypes.c_size_t(self.bytes + self.spare)) == 0
         self.base = base.value
 
     def fill(self, words):
@@ -58,6 +61,7 @@ def main():
     asked = json.loads(sys.argv[1])
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.DEBUG)
     kvferry.log_to(logging.getLogger("decode"), "info")
+    OnStandIn.spare = asked.pop("spare", 0)
     if asked.pop("only", None):
         pool = _loopback._Pool(CARD, 2, 16)
         before = taken()

@@ -111,6 +111,17 @@ def test_what_is_taken_of_a_card_to_pack_into_is_set(driver):
     assert "are read one by one, because" in log
 
 
+def test_memory_that_peers_open_in_small_pages_is_spoken_of(driver):
+    """From a gigabyte on: an engine's pool, and not what this one has."""
+    said = {}
+    for spare in (0, 1024 * MIB):
+        _, log = run(driver, only=True, gpu_staging=0, spare=spare)
+        said[spare] = [line for line in log.splitlines() if "in small pages" in line]
+    assert not said[0]
+    (line,) = said[1024 * MIB]
+    assert "not multiples of 2 MiB" in line
+
+
 def test_too_little_to_pack_into_is_refused():
     manifest = kvferry.Manifest(draft("d", (0, 4), 4, 4096))
     # The connector's options say the same.

@@ -232,13 +232,19 @@ def test_tables_that_are_of_no_use(stock, changes, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "latent", "layout"),
-    [({}, False, None), ({"stock_lease": 30}, False, "LBHNC"), ({"stock_lease": 30}, True, None)],
+    ("role", "options", "latent", "layout"),
+    [
+        ("kv_consumer", {}, False, None),
+        ("kv_consumer", {"stock_lease": 30}, False, "LBHNC"),
+        ("kv_both", {"stock_lease": 30}, False, "LBHNC"),
+        ("kv_producer", {"stock_lease": 30}, False, None),
+        ("kv_consumer", {"stock_lease": 30}, True, None),
+    ],
 )
-def test_d_has_the_layout_of_p(options, latent, layout):
+def test_d_has_the_layout_of_p(role, options, latent, layout):
     """Only where it is to read from such a P, and where there is one to choose."""
     transfer = KVTransferConfig(
-        kv_connector="FerryConnector", kv_role="kv_consumer", kv_connector_extra_config=options
+        kv_connector="FerryConnector", kv_role=role, kv_connector_extra_config=options
     )
     config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(use_mla=latent))
     assert FerryConnector.get_required_kvcache_layout(config) == layout

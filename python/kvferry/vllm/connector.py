@@ -43,8 +43,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        return stock.layout(vllm_config) if options.stock_lease else None
+        transfer = vllm_config.kv_transfer_config
+        options = Options.read(transfer.kv_connector_extra_config or {})
+        reads = options.stock_lease and transfer.is_kv_consumer
+        return stock.layout(vllm_config) if reads else None
 
     # In the scheduler's process.
 

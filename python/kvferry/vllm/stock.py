@@ -290,8 +290,11 @@ class Stock:
 def layout(vllm_config: Any) -> str | None:
     """The layout of a cache that vLLM's own connector asks for. Engines with it do not pack what is read from them, and
     where both sides have the same layout, nothing has to be: runs are as long as blocks."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
-
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+    except ImportError:
+        # A version of vLLM that has not been tried, which is said by its number later.
+        return None
     made: str | None = NixlConnector.get_required_kvcache_layout(vllm_config)
     return made
 

@@ -22,9 +22,9 @@ pub(super) const DENSE: u32 = 640;
 /// What a warp takes at a time has at least so many bytes: enough to be worth looking up where they are, and to
 /// be worth asking which are next. (All warps ask one counter, which answers every 2.5 ns.)
 const LEAST_BATCH_BYTES: u64 = 4 << 10;
-/// And at most so many: with less to a warp at a time they end closer together, but ask the counter more often. On
-/// an H200 16 KiB take short requests up to 1 % longer, and 8 KiB long ones. Where there are few warps, each has
-/// long enough to go on that they end together all the same: 16 multiprocessors move 3 % more so.
+/// And at most so many: with less at a time warps end closer together, but ask the counter more often. On an H200
+/// 16 KiB made short requests about 1 % longer, and 8 KiB long ones as much. Where there are few warps, each takes so
+/// long that more at a time does no harm: 16 multiprocessors move 3 % more so.
 const MOST_BATCH_BYTES_WIDE: u64 = 12 << 10;
 const MOST_BATCH_BYTES_DENSE: u64 = 64 << 10;
 /// Programs up to the last of these sizes travel with the launch; as in copy.cu.

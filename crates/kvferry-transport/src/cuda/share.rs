@@ -23,8 +23,8 @@ use crate::shared::bytes::{Fields, put_block};
 /// A card's large pages. A plain allocation that is no multiple of them is mapped in small ones where a peer opens
 /// it, and on an H200 to read 8k tokens in pages of 16 from a pool of 54 GB took six times as long.
 const LARGE_PAGE: u64 = 2 << 20;
-/// Small pages of less memory than this cost next to nothing.
-const POOL: u64 = 1 << 30;
+/// From so many bytes on, small pages are worth a warning.
+const MANY_SMALL_PAGES: u64 = 1 << 30;
 
 /// Mappings of peers' memory that this process holds.
 static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
@@ -45,7 +45,8 @@ pub(crate) struct Export {
 
 #[derive(Debug)]
 enum Way {
-    Plain(IpcHandle),
+    /// And the length of the allocation.
+    Plain(IpcHandle, u64),
     /// Descriptors of allocations in a row, and their lengths.
     Mapped(Vec<(OwnedFd, u64)>),
 }
@@ -78,18 +79,7 @@ impl Export {
                     region.bytes, region.base
                 )));
             }
-            if in_small_pages(bytes) {
-                static SAID: Once = Once::new();
-                SAID.call_once(|| {
-                    tracing::warn!(
-                        "peers on this host open this card's memory in small pages, and may read it several times \
-                         as slowly: its allocation of {bytes} bytes is not a multiple of 2 MiB; {} \
-                         would be",
-                        bytes.next_multiple_of(LARGE_PAGE)
-                    );
-                });
-            }
-            return Ok(Self { region, base, way: Way::Plain(card.ipc_handle(base)?) });
+            return Ok(Self { region, base, way: Way::Plain(card.ipc_handle(base)?, bytes) });
         }
         let (base, _) = card.mapping(region.base)?;
         let (mut parts, mut at) = (vec![], base);
@@ -111,7 +101,7 @@ impl Export {
         out.extend(self.region.bytes.to_le_bytes());
         out.extend(self.base.to_le_bytes());
         match &self.way {
-            Way::Plain(handle) => {
+            Way::Plain(handle, _) => {
                 out.extend(0u32.to_le_bytes());
                 out.extend(handle);
             }
@@ -126,9 +116,10 @@ impl Export {
     }
 }
 
-/// Whether peers map a plain allocation of so many bytes in small pages, and it is so long that it matters.
-fn in_small_pages(bytes: u64) -> bool {
-    bytes >= POOL && !bytes.is_multiple_of(LARGE_PAGE)
+/// How many bytes of plain allocations (base, length) peers open in small pages. Several regions may lie in one.
+fn in_small_pages(allocations: impl Iterator<Item = (u64, u64)>) -> u64 {
+    let each: BTreeMap<u64, u64> = allocations.collect();
+    each.values().filter(|bytes| !bytes.is_multiple_of(LARGE_PAGE)).sum()
 }
 
 /// What a transport has registered.
@@ -137,7 +128,23 @@ pub(crate) struct Exports(Mutex<BTreeMap<RegionId, Arc<Export>>>);
 
 impl Exports {
     pub(crate) fn insert(&self, id: RegionId, export: Export) {
-        self.0.lock().insert(id, Arc::new(export));
+        let mut all = self.0.lock();
+        all.insert(id, Arc::new(export));
+        let plain = all.values().filter_map(|export| match export.way {
+            Way::Plain(_, bytes) => Some((export.base, bytes)),
+            Way::Mapped(_) => None,
+        });
+        let bytes = in_small_pages(plain);
+        drop(all);
+        if bytes >= MANY_SMALL_PAGES {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                tracing::warn!(
+                    "peers on this host open {bytes} bytes of this card's memory in small pages, and may be several \
+                     times slower to read it: the lengths of its allocations are not multiples of 2 MiB"
+                );
+            });
+        }
     }
 
     pub(crate) fn remove(&self, id: RegionId) {
@@ -438,10 +445,9 @@ mod tests {
     }
 
     #[test]
-    fn only_pools_that_are_no_whole_pages_are_spoken_of() {
-        let odd =
-            [1000, POOL - 1, POOL, POOL + LARGE_PAGE, POOL + 1, 53_689_712_640, 53_697_576_960];
-        assert_eq!(odd.map(in_small_pages), [false, false, false, false, true, true, false]);
+    fn allocations_that_are_no_whole_pages_add_up() {
+        let many = [(0, LARGE_PAGE), (10, 1000), (20, LARGE_PAGE + 1), (20, LARGE_PAGE + 1)];
+        assert_eq!(in_small_pages(many.into_iter()), 1000 + LARGE_PAGE + 1);
     }
 
     #[test]
