@@ -4,7 +4,8 @@
 #
 #   tools/test-python.sh             what every run of all tests runs
 #   tools/test-python.sh --all       also the pairs of engines that are marked `more`
-#   tools/test-python.sh FILE ARG…   one file or folder of tests, with arguments for pytest
+#   tools/test-python.sh FILE ARG…   one file or folder of tests, with arguments for pytest: also other files of the
+#                                    same folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/lanes.sh
@@ -47,6 +48,6 @@ case "${1:-}" in
   folder=${path%%/*}
   path=${path#"$folder"}
   shift
-  pytest "$folder" ".${path:-/}" "$@"
+  pytest "$folder" ".${path:-/}" "${@/#tests\/$folder\//./}"
   ;;
 esac
