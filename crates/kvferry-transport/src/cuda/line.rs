@@ -23,7 +23,7 @@ pub(super) const DENSE: u32 = 640;
 /// be worth asking which are next. (All warps ask one counter, which answers every 2.5 ns.)
 const LEAST_BATCH_BYTES: u64 = 4 << 10;
 /// And at most so many: with less at a time warps end closer together, but ask the counter more often. On an H200
-/// 16 KiB made short requests about 1 % longer, and 8 KiB long ones as much. Where there are few warps, each takes so
+/// 8 KiB made long requests about 1 % longer, and 16 KiB perhaps short ones. Where there are few warps, each takes so
 /// long that more at a time does no harm: 16 multiprocessors move 3 % more so.
 const MOST_BATCH_BYTES_WIDE: u64 = 12 << 10;
 const MOST_BATCH_BYTES_DENSE: u64 = 64 << 10;
