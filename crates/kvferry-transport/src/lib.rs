@@ -17,6 +17,7 @@
 //! | `contract` | what callers see: the traits, what an operation reports, what can go wrong |
 //! | `shared` | what back ends are built from. `desk` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
 //! | [`local`], [`tcp`], [`cuda`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
+//! | [`strangers`] | who has proven nothing yet at a port: how many there may be, and how often the log speaks of them; the agent's port uses it, too |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
 //! What a read costs is each back end's own figure (`Transport::price`); `examples/price` measures it.
@@ -32,6 +33,7 @@ pub mod local;
 pub mod memory;
 pub mod nixl;
 mod shared;
+pub mod strangers;
 pub mod tcp;
 
 pub use contract::{
