@@ -265,6 +265,27 @@ class Scheduler:
         `AgentError` of the kind `given_up` if who reads it gave it up meanwhile: the blocks are free.
         """
 
+    def check(
+        self,
+        ticket: dict[str, Any],
+        *,
+        tokens: int,
+        blocks: Sequence[_Numbers],
+        first: _Numbers | None = None,
+    ) -> None:
+        """Checks that a ticket, and the tokens and tables that came with it through a router and a client, are what the
+        engine that it names has said. To be called before anything else is done with the ticket. Raises `AgentError`
+        of the kind `forged` or `unsealed`. Passes everything where the engines share no key.
+        """
+
+    @property
+    def engine_seal(self) -> str | None:
+        """This engine's word that it listens at its address, for routers that pass nothing else on; None where
+        the engines share no key."""
+
+    def check_engine(self, engine: str, address: str, seal: str | None = None) -> None:
+        """Like `check`, for another engine's `engine_seal`."""
+
     def open(self, request: str, *, name: str | None = None) -> dict[str, Any]:
         """Lets peers follow a request while it is computed, and gives the ticket to do so. Those who have
         no ticket find it by its name; of several requests with one name the latest.

@@ -236,6 +236,34 @@ pub enum Error {
     /// this one is to stay.
     #[error("request '{0}' is not handed over: this engine is being drained")]
     Draining(String),
+    /// What came through a router names an engine, but carries no seal, although this side holds a key.
+    ///
+    /// What to do: give the engine that is named the same key; if it has it, look for what removes `seal` from the
+    /// transfer parameters on the way: a router must pass all of them on unchanged.
+    #[error(
+        "engine '{engine}' at {address} has not sealed this: it holds no key, or something on the way has \
+         removed the seal. Give both engines the same key, and pass all parameters on unchanged"
+    )]
+    Unsealed {
+        /// The engine that is named.
+        engine: String,
+        /// Where it is said to listen.
+        address: String,
+    },
+    /// What came through a router is not what the engine that it names has sealed with this side's key.
+    ///
+    /// What to do: give both engines the same key; if they have it, somebody on the way (a client, a router) has
+    /// changed the transfer parameters or made them up. Nothing was connected to.
+    #[error(
+        "this is not what engine '{engine}' at {address} has sealed: that engine holds another key, or somebody \
+         on the way has changed it or made it up. Give both engines the same key, and pass all parameters on unchanged"
+    )]
+    Forged {
+        /// The engine that is named.
+        engine: String,
+        /// Where it is said to listen.
+        address: String,
+    },
     /// The agent has stopped.
     ///
     /// What to do: do not use an agent after it was closed; start another.

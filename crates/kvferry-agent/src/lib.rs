@@ -60,6 +60,7 @@ pub use scheduler::{
 pub use several::carry_several;
 pub use wire::door::Limits;
 pub use wire::message::{Card, Left};
+pub use wire::seal::{Seal, Sealed};
 pub use wire::ticket::{Incarnation, Ticket};
 pub use wire::trust::{KEY_VARIABLE, Key, Tls, TlsFiles, Trust};
 pub use wire::version::Version;

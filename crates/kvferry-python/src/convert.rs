@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::{Duration, SystemTime};
 
-use kvferry_agent::{Incarnation, Origin, Ticket};
+use kvferry_agent::{Incarnation, Origin, Seal, Ticket};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -34,6 +34,27 @@ pub(crate) fn read_ticket(fields: &Bound<'_, PyDict>) -> PyResult<Ticket> {
         nonce: hex(fields, "nonce")?,
         term_ms: field(fields, "term_ms", "a number of milliseconds")?,
     })
+}
+
+/// The epoch that goes with a ticket whose request could be followed; 0 for others.
+pub(crate) fn read_epoch(fields: &Bound<'_, PyDict>) -> PyResult<u32> {
+    match fields.get_item("epoch")? {
+        Some(epoch) => epoch.extract().map_err(|_| wrong("epoch", &epoch, "a number")),
+        None => Ok(0),
+    }
+}
+
+/// The seal that goes with a ticket, if there is one.
+pub(crate) fn read_seal(fields: &Bound<'_, PyDict>) -> PyResult<Option<Seal>> {
+    match fields.get_item("seal")? {
+        Some(_) => seal(&field::<String>(fields, "seal", "text")?).map(Some),
+        None => Ok(None),
+    }
+}
+
+/// A seal in text.
+pub(crate) fn seal(text: &str) -> PyResult<Seal> {
+    text.parse().map_err(|_| PyValueError::new_err("a seal is 32 hexadecimal digits"))
 }
 
 fn field<'py, T>(fields: &Bound<'py, PyDict>, name: &str, wanted: &str) -> PyResult<T>

@@ -102,6 +102,8 @@ fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
         Error::NotGrown(_) => "no_lease",
         Error::TableTooLong { .. } => "table_too_long",
         Error::Draining(_) => "draining",
+        Error::Unsealed { .. } => "unsealed",
+        Error::Forged { .. } => "forged",
         Error::Stopped => "stopped",
         Error::Peer(_) => "peer",
         Error::Cards(_) => "cards",

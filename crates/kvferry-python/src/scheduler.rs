@@ -6,13 +6,16 @@ use std::time::Instant;
 
 use kvferry_agent::{
     self as agent, Card, Error, Following, Grant, InFlight, Loss, LostWhy, Progress,
-    SchedulerOptions,
+    SchedulerOptions, Sealed,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{address, json, read_origin, read_ticket, seconds, since_1970, ticket};
+use crate::convert::{
+    self, address, json, read_epoch, read_origin, read_seal, read_ticket, seconds, since_1970,
+    ticket,
+};
 use crate::errors;
 use crate::half::Half;
 use crate::plan::granted_tables;
@@ -83,15 +86,57 @@ impl Scheduler {
                 Some(origin) => half.grant_from(request, grant, origin)?,
                 None => half.grant(request, grant)?,
             };
-            Ok((ticket, half.granted(request).map_or(0, |grant| grant.epoch)))
+            let grant = half.granted(request).unwrap_or_default();
+            let seal = half.seal(Sealed::Ticket(&ticket, &grant));
+            Ok((ticket, grant.epoch, seal))
         });
-        let (granted, epoch) = granted.map_err(|error| errors::agent(py, &error))?;
+        let (granted, epoch, seal) = granted.map_err(|error| errors::agent(py, &error))?;
         let fields = ticket(py, &granted)?;
         if epoch > 0 {
             // Part of what is granted; whoever loads by these tables needs it.
             fields.set_item("epoch", epoch)?;
         }
+        if let Some(seal) = seal {
+            fields.set_item("seal", seal.to_string())?;
+        }
         Ok(fields)
+    }
+
+    #[pyo3(signature = (ticket, *, tokens, blocks, first=None))]
+    fn check(
+        &self,
+        ticket: &Bound<'_, PyDict>,
+        tokens: u64,
+        blocks: &Bound<'_, PyAny>,
+        first: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let py = ticket.py();
+        let (half, epoch, seal) = (self.0.get(py)?, read_epoch(ticket)?, read_seal(ticket)?);
+        let grant = Grant { epoch, tokens, tables: granted_tables(blocks, first)? };
+        let ticket = read_ticket(ticket)?;
+        let checked = py.detach(|| half.check(Sealed::Ticket(&ticket, &grant), seal));
+        checked.map_err(|error| errors::agent(py, &error))
+    }
+
+    #[getter]
+    fn engine_seal(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let half = self.0.get(py)?;
+        let seal = half.seal(Sealed::Engine { engine: half.engine(), address: half.address() });
+        Ok(seal.map(|seal| seal.to_string()))
+    }
+
+    #[pyo3(signature = (engine, address, seal=None))]
+    fn check_engine(
+        &self,
+        py: Python<'_>,
+        engine: &str,
+        address: &str,
+        seal: Option<&str>,
+    ) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        let checked =
+            half.check(Sealed::Engine { engine, address }, seal.map(convert::seal).transpose()?);
+        checked.map_err(|error| errors::agent(py, &error))
     }
 
     #[pyo3(signature = (request, *, name=None))]

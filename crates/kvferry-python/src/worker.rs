@@ -13,7 +13,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::convert::{address, read_origin, read_ticket, seconds};
+use crate::convert::{address, read_epoch, read_origin, read_ticket, seconds};
 use crate::ending::Ending;
 use crate::errors;
 use crate::half::Half;
@@ -120,12 +120,8 @@ impl Worker {
         let asked = Asked::read(tables)?;
         let grant = match asked.source {
             Some(tables) => {
-                let epoch = ticket.get_item("epoch")?.map(|epoch| epoch.extract()).transpose();
-                let epoch = epoch.map_err(|_| {
-                    PyValueError::new_err("this is not a ticket: 'epoch' is not a number")
-                })?;
                 let tokens = granted.unwrap_or(asked.tokens);
-                Some(Grant { epoch: epoch.unwrap_or(0), tokens, tables })
+                Some(Grant { epoch: read_epoch(ticket)?, tokens, tables })
             }
             None if granted.is_some() => {
                 let message =

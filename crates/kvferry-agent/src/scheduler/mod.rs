@@ -42,6 +42,7 @@ use crate::source::relay::Relay;
 use crate::wire::door::Door;
 use crate::wire::link::Caller;
 use crate::wire::message::{Card, Left};
+use crate::wire::seal::{Seal, Sealed};
 use crate::wire::ticket::{Incarnation, Ticket};
 use crate::wire::trust::Trust;
 
@@ -100,6 +101,11 @@ impl Scheduler {
     /// Where peers find this engine: `host:port`.
     pub fn address(&self) -> &str {
         &self.core.address
+    }
+
+    /// The engine's name.
+    pub fn engine(&self) -> &str {
+        &self.core.options.engine
     }
 
     /// This life of the engine.
@@ -190,6 +196,18 @@ impl Scheduler {
     /// What is granted of a request at this moment; `None` where it has no lease.
     pub fn granted(&self, request: &str) -> Option<Grant> {
         self.core.leases().frontier(request).map(|frontier| frontier.grant.clone())
+    }
+
+    /// This engine's word for what it hands out through a router and a client, who pass it on with the rest. `None` where
+    /// peers share no key with it.
+    pub fn seal(&self, what: Sealed<'_>) -> Option<Seal> {
+        self.core.options.trust.seal(what)
+    }
+
+    /// Whether what came through a router and a client is what the engine that it names has said. To be called before
+    /// anything is done with it: nothing else keeps a client from sending this engine to an address of its choice.
+    pub fn check(&self, what: Sealed<'_>, seal: Option<Seal>) -> Result<(), Error> {
+        self.core.options.trust.check_seal(what, seal)
     }
 
     /// Takes a promise back. The blocks are reported as released. Answers whether there was one.
