@@ -9,8 +9,9 @@ import kvferry.vllm
 import pools
 import pytest
 import torch
-from kvferry.vllm import specs
+from kvferry.vllm import specs, versions
 from kvferry.vllm.groups import Groups
+from kvferry.vllm.refusal import Unsupported
 from kept import Attention, Indexer, Latent, Topology, kda, mamba2
 from kept_more import (
     Apart,
@@ -33,6 +34,8 @@ from kept_more import (
 )
 from moving import transfer
 from pools import Engine
+from vllm.platforms import current_platform
+from vllm.utils import deep_gemm
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.ops import rocm_paged_mxfp4_indexer
 from vllm.v1.kv_cache_interface import HiSparseHotSpec
@@ -125,6 +128,54 @@ class TestDeepSeekV4:
         with pytest.raises(kvferry.Incompatible, match="slot=8.*slot=16") as caught:
             move(p, d, 30)
         assert caught.value.state == "layers.0/ring"
+
+    @pytest.mark.parametrize("cache", ["fp8_ds_mla", "nvfp4_ds_mla"])
+    @pytest.mark.parametrize("version, right", [("0.32.1+cpu", True), ("0.33.0", False), ("0.34.0", False)])
+    def test_records_that_another_vllm_keeps_in_another_order_are_refused(
+        self, cache, version, right, monkeypatch
+    ):
+        monkeypatch.setattr(versions, "running", lambda: version)
+
+        def engine():
+            return v4("prefill", T(block=128, layout="BLHNC"), (2, 1, 2), v41_kinds(cache))
+
+        if right:
+            engine()
+            return
+        with pytest.raises(Unsupported, match=rf"layer '.*': records of \d+ bytes a token .* vLLM {version}"):
+            engine()
+        # The records of V4 are the same in both.
+        v4("prefill", T(block=256, layout="BLHNC"), (4, 128, 4))
+
+    @pytest.mark.parametrize(
+        "version, says, blackwell, right",
+        [
+            ("0.32.0", None, True, True),
+            ("0.33.0", False, False, True),
+            ("0.33.0", True, True, False),
+            # One that does not say so by that name any more.
+            ("0.34.0", None, False, True),
+            ("0.34.0", None, True, False),
+        ],
+    )
+    def test_indexers_with_other_scales_are_refused(self, version, says, blackwell, right, monkeypatch):
+        monkeypatch.setattr(versions, "running", lambda: version)
+        monkeypatch.setattr(current_platform, "is_device_capability_family", lambda family: blackwell, raising=False)
+        if says is None:
+            monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales", raising=False)
+        else:
+            monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: says, raising=False)
+
+        def engine(layers):
+            return v4("prefill", T(block=256, layout="BLHNC"), layers)
+
+        # Without an indexer there is nothing to refuse.
+        engine((128, 1))
+        if right:
+            engine((4,))
+            return
+        with pytest.raises(Unsupported, match=f"vLLM {version} writes other numbers as the scales of 8-bit"):
+            engine((4,))
 
     def test_records_of_4_bits_are_not_those_of_8(self):
         """vLLM's kernels for Blackwell prefer the former, and take either."""

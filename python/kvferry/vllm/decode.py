@@ -18,8 +18,15 @@ from .messages import Orders
 from .options import Options
 from .pace import Pace
 from .origin import Origins, differ
-from .params import Offer, Source, shared_name
+from .params import Offer, Source, shared_name, shown
 from .stock import Stock, is_stock
+
+
+#: What is counted, for the metrics.
+COUNTS = {
+    "params_refused": "Requests whose transfer parameters were of no use, malformed or forged: this engine computed "
+    "their prompts itself."
+}
 
 
 @dataclass
@@ -76,6 +83,7 @@ class Decode:
         self.agent, self.groups, self.origins, self.options = agent, groups, origins, options
         #: Engines without kvferry.
         self.stock = stock
+        self.counts = dict.fromkeys(COUNTS, 0)
         #: Requests that wait or load.
         self.wanted: dict[str, Wanted] = {}
         #: The last tickets that came to an end: whoever replays a request brings one of them again.
@@ -99,20 +107,26 @@ class Decode:
         try:
             wanted = self._begin(request)
         except (ValueError, AgentError) as error:
-            logger.warning(
-                "kvferry: cannot use the transfer parameters of %s: %s. This engine computes the "
-                "prompt itself",
-                request.request_id,
-                error,
-            )
+            self.refuse(request, error)
             return
         self.wanted[request.request_id] = wanted
+
+    def refuse(self, request: Any, error: Exception) -> None:
+        """A request whose parameters are of no use."""
+        self.counts["params_refused"] += 1
+        logger.warning(
+            "kvferry: cannot use the transfer parameters of %s: %s. This engine computes the "
+            "prompt itself",
+            shown(request.request_id),
+            error,
+        )
 
     def _begin(self, request: Any) -> Wanted:
         name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
         origin = self.origins.of(request, request.num_prompt_tokens)
         source = Source.read(params)
         if source is not None:
+            self.agent.check_engine(source.engine, source.address, source.seal)
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
             shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens), origin)
@@ -131,6 +145,8 @@ class Decode:
                 "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
             )
         offer = stock or Offer.read(params)
+        if stock is None:
+            self.agent.check(offer.ticket, tokens=offer.tokens, blocks=offer.blocks, first=offer.first)
         reader = self._reader(offer.ticket)
         if (wrong := self._not_for(request, offer)) is not None:
             if reader is None and stock is None:

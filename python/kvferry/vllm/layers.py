@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import kernels, specs
+from . import kernels, specs, versions
 from .asking import Make, places
 from .geometry import View
 from .heads import Heads
@@ -84,6 +84,13 @@ class Layers(Heads, Recurrent):
         content, entries = spec.state_content_size_bytes, tensor.shape[2]
         if view.token != content:
             raise refuse(layer, "a block of latents with scales behind them must lie in one piece")
+        if content in specs.V41_RECORDS and not versions.knows_v41_records():
+            raise refuse(
+                layer,
+                f"records of {content} bytes a token (DeepSeek-V4.1 on Blackwell) lie in another order since vLLM 0.33, "
+                f"under the same name and size, and kvferry knows the order of {', '.join(versions.TRIED)} alone; this "
+                f"is vLLM {versions.running()}. Use vLLM {versions.TRIED[-1]} for all engines of this model",
+            )
         data, scales = specs.SCALES_LAST[content]
         name = f"{spec.cache_dtype_str} {content}"
         formats = {"record": (name, data), "scales": (f"{name} scales", scales)}
@@ -138,6 +145,13 @@ class Layers(Heads, Recurrent):
                 break
         else:
             raise refuse(layer, f"an indexer's record of {content} bytes is not described yet")
+        if kind == "indexer" and not versions.has_float_scales():
+            raise refuse(
+                layer,
+                f"vLLM {versions.running()} writes other numbers as the scales of 8-bit indexer keys on this GPU (four "
+                "exponents in place of a float32, in the same four bytes), and kvferry knows float32 alone. Use vLLM "
+                f"{versions.TRIED[-1]} for all engines of this model, or an indexer cache of 4 bits",
+            )
         heads = getattr(config, "index_n_heads", 0)
         tiles = specs.tiles_of(layer, self.backends.get(layer), spec, heads, size, entries)
         if tiles is not None and (view.kernel is not None or entries % tiles.tokens):

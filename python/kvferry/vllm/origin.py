@@ -60,7 +60,8 @@ class Origins:
         if lora is not None:
             parts["adapter"] = _digest(lora.lora_name.encode(), _weights(lora.lora_path))
         if request.cache_salt:
-            parts["salt"] = _digest(request.cache_salt.encode())
+            # Whatever JSON lets through: half a character, too.
+            parts["salt"] = _digest(request.cache_salt.encode(errors="surrogatepass"))
         media = [feature for feature in request.mm_features or () if feature.mm_position.offset < tokens]
         if media:
             parts["media"] = _digest(*(part for feature in media for part in self._media(feature)))
@@ -88,13 +89,6 @@ def differ(here: Facts, there: Facts) -> str | None:
         if ours != theirs:
             return f"its {name} differ: {theirs} there, {ours} here"
     return None
-
-
-def read(given: Any) -> Facts:
-    """Facts that came through a router: none from an engine that does not say them."""
-    if not isinstance(given, dict):
-        return {}
-    return {str(name): str(value) for name, value in given.items()}
 
 
 def _digest(*contents: bytes) -> bytes:

@@ -17,7 +17,7 @@ from .messages import Orders
 from .metrics import Stats
 from .options import Options
 from .origin import Origins
-from .params import KEY
+from .params import KEY, admit, check_name, to_be_handed_over
 from .prefill import Prefill
 from .stock import Stock
 from .turns import Turns
@@ -46,6 +46,10 @@ class SchedulerSide:
                 options.drain_signal,
                 os.getpid(),
             )
+        #: The engine's word for its address, where it shares a key with others.
+        self.seal = self.agent.engine_seal
+        #: Tokens of the longest request.
+        self.longest: int = vllm_config.model_config.max_model_len
         groups = Groups(vllm_config, kv_cache_config)
         self.keep = Keep(self.agent, groups)
         self.origins = origins = Origins(vllm_config)
@@ -76,12 +80,32 @@ class SchedulerSide:
         self.prefill.manager = self.decode.manager = manager
 
     def on_new_request(self, request: Any) -> None:
-        params = request.kv_transfer_params or {}
+        params = self._admit(request)
         if params.get("do_remote_decode"):
             self.prefill.begin(request)
         # P reads, too, when a dialogue goes on: what came with D's last answer.
         if params.get("do_remote_prefill") or params.get("do_remote_decode") and params.get(KEY):
             self.decode.begin(request)
+
+    def _admit(self, request: Any) -> dict[str, Any]:
+        """What a request asks for, in values of our own. They take the place of what its client has handed in, which
+        vLLM would send on to its workers: what is nested deeply does not survive that, and neither does the engine."""
+        given = request.kv_transfer_params
+        if not given:
+            return {}
+        params: dict[str, Any] = {}
+        try:
+            check_name(request.request_id)
+            # P can hand the request over whatever else there is.
+            params = to_be_handed_over(given)
+            params = admit(given, self.longest)
+        except ValueError as error:
+            self.decode.refuse(request, error)
+        request.kv_transfer_params = params or None
+        sampling = request.sampling_params
+        if sampling is not None and sampling.extra_args:
+            sampling.extra_args = sampling.extra_args | {"kv_transfer_params": request.kv_transfer_params}
+        return params
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         count, any_ = self.decode.matched(request, computed)
@@ -130,6 +154,7 @@ class SchedulerSide:
             self.parallel.tensor_parallel_size,
             self.parallel.pipeline_parallel_size,
             self.push,
+            self.seal,
         )
 
     def forget(self) -> None:
@@ -144,7 +169,7 @@ class SchedulerSide:
             )
 
     def stats(self) -> Stats:
-        counts = self.agent.counts()
+        counts = self.agent.counts() | self.decode.counts
         if self.stock is not None:
             counts |= self.stock.counts
         stats, self.counted = Stats.of_counts(counts, self.counted), counts

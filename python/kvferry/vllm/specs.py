@@ -183,6 +183,8 @@ SLOTS = {
 #: Latents whose pages hold the records of all tokens first, and then the scales of all: by the bytes of
 #: both together, the bytes of each. All other latents are one record after the other.
 SCALES_LAST = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
+#: Those of them that not every version of vLLM keeps in that order.
+V41_RECORDS = (528, 288)
 #: Latents of so many bytes that are one record after the other, by the names of their formats.
 SCALES_INSIDE = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 

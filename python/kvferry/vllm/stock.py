@@ -17,8 +17,7 @@ from .._errors import Error
 from . import specs, stock_wire
 from .groups import Groups, first_seen
 from .logs import logger
-from .params import KEY, Offer
-from .params import _field as read_field
+from .params import KEY, Offer, needed
 from .stock_wire import Introduction, Place
 
 #: Shares of P's lease. It keeps blocks for two thirds after it last heard of them: for how much an engine that reads
@@ -76,10 +75,10 @@ class Stock:
         if not is_stock(params):
             return None
         place = Place(
-            read_field(params, "remote_host", str, "remote_host"),
-            read_field(params, "remote_port", int, "remote_port"),
-            read_field(params, "remote_engine_id", str, "remote_engine_id"),
-            read_field(params, "tp_size", int, "tp_size"),
+            needed(params, "remote_host", "remote_host"),
+            needed(params, "remote_port", "remote_port"),
+            needed(params, "remote_engine_id", "remote_engine_id"),
+            needed(params, "tp_size", "tp_size"),
         )
         for name, what in (("pp_size", "pipeline stages"), ("dcp_size", "context parallelism")):
             if (params.get(name) or 1) != 1:
@@ -95,13 +94,13 @@ class Stock:
         ticket = {
             "engine": place.engine,
             "address": place.address,
-            "request": read_field(params, "remote_request_id", str, "remote_request_id"),
+            "request": needed(params, "remote_request_id", "remote_request_id"),
             "nonce": "0" * 16,
             "term_ms": int(self.lease * 1000),
             "tp": place.tp,
         }
-        tokens = read_field(params, "remote_num_tokens", int, "remote_num_tokens")
-        blocks = read_field(params, "remote_block_ids", (list, tuple), "remote_block_ids")
+        tokens = needed(params, "remote_num_tokens", "remote_num_tokens")
+        blocks = needed(params, "remote_block_ids", "remote_block_ids")
         return Offer(ticket, tokens, blocks, None)
 
     def hold(self, ticket: dict[str, Any]) -> None:

@@ -78,6 +78,25 @@ def _spares_all_that_is_loaded() -> bool:
 LATER_HOOKS = {"get_loaded_kv_cache_group_ids": _spares_all_that_is_loaded}
 
 
+def knows_v41_records() -> bool:
+    """Whether the records of DeepSeek-V4.1 (528 and 288 bytes a token) lie as they are described here: data of all
+    tokens first, then their scales. vLLM 0.33 puts each token's scales behind its data, under the same name, with the
+    same size and the same spec, so that nothing says it but the version that writes them."""
+    return is_tried(running())
+
+
+def has_float_scales() -> bool:
+    """Whether the scale of an indexer's 8-bit key is the float32 that it is described as here. Since 0.33, vLLM writes
+    four equal exponents (UE8M0) in its place on Blackwell, and everything else is the same."""
+    from vllm.platforms import current_platform
+    from vllm.utils import deep_gemm
+
+    says = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    if says is not None:
+        return not says()
+    return is_tried(running()) or not current_platform.is_device_capability_family(100)
+
+
 def shares_tokens(spec: Any) -> bool:
     """Whether ranks of decode context parallelism take turns at a cache's tokens. Where specs do not say,
     those of attention do, and no others."""
