@@ -24,7 +24,7 @@ def start_side(kind, engine=None, *, role="kv_both", ranks=1, tracer=None, **opt
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         ),
-        model_config=SimpleNamespace(multimodal_config=None),
+        model_config=SimpleNamespace(multimodal_config=None, max_model_len=320),
         num_prefill_lookahead_tokens=0,
         speculative_config=None,
     )
@@ -37,6 +37,7 @@ def request(name="request-1", trace_headers=None, **params):
     return SimpleNamespace(
         request_id=name,
         kv_transfer_params=params,
+        sampling_params=SimpleNamespace(extra_args={"kv_transfer_params": params}),
         trace_headers=trace_headers,
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
         num_prompt_tokens=40,

@@ -107,7 +107,7 @@ def test_what_it_hands_on_is_read(pair, kind, push):
     decode.allocated(wanted, blocks([7, 8]), 40)
     (load,) = decode.orders([]).loads
     assert load["ticket"] == promised["kvferry"]["ticket"]
-    assert (load["tokens"], load["source_blocks"]) == (40, [[3, 5]])
+    assert (load["tokens"], [list(table) for table in load["source_blocks"]]) == (40, [[3, 5]])
     prefill.agent.revoke("request-1")
 
 

@@ -9,6 +9,8 @@ import types
 import pytest
 from handmade import grant, load
 from kvferry.vllm import FerryConnector, stock
+from kvferry.vllm.decode import COUNTS as OF_DECODE
+from kvferry.vllm.keep import COUNTS as OF_KEEP
 from kvferry.vllm.metrics import COUNTS, REASONS, Stats, ended, refused
 from kvferry.vllm.worker import WorkerSide
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -44,7 +46,7 @@ def seen(engines):
     assert not stats.is_empty()
     # The agents' counters, and those of engines without kvferry, are those that have a description here.
     counted = set(prefill.scheduler.counts()) | set(decode.workers[0].counts())
-    assert counted | set(stock.COUNTS) == set(COUNTS)
+    assert counted | set(stock.COUNTS) | set(OF_DECODE) | set(OF_KEEP) == set(COUNTS)
     return json.loads(json.dumps(stats.to_dict())), done
 
 

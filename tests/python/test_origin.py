@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvferry.vllm import logs
-from kvferry.vllm.origin import Origins, differ, read
+from kvferry.vllm.origin import Origins, differ
 
 TOKENS = 40
 
@@ -166,8 +166,3 @@ def test_an_adapter_is_its_files_wherever_they_are(tmp_path):
     os.utime(tmp_path / "two" / "adapter_config.json", ns=(2, 2))
     unread = SimpleNamespace(lora_name="poet", lora_path=str(tmp_path / "two"))
     assert said(unread) == said(copy.copy(unread)) != one
-
-
-def test_facts_of_others_are_read_or_left():
-    assert read(None) == read("nonsense") == {}
-    assert read({"tokens": 5}) == {"tokens": "5"}

@@ -1,6 +1,7 @@
 """The scheduler's side without an engine: a request from one half to the other."""
 
 import logging
+import copy
 import time
 from types import SimpleNamespace
 
@@ -207,3 +208,128 @@ def test_whether_the_router_is_told_to_send_to_both(start, push, ranks, pushes):
     _, params = side.finished(asked, ([3, 5],))
     assert ("transfer_mode" in params) == pushes
     side.agent.revoke("request-1")
+
+
+def test_who_never_comes_to_d_does_not_get_the_whole_pool(start, caplog):
+    """Ten blocks, of which half may be kept; what two requests share counts once."""
+    side = start("kv_producer", lease_share=0.5)
+    side.bind(SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=10)))
+
+    def keep(name, ids):
+        asked = request(name, do_remote_decode=True)
+        side.on_new_request(asked)
+        return side.finished(asked, (ids,))[0]
+
+    # The first may be larger than that.
+    assert keep("large", [1, 2, 3, 4, 5, 6])
+    assert not keep("second", [7, 8])
+    assert "second is not handed over: it has 2 blocks, and 6 are kept" in caplog.text
+    side.agent.revoke("large")
+    released(side)
+    assert keep("one", [1, 2, 3]) and keep("same", [1, 2, 3]) and keep("more", [1, 4, 5])
+    assert not keep("too much", [6])
+    side.agent.revoke("one")
+    released(side)
+    assert not keep("still too much", [6])
+    side.agent.revoke("more")
+    released(side)
+    assert keep("enough", [6])
+    assert side.stats().data["counts"]["leases_declined"] == 3
+    for name in ("same", "enough"):
+        side.agent.revoke(name)
+    while side.keep.kept:
+        side.orders([])
+    assert not side.keep.pinned and not side.keep.tables
+
+
+def test_what_a_client_hands_in_goes_no_further(start, caplog):
+    """vLLM sends `extra_args` to its workers."""
+    side = start("kv_both")
+    deep = []
+    for _ in range(1400):
+        deep = [deep]
+    new = request(do_remote_prefill=True, do_remote_decode=True, more=deep)
+    side.on_new_request(new)
+    assert new.kv_transfer_params == {"do_remote_decode": True}
+    assert new.sampling_params.extra_args == {"kv_transfer_params": {"do_remote_decode": True}}
+    assert "'more' is nested more than 8 levels deep" in caplog.text
+    # It is computed here, and handed over all the same.
+    assert side.finished(new, ([3, 5],))[0]
+    side.agent.revoke("request-1")
+    # A name that nobody should look for, nor read in a log.
+    bad = request("cmpl-\n2026-11-19 forged line", do_remote_decode=True)
+    side.on_new_request(bad)
+    assert bad.kv_transfer_params is None and not side.prefill.prefilling
+    assert "\n" not in caplog.records[-1].getMessage()
+    assert side.finished(bad, ([3, 5],)) == (False, None)
+    assert side.stats().data["counts"]["params_refused"] == 2
+
+
+@pytest.fixture
+def key(tmp_path):
+    def write(secret):
+        path = tmp_path / secret
+        path.write_text(f"a key of ours that nobody guesses: {secret}")
+        return str(path)
+
+    return write
+
+
+def forged_host(params):
+    params["kvferry"]["ticket"]["address"] = "127.0.0.1:9"
+
+
+def forged_life(params):
+    params["kvferry"]["ticket"]["incarnation"] = "0" * 16
+
+
+def forged_tables(params):
+    params["remote_block_ids"] = [[5, 3]]
+
+
+def forged_tokens(params):
+    params["kvferry"]["tokens"] = 39
+
+
+def no_seal(params):
+    del params["kvferry"]["ticket"]["seal"]
+
+
+@pytest.mark.parametrize("forge", [forged_host, forged_life, forged_tables, forged_tokens, no_seal])
+def test_with_a_key_a_ticket_is_what_p_has_sealed(start, key, caplog, forge):
+    prefill, decode = (start(role, key_file=key("one")) for role in ("kv_producer", "kv_consumer"))
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    changed = copy.deepcopy(params)
+    forge(changed)
+    decode.on_new_request(request("forged", **changed))
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "cannot use the transfer parameters of forged: " in said and "sealed" in said
+    # Nothing is connected to, and nothing given up.
+    assert decode.agent.status()["connected_to"] == [] and not decode.decode.wanted
+    wanted = request("request-2", **params)
+    decode.on_new_request(wanted)
+    assert decode.matched(wanted, 0) == (40, True)
+    # An engine with another key is not believed either.
+    other = start("kv_consumer", key_file=key("another"))
+    other.on_new_request(request("request-3", **params))
+    assert not other.decode.wanted and other.agent.status()["connected_to"] == []
+    prefill.agent.revoke("request-1")
+
+
+def test_with_a_key_the_address_of_an_engine_is_what_it_has_sealed(start, key, caplog):
+    """Where the router sends a request to both, and passes on little else."""
+    prefill, decode = (start(role, key_file=key("one"), push="always") for role in ("kv_producer", "kv_consumer"))
+    asked = request("cmpl-1-0-0123abcd", do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    names = ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")
+    left = {name: params[name] for name in names} | {"remote_request_id": "cmpl-1"}
+    for number, changes in enumerate(({"remote_port": 9}, {"remote_engine_id": "p"}, {"remote_engine_id": "p~" + "0" * 32})):
+        decode.on_new_request(request(f"cmpl-forged-{number}-0123abcd", **left | changes))
+    assert caplog.text.count("cannot use the transfer parameters of cmpl-forged-") == 3
+    assert decode.agent.status()["connected_to"] == [] and not decode.decode.wanted
+    decode.on_new_request(request("cmpl-1-0-89abcdef", **left))
+    assert list(decode.decode.wanted) == ["cmpl-1-0-89abcdef"]
+    prefill.agent.revoke("cmpl-1-0-0123abcd")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zmq
 from kvferry.vllm import FerryConnector, stock_wire
+from kvferry.vllm.params import admit
 from kvferry.vllm.stock import Stock, _Engine
 from kvferry.vllm.stock_wire import Introduction, Place
 from vllm.config import KVTransferConfig
@@ -208,7 +209,7 @@ def test_a_window_that_has_moved_on_is_of_no_use(stock):
 )
 def test_parameters_that_are_of_no_use(stock, changes, words):
     with pytest.raises(ValueError, match=words):
-        stock.read(params(**changes))
+        stock.read(admit(params(**changes), 1000))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -13,11 +15,24 @@ from .logs import logger
 from .params import Offer
 
 
+#: What is counted, for the metrics.
+COUNTS = {
+    "leases_declined": "Requests that were not handed over, because the blocks that are kept for others had reached the "
+    "option `lease_share`."
+}
+
+
 class Keep:
-    def __init__(self, agent: Scheduler, groups: Groups) -> None:
-        self.agent, self.groups = agent, groups
+    def __init__(self, agent: Scheduler, groups: Groups, share: float) -> None:
+        self.agent, self.groups, self.share = agent, groups, share
+        self.counts = dict.fromkeys(COUNTS, 0)
         #: Requests whose blocks are being kept, the oldest first, and the tickets to read them.
         self.kept: dict[str, dict[str, Any]] = {}
+        #: Their blocks, and by how many of them each block is kept.
+        self.tables: dict[str, list[list[int]]] = {}
+        self.pinned: Counter[int] = Counter()
+        #: vLLM's manager of all blocks.
+        self.manager: Any = None
 
     def keep(
         self, request: Any, block_ids: tuple[list[int], ...], origin: bytes | None
@@ -41,6 +56,8 @@ class Keep:
         if not any(tables):
             return None
         name = request.request_id
+        if not self._has_room(name, tables):
+            return None
         try:
             ticket = self.agent.grant(
                 name, tokens=tokens, blocks=tables, first=first, origin=origin
@@ -52,8 +69,30 @@ class Keep:
                 # Not what was said while it was computed: nobody may use it.
                 logger.error("kvferry: %s cannot be handed over: %s", name, error)
             return None
-        self.kept[name] = ticket
+        self.kept[name], self.tables[name] = ticket, tables
+        for table in tables:
+            self.pinned.update(table)
         return Offer(ticket, tokens, tables, first)
+
+    def _has_room(self, name: str, tables: list[list[int]]) -> bool:
+        """Whether these blocks can be kept as well. Who prefills and never comes to D must not take the whole pool; a
+        request that is the only one may."""
+        if self.manager is None or not self.pinned:
+            return True
+        most = int(self.share * self.manager.block_pool.num_gpu_blocks)
+        more = sum(block not in self.pinned for table in tables for block in table)
+        if len(self.pinned) + more <= most:
+            return True
+        self.counts["leases_declined"] += 1
+        logger.warning(
+            "kvferry: %s is not handed over: it has %d blocks, and %d are kept for others already, where the option "
+            "'lease_share' allows %d. Whoever answers it computes the prompt again",
+            name,
+            more,
+            len(self.pinned),
+            most,
+        )
+        return False
 
     def released(self) -> dict[str, str]:
         """Requests whose blocks nobody reads any more, and why."""
@@ -62,6 +101,10 @@ class Keep:
             if self.kept.pop(request, None) is not None:
                 logger.debug("kvferry: the blocks of %s are free again: %s", request, why)
                 released[request] = why
+                for block in chain.from_iterable(self.tables.pop(request)):
+                    self.pinned[block] -= 1
+                    if not self.pinned[block]:
+                        del self.pinned[block]
         return released
 
 

@@ -19,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from .._core import Ending
 from .._core import metrics as _told
-from . import decode, stock
+from . import decode, keep, stock
 
 _TOLD = _told()
 #: The counters of both halves of an agent, and what they say.
-COUNTS = _TOLD["counters"] | _TOLD["worker_counters"] | decode.COUNTS | stock.COUNTS
+COUNTS = _TOLD["counters"] | _TOLD["worker_counters"] | decode.COUNTS | keep.COUNTS | stock.COUNTS
 #: Where a load's time can go, in order.
 PHASES = tuple(_TOLD["timings"])
 OUTCOMES = tuple(_TOLD["outcomes"])

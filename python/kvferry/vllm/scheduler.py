@@ -51,7 +51,7 @@ class SchedulerSide:
         #: Tokens of the longest request.
         self.longest: int = vllm_config.model_config.max_model_len
         groups = Groups(vllm_config, kv_cache_config)
-        self.keep = Keep(self.agent, groups)
+        self.keep = Keep(self.agent, groups, options.lease_share)
         self.origins = origins = Origins(vllm_config)
         alone = parallel.data_parallel_size == 1
         self.push = options.push == "always" or (options.push == "auto" and alone)
@@ -77,7 +77,7 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """vLLM's manager of all blocks, as soon as there is one."""
-        self.prefill.manager = self.decode.manager = manager
+        self.prefill.manager = self.decode.manager = self.keep.manager = manager
 
     def on_new_request(self, request: Any) -> None:
         params = self._admit(request)
@@ -169,7 +169,7 @@ class SchedulerSide:
             )
 
     def stats(self) -> Stats:
-        counts = self.agent.counts() | self.decode.counts
+        counts = self.agent.counts() | self.decode.counts | self.keep.counts
         if self.stock is not None:
             counts |= self.stock.counts
         stats, self.counted = Stats.of_counts(counts, self.counted), counts
