@@ -351,7 +351,8 @@ impl Transport for Nixl {
     }
 
     fn statistics(&self) -> Statistics {
-        self.state.desk.statistics()
+        let turned_away = self.control.as_ref().map_or(0, Control::turned_away);
+        Statistics { turned_away, ..self.state.desk.statistics() }
     }
 }
 
