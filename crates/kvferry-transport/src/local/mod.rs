@@ -224,7 +224,7 @@ impl Transport for Local {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.tcp.desk().regions, program, deadline)
+        look::digest(self.tcp.desk(), program, deadline)
     }
 
     fn rates(&self, peer: &LocalPeer) -> Rates {

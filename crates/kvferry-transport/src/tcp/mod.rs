@@ -251,7 +251,7 @@ impl Transport for Tcp {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.desk.regions, program, deadline)
+        look::digest(&self.desk, program, deadline)
     }
 
     fn rates(&self, peer: &TcpPeer) -> Rates {

@@ -106,7 +106,7 @@ fn a_crowd_of_strangers_keeps_nobody_out_and_takes_no_threads() {
         let mut stranger = connect_from(Ipv4Addr::LOCALHOST, at);
         // Some say nothing, some a little.
         if number % 2 == 0 {
-            stranger.write_all(&[b'k']).unwrap();
+            stranger.write_all(b"k").unwrap();
             said += 1;
         }
         strangers.push(stranger);
