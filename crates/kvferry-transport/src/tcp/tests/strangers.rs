@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, Region};
+use parking_lot::Mutex;
 use socket2::{Domain, Socket, Type};
 
 use super::super::door::Bounds;
@@ -172,6 +173,40 @@ fn a_greeting_that_trickles_ends_at_its_deadline() {
     assert!(is_served(&mut served));
     std::thread::sleep(Duration::from_millis(400));
     assert!(is_served(&mut served));
+}
+
+/// What the transports of this process log.
+static LOG: Mutex<Vec<u8>> = Mutex::new(vec![]);
+
+struct ToLog;
+
+impl Write for ToLog {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        LOG.lock().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The log does not grow as fast as somebody connects.
+#[test]
+fn an_address_is_turned_away_in_one_line_and_counted() {
+    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN);
+    // Nobody else in these tests reads the log.
+    log.with_ansi(false).with_writer(|| ToLog).init();
+    let victim = Victim::new();
+    let noisy = Ipv4Addr::new(127, 0, 0, 9);
+    for _ in 0..50 {
+        let mut stream = connect_from(noisy, victim.address().at);
+        stream.write_all(&[0; Hello::BYTES]).unwrap();
+        wait_until("it was not ended", || has_ended(&stream));
+    }
+    assert_eq!(victim.transport.statistics().turned_away, 50);
+    let log = String::from_utf8(LOG.lock().clone()).unwrap();
+    let lines: Vec<_> = log.lines().filter(|line| line.contains("127.0.0.9")).collect();
+    assert!(matches!(lines[..], [line] if line.contains("opening bytes")), "{lines:?}");
 }
 
 /// Whoever asks and never reads holds neither a thread nor the memory that it asked for.
