@@ -95,9 +95,10 @@ fn serving() -> usize {
 
 #[test]
 fn a_crowd_of_strangers_keeps_nobody_out_and_takes_no_threads() {
-    let victim = Victim::new();
-    let at = victim.address().at;
+    // Nobody's time ends meanwhile.
     let places = Bounds::of_this_process().strangers;
+    let victim = Victim::with(Bounds { strangers: places, ..bounds() });
+    let at = victim.address().at;
     // More than there are places, where this process may open so many files itself.
     let crowd = crate::strangers::at_most(4300, 3);
     assert!(crowd > places, "{crowd} connections, {places} places");
@@ -256,21 +257,20 @@ fn a_connection_that_ends_without_an_answer_is_opened_again() {
     let secret = Secret { instance: Instance([5; 16]), token: [7; 32] };
     let description = described(&secret, &listener);
     let transport = Tcp::new(TcpOptions { connections: 1, ..TcpOptions::default() }).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            // With an end, and with a reset: what the second has said is not read.
-            let (mut first, _) = listener.accept().unwrap();
-            first.read_exact(&mut [0; Hello::BYTES]).unwrap();
-            drop(first);
-            let (mut second, _) = listener.accept().unwrap();
-            second.read_exact(&mut [0]).unwrap();
-            drop(second);
-            // One that measures, and one that stays.
-            drop(let_in(&listener, &secret).unwrap());
-            let_in(&listener, &secret).unwrap()
-        });
-        transport.connect(&description, soon()).unwrap();
+    let server = std::thread::spawn(move || {
+        // With an end, and with a reset: what the second has said is not read.
+        let (mut first, _) = listener.accept().unwrap();
+        first.read_exact(&mut [0; Hello::BYTES]).unwrap();
+        drop(first);
+        let (mut second, _) = listener.accept().unwrap();
+        second.read_exact(&mut [0]).unwrap();
+        drop(second);
+        // One that measures, and one that stays.
+        drop(let_in(&listener, &secret).unwrap());
+        let_in(&listener, &secret).unwrap()
     });
+    transport.connect(&description, soon()).unwrap();
+    server.join().unwrap();
 }
 
 #[test]
