@@ -79,7 +79,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             (0..1_u32 << 24).map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u8).collect();
         for at in (0..bytes).step_by(pattern.len()) {
             let part = pattern.len().min((bytes - at) as usize);
-            card.upload(memory + at, &pattern[..part])?;
+            // SAFETY: it was allocated as long as that just now.
+            unsafe { card.upload(memory + at, &pattern[..part])? };
         }
         let place = Place::Gpu(0);
         let on_card =
@@ -103,7 +104,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let some = (1 << 28) / layer_bytes.max(1);
         let some = some.clamp(1, layers as usize);
         let mut copy = vec![0_u8; some * layer_bytes];
-        card.download(&mut copy, memory)?;
+        // SAFETY: some layers of what was allocated above, which nobody writes.
+        unsafe { card.download(&mut copy, memory)? };
         let region = Region::host(copy.as_ptr() as u64, copy.len() as u64);
         let on_host = manifest(region, some as u64, heads, tokens, by_head);
         let held = Held { manifest: &on_host, tokens, tables: &tables };
@@ -114,9 +116,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             return Err(format!("{label}: the card adds up something else").into());
         }
         // A flipped bit is found.
-        card.upload(memory + 1000, &[copy[1000] ^ 4])?;
         // SAFETY: as above.
-        let flipped = unsafe { looker.digest(&program, soon)? };
+        let flipped = unsafe {
+            card.upload(memory + 1000, &[copy[1000] ^ 4])?;
+            looker.digest(&program, soon)?
+        };
         if flipped[0] == found[0] || flipped[1..] != found[1..] {
             return Err(format!("{label}: a flipped bit is not found").into());
         }

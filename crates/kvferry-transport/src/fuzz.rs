@@ -1,14 +1,17 @@
-//! The body of the fuzz target for the data protocol: the parser that strangers reach first.
+//! The bodies of the fuzz targets for the data protocol: the parser of its frames, and what a server makes of the
+//! greeting of a stranger.
 //!
 //! Whatever the bytes, nothing may panic, nothing large may be allocated for a small frame, and what
-//! decodes must encode to the same bytes. The same body runs in a normal test.
+//! decodes must encode to the same bytes. The same bodies run in normal tests.
 
 use kvferry_layout::{BlockPair, Loop, Loops};
 
+use crate::contract::Instance;
 use crate::tcp::frame::{
     self, Answer, Challenge, Hello, Listing, MAX_REQUEST_BYTES, MAX_SPANS, Request, Verb, put_span,
 };
-use crate::tcp::gather;
+use crate::tcp::greeting::{Greeting, Next, Refusal};
+use crate::tcp::{Secret, gather};
 
 /// Decodes the bytes as each kind of frame. Returns how many kinds they were.
 ///
@@ -68,6 +71,44 @@ pub fn decode_frame(bytes: &[u8]) -> usize {
         assert!(listing.regions.capacity() <= bytes.len());
     }
     kinds
+}
+
+/// Lets a server hear the bytes as a connection's greeting, in pieces of several sizes. Returns how many answers it gave.
+///
+/// # Panics
+///
+/// When it takes them for a proof, reads more than a greeting has, or when it matters how they were cut.
+pub fn greet(bytes: &[u8]) -> usize {
+    let heard = [1, 7, usize::MAX].map(|piece| hear(bytes, piece));
+    assert!(heard.iter().all(|one| *one == heard[0]), "{heard:?}");
+    heard[0].1
+}
+
+/// How many bytes were heard, how many answers they had, and how it ended.
+fn hear(mut bytes: &[u8], piece: usize) -> (usize, usize, Option<String>) {
+    let secret = Secret { instance: Instance([1; 16]), token: [2; 32] };
+    let (mut greeting, mut heard, mut answers) = (Greeting::new(), 0, 0);
+    while !bytes.is_empty() {
+        let room = greeting.room();
+        let some = room.len().min(piece).min(bytes.len());
+        room[..some].copy_from_slice(&bytes[..some]);
+        bytes = &bytes[some..];
+        heard += some;
+        match greeting.came(some, &secret) {
+            Ok(Next::More) => {}
+            Ok(Next::Answer(_)) => answers += 1,
+            Ok(Next::Proven) => panic!("no bytes that were there before the nonce are a proof"),
+            Err(refusal) => {
+                assert!(heard <= Hello::BYTES + 32);
+                // An answer to another version proves nothing.
+                if let Refusal::Version(_, answer) = &refusal {
+                    assert!(answer[12..].iter().all(|byte| *byte == 0));
+                }
+                return (heard, answers, Some(refusal.to_string()));
+            }
+        }
+    }
+    (heard, answers, None)
 }
 
 fn decode_spans(request: &Request, body: &[u8]) -> bool {
@@ -199,6 +240,24 @@ mod tests {
         #[test]
         fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             decode_frame(&bytes);
+            greet(&bytes);
+        }
+
+        /// A hello of which at most a byte is wrong is answered, or refused for that byte, and then nothing proves.
+        #[test]
+        fn spoiled_greetings_open_nothing(
+            nonce in any::<[u8; 32]>(),
+            spoilt in prop::option::of((0..Hello::BYTES, any::<u8>())),
+            rest in prop::collection::vec(any::<u8>(), 0..80),
+        ) {
+            let mut bytes = Hello { nonce }.encode().to_vec();
+            let good = bytes.clone();
+            if let Some((at, byte)) = spoilt {
+                bytes[at] = byte;
+            }
+            let opens = bytes[..12] == good[..12];
+            bytes.extend(rest);
+            prop_assert_eq!(greet(&bytes), usize::from(opens));
         }
 
         #[test]

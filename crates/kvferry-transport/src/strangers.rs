@@ -19,6 +19,17 @@ impl From<IpAddr> for Origin {
     }
 }
 
+/// So many places for connections, or fewer where that would be more than this part (a fourth, say) of the files that
+/// the process may open: whoever comes to a port must not take those that the engine needs.
+pub fn at_most(places: usize, part: usize) -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is to a live value.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    // What every process may open.
+    let files = if known { usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX) } else { 1024 };
+    places.min(files / part.max(1)).max(1)
+}
+
 /// A bounded number of places for connections that have proven nothing yet.
 ///
 /// When there are none left, the oldest connection of the origin with the most goes: an origin that takes all places

@@ -37,7 +37,8 @@ impl Bare {
         memory: Vec<Span>,
         description: &[u8],
     ) -> Result<Self, Failure> {
-        let library = Nixl::load(&nixl::find(None)?)?;
+        // SAFETY: the library that the user has named or installed.
+        let library = unsafe { Nixl::load(&nixl::find(None)?)? };
         let agent = Agent::new(&library, "bare", settings)
             .map_err(|error| format!("NIXL gives no agent: {error:?}"))?;
         let agent = Arc::new(agent);

@@ -87,6 +87,9 @@ pub struct Statistics {
     pub time_to_post: Duration,
     /// Their time on the wire, together.
     pub time_on_wire: Duration,
+    /// Connections that this side's port for data turned away: those that proved nothing in time or were wrong, and
+    /// those for which there was no room.
+    pub turned_away: u64,
 }
 
 /// What the memory to pack into was used for.

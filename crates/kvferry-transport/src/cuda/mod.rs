@@ -78,7 +78,8 @@ pub struct CudaOptions {
     /// that moves as much as all of them. With few, a model that runs meanwhile loses more for each byte
     /// that is loaded: loads take longer, and it waits for the multiprocessors that it does not get.
     pub sms: Option<u32>,
-    /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC.
+    /// The kernel, compiled beforehand (PTX or machine code); `None` to compile it with NVRTC. It runs on the card with
+    /// all that this process may: name no file that others may write, nor take it from anybody else.
     pub kernel: Option<PathBuf>,
     /// Folders of Python packages of the process that this runs in (its `site-packages`), to look for
     /// NVRTC in first.
@@ -294,7 +295,7 @@ impl Transport for Cuda {
         program: &kvferry_digest::Program,
         deadline: Instant,
     ) -> Result<Vec<kvferry_digest::Digest>, Error> {
-        look::digest(&self.desk.regions, program, deadline)
+        look::digest(&self.desk, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {

@@ -26,7 +26,7 @@ use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
 use crate::shared::look;
 use crate::shared::random::random;
-use crate::tcp::{Tcp, TcpOptions, TcpPeer};
+use crate::tcp::{Bounds, Tcp, TcpOptions, TcpPeer};
 
 mod direct;
 mod process;
@@ -116,8 +116,9 @@ impl Local {
     pub fn new(options: LocalOptions) -> Result<Self, Error> {
         let nonce = random()?;
         let identity = Arc::new(Identity::new(nonce));
-        let tcp = Tcp::with_generation(
+        let tcp = Tcp::with(
             TcpOptions { connections: LANES, ..TcpOptions::default() },
+            Bounds::of_this_process(),
             identity.clone(),
         )?;
         let workers = Workers::start(options.workers)?;
@@ -223,7 +224,7 @@ impl Transport for Local {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.tcp.desk().regions, program, deadline)
+        look::digest(self.tcp.desk(), program, deadline)
     }
 
     fn rates(&self, peer: &LocalPeer) -> Rates {

@@ -34,8 +34,10 @@ impl Bell {
     /// Loads NIXL and makes an agent.
     pub fn new(options: &NixlOptions) -> Result<Self, Error> {
         let library = find::find_in(options.library.as_deref(), &options.site_packages)?;
-        let nixl =
-            capi::Nixl::load(&library).map_err(|error| find::does_not_load(&library, &error))?;
+        // SAFETY: who set this up chose the library, by an option, the environment or an installed package, as one
+        // chooses any dependency.
+        let nixl = unsafe { capi::Nixl::load(&library) }
+            .map_err(|error| find::does_not_load(&library, &error))?;
         let name = format!("kvferry-bell-{}", Instance(random()?));
         let agent = Agent::new(&nixl, &name, &options.settings()).map_err(|error| match error {
             AgentError::Agent(code) => find::does_not_load(&library, &code),

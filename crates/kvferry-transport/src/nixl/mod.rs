@@ -85,8 +85,10 @@ impl Nixl {
     pub fn new(options: &NixlOptions) -> Result<Self, Error> {
         crate::cuda::digest::remember(&options.site_packages);
         let library = find::find_in(options.library.as_deref(), &options.site_packages)?;
-        let nixl =
-            capi::Nixl::load(&library).map_err(|error| find::does_not_load(&library, &error))?;
+        // SAFETY: who set this up chose the library, by an option, the environment or an installed package, as one
+        // chooses any dependency.
+        let nixl = unsafe { capi::Nixl::load(&library) }
+            .map_err(|error| find::does_not_load(&library, &error))?;
         let instance = Instance(random()?);
         let agent =
             Agent::new(&nixl, &name(instance), &options.settings()).map_err(
@@ -347,11 +349,12 @@ impl Transport for Nixl {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.state.desk.regions, program, deadline)
+        look::digest(&self.state.desk, program, deadline)
     }
 
     fn statistics(&self) -> Statistics {
-        self.state.desk.statistics()
+        let turned_away = self.control.as_ref().map_or(0, Control::turned_away);
+        Statistics { turned_away, ..self.state.desk.statistics() }
     }
 }
 

@@ -13,7 +13,8 @@ const PAGE: u64 = 4096;
 /// How a [`Nixl`](super::Nixl) transport is set up.
 #[derive(Clone, Debug)]
 pub struct NixlOptions {
-    /// The library, or the wheel's directory. Without: see [`find()`](super::find()).
+    /// The library, or the wheel's directory. Without: see [`find()`](super::find()). Its code runs in this process: name
+    /// none that others may write, nor take it from anybody else.
     pub library: Option<PathBuf>,
     /// Folders of Python packages of the process that this runs in (its `site-packages`), to look
     /// for the wheel in before anything else is searched. A Python package knows its own for sure,

@@ -30,8 +30,8 @@ use crate::shared::staging::{Full, Slot, Use};
 use crate::shared::trial;
 use crate::shared::yard::Yards;
 use crate::tcp::{
-    Address, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Room, Secret, Server,
-    gather,
+    Address, Bounds, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Room, Secret,
+    Server, gather,
 };
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
@@ -71,8 +71,15 @@ impl Control {
         let secret = Secret { instance: state.instance, token: random()? };
         let (regions, generation) = (state.desk.regions.clone(), Arc::new(AtomicU64::new(0)));
         let yards = state.yards.clone();
-        let server = Server::start(bind, secret, regions, generation, yards, Delivery::Fetched)?;
+        let bounds = Bounds::of_this_process();
+        let fetched = Delivery::Fetched;
+        let server = Server::start(bind, bounds, secret, regions, generation, yards, fetched)?;
         Ok(Some(Self { server, secret, advertise, staging }))
+    }
+
+    /// How many connections its port turned away.
+    pub(super) fn turned_away(&self) -> u64 {
+        self.server.turned_away()
     }
 
     /// What peers must know, to be put behind NIXL's metadata.

@@ -59,6 +59,8 @@ impl Counters {
             copies_posted: get(&self.copies_posted),
             time_to_post: Duration::from_nanos(get(&self.post_nanos)),
             time_on_wire: Duration::from_nanos(get(&self.wire_nanos)),
+            // The port's own count.
+            turned_away: 0,
         }
     }
 }

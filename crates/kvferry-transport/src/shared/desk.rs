@@ -12,11 +12,13 @@ use super::rate::RateWatch;
 use super::region::Regions;
 use super::spans::Spans;
 use crate::contract::{Error, RegionId, Side, Statistics};
+use crate::cuda::digest::Lookers;
 
 /// What every back end has: its regions, its counters, and the thread that keeps deadlines.
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub(crate) regions: Arc<Regions>,
+    pub(crate) lookers: Lookers,
     counters: Arc<Counters>,
     deadlines: Deadlines,
 }
@@ -58,6 +60,7 @@ impl Desk {
     pub(crate) fn new() -> Result<Self, Error> {
         Ok(Self {
             regions: Arc::default(),
+            lookers: Lookers::default(),
             counters: Arc::default(),
             deadlines: Deadlines::start()?,
         })

@@ -5,13 +5,12 @@ use std::time::Instant;
 use kvferry_digest::{Digest, Program, host};
 use kvferry_layout::Place;
 
-use super::region::Regions;
+use super::desk::Desk;
 use crate::contract::Error;
-use crate::cuda::digest::Looker;
 
 /// The digests of a program's parts, in registered memory.
 pub(crate) fn digest(
-    regions: &Regions,
+    desk: &Desk,
     program: &Program,
     deadline: Instant,
 ) -> Result<Vec<Digest>, Error> {
@@ -23,10 +22,10 @@ pub(crate) fn digest(
         return Err(Error::Unsupported(several.to_owned()));
     }
     let extents: Vec<(u64, u64)> = program.extents().collect();
-    let _holds = regions.hold(&extents)?;
+    let _holds = desk.regions.hold(&extents)?;
     if let Place::Gpu(card) = place {
         let unable = |error| Error::Unsupported(format!("looking at GPU {card}: {error}"));
-        let looker = Looker::of(card).map_err(unable)?;
+        let looker = desk.lookers.of(card).map_err(unable)?;
         // SAFETY: as below, of a card's memory.
         return unsafe { looker.digest(program, deadline) };
     }

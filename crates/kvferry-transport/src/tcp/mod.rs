@@ -38,8 +38,10 @@ use crate::shared::staging::Staging;
 use crate::shared::yard::Yards;
 
 mod client;
+mod door;
 pub(crate) mod frame;
 pub(crate) mod gather;
+pub(crate) mod greeting;
 mod practice;
 mod proof;
 mod server;
@@ -50,6 +52,7 @@ mod tests;
 pub(crate) use client::{
     Address, Client, Fetch, Fetched, Forsaken, Lanes, Measured, PeerRegions, Room,
 };
+pub(crate) use door::Bounds;
 pub(crate) use proof::Secret;
 pub(crate) use server::{Delivery, Generation, Server};
 pub(crate) use socket::entry;
@@ -115,12 +118,14 @@ const MOVED_TWICE: f64 = 0.05;
 impl Tcp {
     /// Starts to listen. Nothing can be read before something is registered.
     pub fn new(options: TcpOptions) -> Result<Self, Error> {
-        Self::with_generation(options, Arc::new(AtomicU64::new(0)))
+        let generation = Arc::new(AtomicU64::new(0));
+        Self::with(options, Bounds::of_this_process(), generation)
     }
 
     /// With a count of the regions' changes that somebody else keeps.
-    pub(crate) fn with_generation(
+    pub(crate) fn with(
         options: TcpOptions,
+        bounds: Bounds,
         generation: Arc<dyn Generation>,
     ) -> Result<Self, Error> {
         let secret = Secret { instance: Instance(random()?), token: random()? };
@@ -129,6 +134,7 @@ impl Tcp {
         let regions = desk.regions.clone();
         let server = Server::start(
             options.bind,
+            bounds,
             secret,
             regions,
             generation,
@@ -149,6 +155,10 @@ impl Tcp {
 
     pub(crate) fn cut_all(&self) {
         self.server.cut_all();
+    }
+
+    pub(crate) fn turned_away(&self) -> u64 {
+        self.server.turned_away()
     }
 }
 
@@ -241,7 +251,7 @@ impl Transport for Tcp {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.desk.regions, program, deadline)
+        look::digest(&self.desk, program, deadline)
     }
 
     fn rates(&self, peer: &TcpPeer) -> Rates {
@@ -281,7 +291,7 @@ impl Transport for Tcp {
     }
 
     fn statistics(&self) -> Statistics {
-        self.desk.statistics()
+        Statistics { turned_away: self.turned_away(), ..self.desk.statistics() }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Serves this process's registered memory.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -12,25 +13,22 @@ use kvferry_layout::Place;
 use parking_lot::Mutex;
 use socket2::SockRef;
 
-use super::frame::{self, AGAIN, Answer, Challenge, Hello, Listing, Proof, Request, Verb, Verdict};
+use super::door::{Bounds, Door};
+use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use super::practice::Practice;
-use super::proof::{self, Secret};
+use super::proof::Secret;
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
-use crate::shared::random::random;
 use crate::shared::region::{Hold, Regions};
 use crate::shared::staging::{Full, Slot, Use};
 use crate::shared::yard::Yards;
+use crate::strangers::{Mentions, Origin};
 
-/// How long a new connection may take to prove that it may be here.
-const HELLO_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a connection may wait for memory to pack into before its peer is told to ask again. It is deaf until
 /// then.
 const STAGING_PATIENCE: Duration = Duration::from_millis(50);
 /// How long a card may take to gather before its peer is told to read directly.
 const GATHER_PATIENCE: Duration = Duration::from_secs(10);
-/// Connections served at once; more are turned away.
-const MAX_CONNECTIONS: usize = 4096;
 
 #[derive(Debug)]
 pub(crate) struct Server {
@@ -39,14 +37,17 @@ pub(crate) struct Server {
 }
 
 #[derive(Debug)]
-struct Shared {
-    listener: TcpListener,
-    secret: Secret,
+pub(super) struct Shared {
+    pub(super) listener: TcpListener,
+    pub(super) bounds: Bounds,
+    pub(super) secret: Secret,
     regions: Arc<Regions>,
     generation: Arc<dyn Generation>,
     yards: Arc<Yards>,
     delivery: Delivery,
     practice: Practice,
+    turned_away: AtomicU64,
+    pub(super) mentions: Mutex<Mentions>,
     state: Mutex<State>,
 }
 
@@ -80,7 +81,33 @@ struct State {
     closing: bool,
     next: u64,
     connections: HashMap<u64, Connection>,
+    /// How many of them each origin has.
+    held: HashMap<Origin, usize>,
     finished: Vec<JoinHandle<()>>,
+}
+
+impl State {
+    /// An origin may have as many connections as are left for all others: one that takes all it can get leaves half of
+    /// them, two leave a third, and whoever has none yet gets one as long as there is any. (An engine that reads takes
+    /// up to four for each pair of ranks, or eight by `nixl`, and many may share an address.)
+    fn has_room(&self, from: Origin, most: usize) -> Result<(), String> {
+        let free = most.saturating_sub(self.connections.len());
+        match self.held.get(&from).copied().unwrap_or_default() {
+            held if held < free => Ok(()),
+            held => {
+                Err(format!("it has {held} of {most} connections, and {free} are left for all"))
+            }
+        }
+    }
+
+    fn let_go(&mut self, from: Origin) {
+        if let Some(held) = self.held.get_mut(&from) {
+            *held -= 1;
+            if *held == 0 {
+                self.held.remove(&from);
+            }
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -92,7 +119,6 @@ struct Connection {
 /// Why a connection ended.
 #[derive(Debug)]
 enum End {
-    Closed,
     Io(io::Error),
     Invalid(InvalidFrame),
 }
@@ -112,6 +138,7 @@ impl From<InvalidFrame> for End {
 impl Server {
     pub(crate) fn start(
         bind: SocketAddr,
+        bounds: Bounds,
         secret: Secret,
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
@@ -121,23 +148,24 @@ impl Server {
         let practice = Practice::new()?;
         let listener = TcpListener::bind(bind)
             .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
-        let state = Mutex::default();
+        let (turned_away, mentions, state) = Default::default();
         let shared = Arc::new(Shared {
             listener,
+            bounds,
             secret,
             regions,
             generation,
             yards,
             delivery,
             practice,
+            turned_away,
+            mentions,
             state,
         });
+        let door = Door::open(shared.clone())?;
         let acceptor = std::thread::Builder::new()
             .name("kvferry-accept".to_owned())
-            .spawn({
-                let shared = shared.clone();
-                move || shared.accept()
-            })
+            .spawn(move || door.attend())
             .map_err(|error| Error::system("starting a thread", &error))?;
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
@@ -147,6 +175,16 @@ impl Server {
             .listener
             .local_addr()
             .map_err(|error| Error::system("asking for the listening address", &error))
+    }
+
+    /// How many connections were turned away, whoever came with them.
+    pub(crate) fn turned_away(&self) -> u64 {
+        self.shared.turned_away.load(Ordering::Relaxed)
+    }
+
+    #[cfg(test)]
+    pub(super) fn connections(&self) -> usize {
+        self.shared.state.lock().connections.len()
     }
 
     /// Ends every connection; clients that still want something connect again.
@@ -180,64 +218,79 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn accept(self: &Arc<Self>) {
-        loop {
-            let accepted = self.listener.accept();
-            let mut state = self.state.lock();
-            if state.closing {
-                return;
+    /// Lets go of the threads of connections that have ended. Whether the server is closing.
+    pub(super) fn tidy_up(&self) -> bool {
+        let mut state = self.state.lock();
+        for thread in state.finished.drain(..) {
+            // It has ended, or is about to: it put itself here as its last act.
+            let _ = thread.join();
+        }
+        state.closing
+    }
+
+    /// Whether a connection from there may be served, too. Otherwise why not.
+    pub(super) fn has_room(&self, peer: SocketAddr) -> Result<(), String> {
+        self.state.lock().has_room(peer.ip().into(), self.bounds.connections)
+    }
+
+    /// Gives a connection that has proven itself a thread of its own.
+    pub(super) fn serve_from_now_on(self: &Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+        let from = Origin::from(peer.ip());
+        let mut state = self.state.lock();
+        if state.closing {
+            return;
+        }
+        if let Err(why) = state.has_room(from, self.bounds.connections) {
+            drop(state);
+            return self.turn_away(peer, &why);
+        }
+        let stream = Arc::new(stream);
+        let id = state.next;
+        state.next += 1;
+        let spawned = std::thread::Builder::new().name("kvferry-serve".to_owned()).spawn({
+            let shared = self.clone();
+            let stream = stream.clone();
+            move || shared.run(id, &stream, peer)
+        });
+        match spawned {
+            Ok(thread) => {
+                state.connections.insert(id, Connection { stream, thread: Some(thread) });
+                *state.held.entry(from).or_default() += 1;
             }
-            for thread in state.finished.drain(..) {
-                // It has ended, or is about to: it put itself here as its last act.
-                let _ = thread.join();
-            }
-            let stream = match accepted {
-                Ok((stream, _)) if state.connections.len() < MAX_CONNECTIONS => Arc::new(stream),
-                Ok(_) => continue,
-                Err(error) => {
-                    drop(state);
-                    // Out of descriptors, say: others may give some back.
-                    tracing::warn!("accepting a connection: {error}");
-                    std::thread::sleep(Duration::from_millis(100));
-                    continue;
-                }
-            };
-            let id = state.next;
-            state.next += 1;
-            let spawned = std::thread::Builder::new().name("kvferry-serve".to_owned()).spawn({
-                let shared = self.clone();
-                let stream = stream.clone();
-                move || shared.run(id, &stream)
-            });
-            match spawned {
-                Ok(thread) => {
-                    state.connections.insert(id, Connection { stream, thread: Some(thread) });
-                }
-                Err(error) => tracing::warn!("starting a thread for a connection: {error}"),
-            }
+            Err(error) => tracing::warn!("starting a thread for a connection: {error}"),
         }
     }
 
-    fn run(&self, id: u64, stream: &TcpStream) {
-        let end = self.serve(stream);
-        let peer = || stream.peer_addr().map_or_else(|e| e.to_string(), |a| a.to_string());
-        match end {
-            Ok(()) | Err(End::Closed) => {}
-            Err(End::Io(error)) => tracing::debug!("the connection from {} ended: {error}", peer()),
-            Err(End::Invalid(error)) => {
-                tracing::warn!("ending the connection from {}: {error}", peer());
-            }
+    /// A connection is not served, or no longer: counts it, and says so now and then.
+    pub(super) fn turn_away(&self, peer: SocketAddr, why: &dyn Display) {
+        self.turned_away.fetch_add(1, Ordering::Relaxed);
+        let from = peer.ip().to_canonical();
+        if let Some(others) = self.mentions.lock().mention(from.into(), Instant::now()) {
+            tracing::warn!(
+                "turning away a connection from {from}: {why} ({others} others since the last such line)"
+            );
+        }
+    }
+
+    fn run(&self, id: u64, stream: &TcpStream, peer: SocketAddr) {
+        match self.serve(stream) {
+            Ok(()) => {}
+            Err(End::Io(error)) => tracing::debug!("the connection from {peer} ended: {error}"),
+            Err(End::Invalid(error)) => self.turn_away(peer, &error),
         }
         let _ = stream.shutdown(Shutdown::Both);
         let mut state = self.state.lock();
         if let Some(connection) = state.connections.remove(&id) {
             state.finished.extend(connection.thread);
+            state.let_go(peer.ip().into());
         }
     }
 
     /// Serves one connection until it ends.
     fn serve(&self, stream: &TcpStream) -> Result<(), End> {
-        self.greet(stream)?;
+        socket::set_up(stream)?;
+        // Who asks and never reads is let go: a send that moves nothing for so long is an error.
+        stream.set_write_timeout(Some(self.bounds.sending))?;
         let mut body = Vec::new();
         let mut spans = Vec::with_capacity(frame::MAX_SPANS);
         let mut entries = Vec::with_capacity(frame::MAX_SPANS + 1);
@@ -414,33 +467,5 @@ impl Shared {
                 Ok(None)
             }
         }
-    }
-
-    fn greet(&self, stream: &TcpStream) -> Result<(), End> {
-        socket::set_up(stream)?;
-        stream.set_read_timeout(Some(HELLO_PATIENCE))?;
-        stream.set_write_timeout(Some(HELLO_PATIENCE))?;
-        let mut hello = [0; Hello::BYTES];
-        socket::receive_bytes(stream, &mut hello)?;
-        if let Err(error) = Hello::decode(&hello) {
-            if let InvalidFrame::Version { .. } = error {
-                // So that the other end can say what is wrong. It proves nothing.
-                let empty = Challenge { nonce: [0; 32], proof: [0; 32] };
-                socket::send_bytes(stream, &empty.encode())?;
-            }
-            return Err(error.into());
-        }
-        let Ok(nonce) = random() else { return Err(End::Closed) };
-        let proof = self.secret.prove(proof::End::Server, &hello, &nonce);
-        socket::send_bytes(stream, &Challenge { nonce, proof }.encode())?;
-        let mut proof: Proof = [0; 32];
-        socket::receive_bytes(stream, &mut proof)?;
-        if !self.secret.is_proven(proof::End::Client, &hello, &nonce, &proof) {
-            tracing::warn!("ending a connection that does not know this process's token");
-            return Err(End::Closed);
-        }
-        stream.set_read_timeout(None)?;
-        stream.set_write_timeout(None)?;
-        Ok(())
     }
 }

@@ -3,10 +3,10 @@
 //! Registered memory changes at any time, so no slice of it may exist: the vectored calls of the
 //! standard library and of `socket2` take slices, and are not used for it.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 
@@ -116,6 +116,29 @@ pub(crate) fn set_up(stream: &TcpStream) -> io::Result<()> {
 pub(crate) fn send_bytes(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     // SAFETY: the entry names a live slice, which the kernel only reads.
     unsafe { send_all(stream, &mut [entry_of(bytes)]) }
+}
+
+/// Fills a buffer of our own until a moment, however many pieces it comes in. The stream keeps a time-out.
+pub(crate) fn receive_by(
+    stream: &TcpStream,
+    mut bytes: &mut [u8],
+    until: Instant,
+) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let patience = until.saturating_duration_since(Instant::now());
+        if patience.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(patience))?;
+        let mut from = stream;
+        match from.read(bytes) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => bytes = &mut bytes[read..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Fills a buffer of our own.

@@ -116,18 +116,21 @@ impl Memory for MappedMemory {
 
 fn snapshot(base: u64, bytes: usize) -> Vec<u8> {
     let mut content = vec![0; bytes];
-    card().download(&mut content, base).unwrap();
+    // SAFETY: whoever calls this has allocated so much there.
+    unsafe { card().download(&mut content, base) }.unwrap();
     content
 }
 
 fn write(base: u64, bytes: usize, at: usize, content: &[u8]) {
     assert!(at + content.len() <= bytes);
-    card().upload(base + at as u64, content).unwrap();
+    // SAFETY: whoever calls this has allocated so much there, for what transports write.
+    unsafe { card().upload(base + at as u64, content) }.unwrap();
 }
 
 fn byte(base: u64, bytes: usize, at: usize) -> u8 {
     assert!(at < bytes);
     let mut content = [0];
-    card().download(&mut content, base + at as u64).unwrap();
+    // SAFETY: as above.
+    unsafe { card().download(&mut content, base + at as u64) }.unwrap();
     content[0]
 }

@@ -114,9 +114,12 @@ impl Checker {
             Memory::new(&self.card, spans.len().max(8) as u64, false)?,
             Memory::new(&self.card, 8, false)?,
         );
-        self.card.upload(list.base, &words)?;
-        self.card.upload(table.base, &spans)?;
-        self.card.upload(wrong.base, &[0; 8])?;
+        // SAFETY: all three were allocated just now, as long as this.
+        unsafe {
+            self.card.upload(list.base, &words)?;
+            self.card.upload(table.base, &spans)?;
+            self.card.upload(wrong.base, &[0; 8])?;
+        }
         let (mut list_base, mut count) = (list.base, copies.len() as u64);
         let (mut table_base, mut region_count) = (table.base, regions.len() as u32);
         let (mut poison, mut wrong_base) = (POISON, wrong.base);
@@ -143,7 +146,8 @@ impl Checker {
         }
         self.stream.synchronize()?;
         let mut found = [0; 8];
-        self.card.download(&mut found, wrong.base)?;
+        // SAFETY: allocated above, and the kernels that write it have ended.
+        unsafe { self.card.download(&mut found, wrong.base)? };
         Ok(u64::from_le_bytes(found))
     }
 }

@@ -8,10 +8,11 @@ mod encode;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvferry_digest::{Digest, Program};
@@ -34,8 +35,25 @@ const CTAS: u32 = 2;
 /// Folders in which NVRTC may be, told by whoever knows.
 static SITE_PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(vec![]);
 
-/// The cards that were looked at, each with what that takes.
-static LOOKERS: Mutex<Option<HashMap<u32, Arc<Looker>>>> = Mutex::new(None);
+/// What it takes to look at each card, for as long as somebody has it.
+static LOOKERS: Mutex<BTreeMap<u32, Weak<Looker>>> = Mutex::new(BTreeMap::new());
+
+/// What a transport has made to look at its cards: it goes with the transport, the last that has it.
+#[derive(Debug, Default)]
+pub(crate) struct Lookers(Mutex<BTreeMap<u32, Arc<Looker>>>);
+
+impl Lookers {
+    /// That of a card, made when it is first asked for.
+    pub(crate) fn of(&self, card: u32) -> Result<Arc<Looker>, Error> {
+        let mut known = self.0.lock();
+        if let Some(looker) = known.get(&card) {
+            return Ok(looker.clone());
+        }
+        let looker = Looker::of(card)?;
+        known.insert(card, looker.clone());
+        Ok(looker)
+    }
+}
 
 /// Where to look for NVRTC first.
 pub(crate) fn remember(site_packages: &[PathBuf]) {
@@ -66,15 +84,14 @@ struct Room {
 }
 
 impl Looker {
-    /// That of a card, made when it is first asked for.
+    /// That of a card: the one that somebody has, or a new one.
     pub fn of(card: u32) -> Result<Arc<Self>, Error> {
         let mut lookers = LOOKERS.lock();
-        let lookers = lookers.get_or_insert_default();
-        if let Some(looker) = lookers.get(&card) {
-            return Ok(looker.clone());
+        if let Some(looker) = lookers.get(&card).and_then(Weak::upgrade) {
+            return Ok(looker);
         }
         let looker = Arc::new(Self::new(card)?);
-        lookers.insert(card, looker.clone());
+        lookers.insert(card, Arc::downgrade(&looker));
         Ok(looker)
     }
 
@@ -187,6 +204,23 @@ impl Looker {
             }
         }
         Ok(best)
+    }
+}
+
+impl Drop for Looker {
+    fn drop(&mut self) {
+        // A digest that failed may have left its kernel running.
+        let ended = self.stream.synchronize();
+        if let (Ok(()), Some((address, _))) = (ended, self.room.get_mut().on_card) {
+            // SAFETY: allocated here, and nothing runs any more.
+            let _ = unsafe { self.card.free(address) };
+        }
+    }
+}
+
+impl fmt::Debug for Looker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Looker").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
     }
 }
 

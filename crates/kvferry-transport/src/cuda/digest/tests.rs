@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use kvferry_digest::{Held, Key, Program, host};
 use kvferry_layout::{Draft, Manifest, Place, Span};
@@ -179,6 +179,20 @@ fn the_kernel_compiles_for_cards() {
         let found = |name: &[u8]| image.windows(name.len()).any(|part| part == name);
         assert!(found(b"kvferry_digest"), "{architecture}");
     }
+}
+
+/// On a machine with a card: transports share what they look with, and the last one takes it away.
+#[test]
+fn what_looks_at_a_card_goes_with_the_last_that_has_it() {
+    let (one, other) = (super::Lookers::default(), super::Lookers::default());
+    let Ok(looker) = one.of(0) else { return };
+    let left = Arc::downgrade(&looker);
+    drop(looker);
+    assert!(std::ptr::eq(left.as_ptr(), Arc::as_ptr(&other.of(0).unwrap())));
+    drop(one);
+    assert!(left.upgrade().is_some(), "the other has it still");
+    drop(other);
+    assert!(left.upgrade().is_none());
 }
 
 #[test]

@@ -37,14 +37,23 @@ impl Card {
     }
 
     /// Writes to the card's memory, and waits for it.
-    pub fn upload(&self, to: u64, from: &[u8]) -> Result<(), Error> {
-        // SAFETY: the slice is live; CUDA checks its own side.
+    ///
+    /// # Safety
+    ///
+    /// So many bytes from the address on are allocated until this returns, and whoever else uses them bears that they
+    /// change. CUDA refuses only what it does not know: pinned memory of the host is written like the card's own.
+    pub unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<(), Error> {
+        // SAFETY: the slice is live; the rest is the caller's promise.
         unsafe { call!(self, "writing to a GPU", upload(to, from.as_ptr().cast(), from.len())) }
     }
 
     /// Reads the card's memory.
-    pub fn download(&self, to: &mut [u8], from: u64) -> Result<(), Error> {
-        // SAFETY: the slice is live; CUDA checks its own side.
+    ///
+    /// # Safety
+    ///
+    /// As many bytes from the address on are allocated until this returns.
+    pub unsafe fn download(&self, to: &mut [u8], from: u64) -> Result<(), Error> {
+        // SAFETY: the slice is live; the rest is the caller's promise.
         unsafe {
             call!(self, "reading from a GPU", download(to.as_mut_ptr().cast(), from, to.len()))
         }

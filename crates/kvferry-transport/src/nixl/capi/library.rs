@@ -128,7 +128,11 @@ impl fmt::Debug for Nixl {
 
 impl Nixl {
     /// Loads the library at `path`, once for the process.
-    pub fn load(path: &Path) -> Result<Self, libloading::Error> {
+    ///
+    /// # Safety
+    ///
+    /// Loading it runs its code, and what it says of its functions is believed: it must be NIXL.
+    pub unsafe fn load(path: &Path) -> Result<Self, libloading::Error> {
         static LOADED: OnceLock<Mutex<HashMap<PathBuf, &'static Functions>>> = OnceLock::new();
         let loaded = LOADED.get_or_init(Mutex::default);
         let mut loaded = loaded.lock();
@@ -141,8 +145,7 @@ impl Nixl {
         // its own functions. Where there is none, there is nothing to do.
         // SAFETY: a library of the system, whose initialisers only fill tables of its own.
         std::mem::forget(unsafe { libloading::Library::new("libnl-route-3.so.200") });
-        // SAFETY: loading runs the library's initialisers. The caller chose the library, by an
-        // option, the environment or an installed package, as one chooses any dependency.
+        // SAFETY: the caller's promise.
         let library = unsafe { libloading::Library::new(path) }?;
         let functions: &'static Functions = Box::leak(Box::new(Functions::load(&library)?));
         std::mem::forget(library);

@@ -26,6 +26,9 @@ use crate::tcp::socket;
 /// How long to wait for a connection, and for the answer to its hello.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
 pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+/// How long to wait before a connection that ended without an answer is opened again: twice as long each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LAST_PAUSE: Duration = Duration::from_millis(200);
 
 /// A peer's regions, and how often they had changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -214,38 +217,67 @@ impl State {
         if self.queue.lock().closing { Error::Disconnected } else { error }
     }
 
-    /// Opens the connection of a lane.
+    /// Opens the connection of a lane. One that ends before it is answered is opened again: who listens there may have
+    /// more strangers than places, and drops some that it has not heard.
     pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Arc<TcpStream>, Error> {
         let until = Instant::now() + patience;
+        let (mut tries, mut pause) = (0, FIRST_PAUSE);
+        loop {
+            tries += 1;
+            let error = match self.open_once(lane, until) {
+                Ok(stream) => return Ok(stream),
+                Err(Unopened::Failed(error)) => return Err(error),
+                // It may be we who ended it.
+                Err(Unopened::Ended(_)) if self.queue.lock().closing => {
+                    return Err(Error::Disconnected);
+                }
+                Err(Unopened::Ended(error)) => error,
+            };
+            if Instant::now() + pause >= until {
+                return Err(Error::PeerLost(format!(
+                    "{} has ended {tries} connections without an answer ({error}): its port has too many of them, or \
+                     belongs to another process or another version of kvferry",
+                    self.address
+                )));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+    }
+
+    fn open_once(&self, lane: usize, until: Instant) -> Result<Arc<TcpStream>, Unopened> {
         let address = self.address;
-        let stream = TcpStream::connect_timeout(
-            &address,
-            patience.clamp(Duration::from_millis(1), CONNECT_PATIENCE),
-        )
-        .map_err(|error| Error::PeerLost(format!("connecting to {address}: {error}")))?;
+        let patience = until
+            .saturating_duration_since(Instant::now())
+            .clamp(Duration::from_millis(1), CONNECT_PATIENCE);
+        let stream = TcpStream::connect_timeout(&address, patience)
+            .map_err(|error| Error::PeerLost(format!("connecting to {address}: {error}")))?;
         let stream = Arc::new(stream);
         *self.lanes[lane].stream.lock() = Some(stream.clone());
         // Closing cuts the streams it sees: it saw this one, or we see that it ran.
         if self.queue.lock().closing {
-            return Err(Error::Disconnected);
+            return Err(Error::Disconnected.into());
         }
         self.greet(&stream, until)?;
         Ok(stream)
     }
 
-    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<(), Error> {
-        let silent = |error: io::Error| {
-            Error::PeerLost(format!("no greeting from {}: {error}", self.address))
+    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<(), Unopened> {
+        let silent = |error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe => Unopened::Ended(error),
+            _ => {
+                let what = format!("no greeting from {}: {error}", self.address);
+                Unopened::Failed(Error::PeerLost(what))
+            }
         };
-        let patience = until
-            .saturating_duration_since(Instant::now())
-            .clamp(Duration::from_millis(1), HELLO_PATIENCE);
+        let until = until.min(Instant::now() + HELLO_PATIENCE);
         socket::set_up(stream).map_err(silent)?;
-        stream.set_read_timeout(Some(patience)).map_err(silent)?;
         let hello = Hello { nonce: random()? }.encode();
         socket::send_bytes(stream, &hello).map_err(silent)?;
         let mut bytes = [0; Challenge::BYTES];
-        socket::receive_bytes(stream, &mut bytes).map_err(silent)?;
+        socket::receive_by(stream, &mut bytes, until).map_err(silent)?;
         let Challenge { nonce, proof } =
             Challenge::decode(&bytes).map_err(Error::PeerMisbehaved)?;
         if !self.secret.is_proven(End::Server, &hello, &nonce, &proof) {
@@ -253,11 +285,26 @@ impl State {
                 "whoever answers at {} does not know the token of the peer's description: another \
                  process has its port",
                 self.address
-            )));
+            ))
+            .into());
         }
         let proof = self.secret.prove(End::Client, &hello, &nonce);
         socket::send_bytes(stream, &proof).map_err(silent)?;
         stream.set_read_timeout(None).map_err(silent)
+    }
+}
+
+/// Why a connection was not opened.
+enum Unopened {
+    /// The other end closed it before it had answered.
+    Ended(io::Error),
+    /// Otherwise: nothing to try again.
+    Failed(Error),
+}
+
+impl From<Error> for Unopened {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
     }
 }
 

@@ -4,16 +4,19 @@ mod answers;
 mod greeting;
 mod packed;
 mod requests;
+mod strangers;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Region;
 
 use super::frame::{Challenge, Hello, Request, Verb, put_span};
 use super::proof::{End, Secret};
-use super::{DESCRIPTION, Tcp, TcpOptions, parse};
+use super::{Address, Bounds, DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
 use crate::shared::bytes::put_block;
@@ -37,16 +40,25 @@ struct Victim {
 
 impl Victim {
     fn new() -> Self {
+        Self::with(Bounds::of_this_process())
+    }
+
+    fn with(bounds: Bounds) -> Self {
         let memory = HostMemory::new(3 * PAGE).unwrap();
         memory.write(0, &[SECRET; 3 * PAGE]);
         memory.write(PAGE, &[OPEN; PAGE]);
-        let transport = Tcp::new(TcpOptions::default()).unwrap();
+        let transport =
+            Tcp::with(TcpOptions::default(), bounds, Arc::new(AtomicU64::new(0))).unwrap();
         let victim = Self { transport, memory };
         let region = Region::host(victim.base() + PAGE as u64, PAGE as u64);
         // SAFETY: the transport is dropped before the memory, in the order of the fields; the
         // memory is only touched through its address.
         unsafe { victim.transport.register(region) }.unwrap();
         victim
+    }
+
+    fn address(&self) -> Address {
+        parse(&self.transport.describe().unwrap()).unwrap()
     }
 
     fn base(&self) -> u64 {
@@ -69,7 +81,7 @@ impl Victim {
         change: impl FnOnce(&mut [u8; Hello::BYTES]),
         spoil: impl FnOnce(&mut [u8; 32]),
     ) -> TcpStream {
-        let address = parse(&self.transport.describe().unwrap()).unwrap();
+        let address = self.address();
         let mut secret = address.secret;
         spoil(&mut secret.token);
         let mut hello = Hello { nonce: random().unwrap() }.encode();

@@ -47,7 +47,8 @@ pub(super) fn other_metadata_is_loaded() {
 pub(super) fn released_requests_of_nixl_land_late() {
     let bytes = 64 * MIB;
     let process = Peer::start::<NixlTcpEnd>(bytes, PEER_SEED);
-    let library = capi::Nixl::load(&find(None).unwrap()).unwrap();
+    // SAFETY: the library that whoever tests has named or installed.
+    let library = unsafe { capi::Nixl::load(&find(None).unwrap()) }.unwrap();
     // With NIXL's own default of no threads besides its progress thread.
     let mut settings = NixlOptions::default().settings();
     settings.parameters.retain(|(key, _)| key.starts_with("ucx"));
