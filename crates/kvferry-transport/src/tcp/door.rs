@@ -122,7 +122,8 @@ impl Door {
             // First those who are inside: who has spoken in time is not turned out for a newcomer.
             for event in &events {
                 match event.token() {
-                    LISTENER => self.knocked = Some(Instant::now()),
+                    // Not before a pause is over.
+                    LISTENER => _ = self.knocked.get_or_insert_with(Instant::now),
                     Token(id) => self.hear(id as u64),
                 }
             }

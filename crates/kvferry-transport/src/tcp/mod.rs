@@ -12,7 +12,8 @@
 //!
 //! The description carries a token of 256 random bits. Both ends of a connection prove that they know
 //! it, without sending it and anew each time: who was not given the description is neither served nor
-//! believed, even if they listened in before. What is moved is not encrypted: use it on networks where
+//! believed, even if they listened in before. Until then they have one of a bounded number of places, one deadline
+//! for all that they say, and no thread (`door`). What is moved is not encrypted: use it on networks where
 //! nobody listens in, or through a tunnel.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
