@@ -29,9 +29,7 @@ TICKET = {
 
 
 class Decode(Pair):
-    """A decode server alone."""
-
-    names = ("decode",)
+    """Of which the decode server alone is started, with two ranks."""
 
     def command(self, who):
         return [*super().command(who), "--tensor-parallel-size", "2"]

@@ -3,6 +3,7 @@
 //! * [`version`]: which protocol is spoken. [`message`]: what is said in it. [`ticket`]: what names a request in
 //!   it. [`news`]: how far a lease has come. [`task`]: what the ranks of an engine are asked to do.
 //! * [`trust`]: how a peer proves who it is. [`seal`]: P's word for what reaches D through routers and clients.
+//!   [`owner`]: whose the other end of a connection on this host is.
 //! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
 //!   who does not speak TLS.
 //! * [`link`]: connections to other engines, as the side that asks.
@@ -14,6 +15,7 @@ pub(crate) mod link;
 pub(crate) mod message;
 pub(crate) mod news;
 mod overheard;
+mod owner;
 pub(crate) mod seal;
 pub(crate) mod task;
 pub(crate) mod ticket;

@@ -22,3 +22,4 @@ mod record;
 mod restarts;
 mod soak;
 mod trust;
+mod users;
