@@ -8,6 +8,10 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+use crate::wire::lookup::LOOKUPS;
+
+/// Threads for calls that wait.
+const BLOCKING: usize = 48;
 
 /// So long from now; what is too far for a clock is as good as a year.
 pub(crate) fn after(time: Duration) -> Instant {
@@ -28,10 +32,11 @@ impl Background {
             what: "starting the agent's thread".to_owned(),
             kind: error.kind(),
         };
-        // Blocking calls are rare: compiling plans and connecting transports.
+        // Blocking calls are rare: compiling plans, connecting transports and ending connections; and names, which are
+        // looked up on threads beside those.
         let runtime = Builder::new_current_thread()
             .enable_all()
-            .max_blocking_threads(16)
+            .max_blocking_threads(BLOCKING + LOOKUPS)
             .thread_name(name)
             .build()
             .map_err(failed)?;
