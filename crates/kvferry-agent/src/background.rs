@@ -8,6 +8,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+use crate::panics::Watched;
 use crate::wire::lookup::LOOKUPS;
 
 /// Threads for calls that wait.
@@ -57,7 +58,11 @@ impl Background {
     }
 
     pub(crate) fn spawn<F: Future<Output = ()> + Send + 'static>(&self, task: F) {
-        self.handle.spawn(task);
+        self.handle.spawn(async move {
+            // Loads hear of their own; of the others the log must say that nobody does their work any more.
+            let _watched = Watched::new("a task of the agent", |_| ());
+            task.await;
+        });
     }
 
     /// Ends all tasks. Idempotent.

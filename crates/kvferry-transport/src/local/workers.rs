@@ -125,7 +125,7 @@ impl Shared {
                 Some(Ok(())) => chunk.in_place(),
                 Some(Err(error)) => chunk.fail(error),
                 None => {
-                    chunk.fail(Error::Library("the thread that copies has panicked".to_owned()))
+                    chunk.fail(Error::Library("the thread that copies has panicked".to_owned()));
                 }
             }
         }
