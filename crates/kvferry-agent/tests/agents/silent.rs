@@ -100,32 +100,41 @@ fn who_waits_for_an_answer_takes_nobodys_turn_and_bounded_places() {
         let ticket = at(&ticket, silent.address(number));
         d.start_load(&format!("silent {number}"), &ticket, &source, &destination, 8, LONG);
     }
+    let most = || silent.most_open.load(Ordering::SeqCst);
+    eventually("many are tried at once", || most() >= 100);
     read(&p, "known");
     read(&other, "new");
+    let tried = || silent.accepted.load(Ordering::SeqCst);
+    eventually("each has its turn", || tried() >= 300);
     let waiting: HashSet<_> =
         d.ranks[0].worker.loads().into_iter().map(|(_, doing)| doing).collect();
     assert_eq!(waiting, ["shaking hands"].into());
     assert_eq!(d.ranks[0].worker.loads().len(), 400, "all of them wait");
-    let most = silent.most_open.load(Ordering::SeqCst);
-    assert!((1..=128 + 64).contains(&most), "{most} connections at a time");
+    assert!(most() <= 128 + 64, "{} connections at a time", most());
 }
 
-/// A ticket may name any address: a request that has failed knocks there no more.
+/// A ticket may name any address: a request that has failed knocks there no more. Here somebody answers at last, who
+/// would hear it.
 #[test]
 fn nothing_is_given_up_where_nobody_ever_answered() {
     let p = Recipe::new("p", 1).start();
-    let mut d = Recipe::new("d", 2);
-    d.worker.handshake = Duration::from_millis(300);
+    let mut d = Recipe::new("d", 1);
+    d.worker.handshake = Duration::from_secs(3);
     let d = d.start();
-    let silent = Silent::start();
-    let ticket = at(&p.grant("r", &[1], 4), format!("127.0.0.1:{}", silent.port));
-    for name in ["one", "two"] {
-        d.start_load(name, &ticket, &[1], &[1], 4, LONG);
-        for outcome in d.wait_ends(name) {
-            assert!(matches!(outcome, Outcome::Failed(Failure::PeerGone(_))), "{outcome:?}");
-        }
-    }
-    assert_eq!(silent.accepted.load(Ordering::SeqCst), 4, "one of each rank for each request");
+    let wire = Wire::to(p.scheduler.address());
+    let (source, destination) = (blocks_for(8, 3), blocks_for(8, 9));
+    let load = |name: &str| {
+        let ticket = at(&p.grant(name, &source, 8), wire.address.clone());
+        d.start_load(name, &ticket, &source, &destination, 8, LONG);
+        d.wait_ends(name).remove(0)
+    };
+    wire.stop();
+    let outcome = load("unanswered");
+    assert!(matches!(outcome, Outcome::Failed(Failure::PeerGone(_))), "{outcome:?}");
+    wire.go();
+    assert_eq!(load("answered"), Outcome::Done);
+    assert_eq!(p.wait_released().request, "answered");
+    assert!(p.scheduler.granted("unanswered").is_some());
 }
 
 /// Its memory stays mapped as long as it is not let go of.
