@@ -79,7 +79,7 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
 enum Step {
     Admitted(OwnedSemaphorePermit),
     Known(Arc<SourceEngine>),
-    /// The handshake broke.
+    /// The handshake broke, or another part of the load did.
     Failed(Failure),
     /// Something was heard of a lease that is followed.
     Heard(Heard),

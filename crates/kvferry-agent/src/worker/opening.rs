@@ -13,6 +13,7 @@ use tracing::warn;
 use super::departures::{Arrival, Departures, Whose};
 use super::rank::Rank;
 use super::replicas::Readable;
+use crate::panics::broken;
 use crate::rules::failure::Failure;
 use crate::wire::message::Card;
 
@@ -39,8 +40,7 @@ pub(super) async fn open(
             (Plan::compile_spread(&own, &theirs, how), manifests)
         });
         let compiled = compiled.await;
-        let (plan, same) =
-            compiled.map_err(|_| Failure::Internal("compiling the plan".to_owned()))?;
+        let (plan, same) = compiled.map_err(|_| broken("compiling a plan"))?;
         manifests = same;
         let plan = plan.map_err(|error| match closed.is_empty() {
             true => Failure::Refused(error.to_string()),
@@ -100,7 +100,7 @@ async fn connect(
         match connected {
             Ok((index, Ok(source))) => sources[index] = Some(source),
             Ok((index, Err(error))) => _ = failed.insert(index, error),
-            Err(_) => return Err(Failure::Internal("connecting the transport".to_owned())),
+            Err(_) => return Err(broken("connecting the transport")),
         }
     }
     Ok(failed)

@@ -24,6 +24,7 @@ use crate::background::after;
 use crate::carrier::{Chosen, Source};
 use crate::error::{Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
+use crate::panics::broken;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
@@ -239,7 +240,7 @@ impl Peers {
         let readable =
             tokio::task::spawn_blocking(move || readable.without_far_ones(&own, how)).await;
         let Readable { plan, manifests, ranks, sources } =
-            readable.map_err(|_| Failure::Internal("compiling the plan".to_owned()))?;
+            readable.map_err(|_| broken("compiling a plan"))?;
         let sources: Vec<_> = sources.into_iter().map(|one| one.and_then(Arrival::take)).collect();
         if version < Version::ORIGINS {
             warn!(
