@@ -418,7 +418,7 @@ class Ending:
     @property
     def kind(self) -> str:
         """What kind of failure, for those that failed: `deadline`, `peer_gone`, `peer_misbehaved`, `refused`,
-        `restarted`, `bad_request`, `transport` or `mismatch`."""
+        `restarted`, `bad_request`, `transport`, `mismatch` or `internal`."""
 
     @property
     def reason(self) -> str:
@@ -439,7 +439,7 @@ class Ending:
 
     @property
     def moments(self) -> dict[str, float]:
-        """When, in seconds since 1970, the load `began`, was `admitted`, had the other engine `known`,
+        """When, in seconds since 1970, the load `began`, had the other engine `known`, was `admitted`,
         `reads` for the first time, had all bytes `arrived`, was `audited` and `confirmed`, and `ended`:
         those that came so far."""
 

@@ -71,7 +71,7 @@ def hand_over(prefill, **more):
 def told(outcome="done", reason="", **moments):
     """What a rank says of a load."""
     now = time.time()
-    names = ("began", "admitted", "known", "reads", "arrived", "audited", "confirmed")
+    names = ("began", "known", "admitted", "reads", "arrived", "audited", "confirmed")
     at = {name: now + 0.001 * place for place, name in enumerate(names)} | {"ended": now + 0.007}
     at = {name: value for name, value in at.items() if moments.get(name, True)}
     return {
@@ -201,8 +201,8 @@ def test_what_is_not_sampled_is_not_exported(start):
 @pytest.mark.parametrize(
     "missing, part",
     [
-        (("admitted", "known", "reads", "arrived", "audited", "confirmed"), "queue"),
-        (("known", "reads", "arrived", "audited", "confirmed"), "handshake"),
+        (("known", "admitted", "reads", "arrived", "audited", "confirmed"), "handshake"),
+        (("admitted", "reads", "arrived", "audited", "confirmed"), "queue"),
         (("arrived", "audited", "confirmed"), "read"),
         (("audited", "confirmed"), "audit"),
         (("confirmed",), "confirm"),
@@ -272,7 +272,7 @@ def test_a_worker_tells_when_it_did_what(engines):
     facts = dict(tokens=6, source_blocks=[[7, 2]], destination_blocks=[[3, 4]])
     (done,) = load(decode, "a", grant(prefill, "a", **facts), **facts)
     assert list(done.moments) == sorted(done.moments)
-    moments = ["began", "admitted", "known", "reads", "arrived", "audited", "confirmed", "ended"]
+    moments = ["began", "known", "admitted", "reads", "arrived", "audited", "confirmed", "ended"]
     assert sorted(done.moments, key=done.moments.get) == moments
     assert abs(done.moments["ended"] - time.time()) < 60 and done.lowerings
     side.traces = {"a": GIVEN, "b": GIVEN}

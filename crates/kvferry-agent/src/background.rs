@@ -8,6 +8,11 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
 use crate::error::Error;
+use crate::panics::Watched;
+use crate::wire::lookup::LOOKUPS;
+
+/// Threads for calls that wait.
+const BLOCKING: usize = 48;
 
 /// So long from now; what is too far for a clock is as good as a year.
 pub(crate) fn after(time: Duration) -> Instant {
@@ -28,10 +33,11 @@ impl Background {
             what: "starting the agent's thread".to_owned(),
             kind: error.kind(),
         };
-        // Blocking calls are rare: compiling plans and connecting transports.
+        // Blocking calls are rare: compiling plans, connecting transports and ending connections; and names, which are
+        // looked up on threads beside those.
         let runtime = Builder::new_current_thread()
             .enable_all()
-            .max_blocking_threads(16)
+            .max_blocking_threads(BLOCKING + LOOKUPS)
             .thread_name(name)
             .build()
             .map_err(failed)?;
@@ -52,7 +58,11 @@ impl Background {
     }
 
     pub(crate) fn spawn<F: Future<Output = ()> + Send + 'static>(&self, task: F) {
-        self.handle.spawn(task);
+        self.handle.spawn(async move {
+            // Loads hear of their own; of the others the log must say that nobody does their work any more.
+            let _watched = Watched::new("a task of the agent", |_| ());
+            task.await;
+        });
     }
 
     /// Ends all tasks. Idempotent.

@@ -65,7 +65,7 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn learn(&self, way: Way, expected: f64, took: f64) {
         let _ = (way, expected, took);
     }
-    /// Starts to read.
+    /// Starts to read. If this or one of its kind panics, it has started nothing.
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
     /// Whether its transport walks loops itself, so that no list of copies need be made.
     fn executes_loops(&self) -> bool;

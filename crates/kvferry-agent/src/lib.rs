@@ -36,6 +36,7 @@ pub mod fuzz;
 mod learned;
 mod mailbox;
 mod metrics;
+mod panics;
 mod rules;
 mod scheduler;
 mod several;

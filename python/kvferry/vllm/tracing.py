@@ -24,8 +24,8 @@ from .worker import WorkerSide
 
 #: The parts of a load on one rank: the moments at which each begins and ends well.
 PARTS = {
-    "kvferry.load.queue": ("began", "admitted"),
-    "kvferry.load.handshake": ("admitted", "known"),
+    "kvferry.load.handshake": ("began", "known"),
+    "kvferry.load.queue": ("known", "admitted"),
     "kvferry.load.read": ("reads", "arrived"),
     "kvferry.load.audit": ("arrived", "audited"),
     "kvferry.load.confirm": ("audited", "confirmed"),

@@ -57,11 +57,18 @@ pub enum Failure {
     /// mismatches the pair is refused by itself.
     #[error("an audit found other bytes than the source holds: {0}")]
     Mismatch(String),
+    /// A part of this engine's own agent broke while it worked for the request; the message names it. The log has the
+    /// panic itself.
+    ///
+    /// What to do: report it, with the lines of the log before it. The request is safe, and others go on; restart the
+    /// engine if it happens again.
+    #[error("a part of this engine's agent broke: {0}")]
+    Internal(String),
 }
 
 impl Failure {
     /// All kinds.
-    pub const KINDS: [&'static str; 8] = [
+    pub const KINDS: [&'static str; 9] = [
         "deadline",
         "peer_gone",
         "refused",
@@ -70,6 +77,7 @@ impl Failure {
         "transport",
         "mismatch",
         "peer_misbehaved",
+        "internal",
     ];
 
     /// What each of the kinds means, in their order.
@@ -82,6 +90,7 @@ impl Failure {
         "The transport could not move the bytes.",
         "An audit found other bytes than the source holds.",
         "The engine to read from contradicts what it said before, or answers what was not asked.",
+        "A part of this engine's own agent broke.",
     ];
 
     /// One word for each kind, for counters.
@@ -100,6 +109,7 @@ impl Failure {
             Self::Transport(_) => 5,
             Self::Mismatch(_) => 6,
             Self::PeerMisbehaved(_) => 7,
+            Self::Internal(_) => 8,
         }
     }
 }

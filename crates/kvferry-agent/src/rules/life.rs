@@ -5,9 +5,9 @@
 //!
 //! | from | event | to | who brings it |
 //! |---|---|---|---|
-//! | waiting | admitted | shaking hands | the worker's queue |
-//! | shaking hands | known | following | the handshake |
+//! | shaking hands | known | waiting | the handshake |
 //! | shaking hands | failed | failed | the handshake |
+//! | waiting | admitted | following | the worker's queue |
 //! | following | grown | reading | P, or the grant that a ticket came with |
 //! | following | not held | expired | P |
 //! | reading | arrived | following; after the last part: auditing | the transport |
@@ -21,6 +21,7 @@
 //! | any of these | abort | aborted | the engine |
 //! | any of these | deadline | failed | the clock |
 //!
+//! The turn comes after the handshake: whoever waits for an engine that does not answer keeps nobody from reading.
 //! Whatever comes later than the end is ignored. Beside its stage a life knows whether bytes may
 //! still land in its blocks: they are handed back when it has ended *and* nothing can land.
 
@@ -30,10 +31,10 @@ use super::lease::Loss;
 /// Where a request stands on one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// In the worker's queue.
-    Waiting,
     /// The engine to read from is not known yet.
     ShakingHands,
+    /// In the worker's queue.
+    Waiting,
     /// The engine to read from is asked how far it is.
     Following,
     /// Bytes are on their way.
@@ -85,10 +86,10 @@ impl Stage {
 /// What has happened.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// Its turn has come.
-    Admitted,
     /// The engine to read from is known and fits.
     Known,
+    /// Its turn has come.
+    Admitted,
     /// There is something to read.
     Grown {
         /// Whether it is all that is left.
@@ -115,8 +116,8 @@ pub enum Event {
 /// What to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Find out what there is to know about the engine to read from.
-    ShakeHands,
+    /// Wait for its turn.
+    Queue,
     /// Find out what there is to read.
     Follow,
     /// Start to read it.
@@ -144,7 +145,7 @@ pub struct Life {
 
 impl Default for Life {
     fn default() -> Self {
-        Self { stage: Stage::Waiting, landing: false }
+        Self { stage: Stage::ShakingHands, landing: false }
     }
 }
 
@@ -177,8 +178,8 @@ impl Life {
                 let failure = Failure::Deadline { stage: stage.name().to_owned() };
                 self.end(Stage::Failed(failure))
             }
-            (Stage::Waiting, Event::Admitted) => self.go(Stage::ShakingHands, Action::ShakeHands),
-            (Stage::ShakingHands, Event::Known) => self.go(Stage::Following, Action::Follow),
+            (Stage::ShakingHands, Event::Known) => self.go(Stage::Waiting, Action::Queue),
+            (Stage::Waiting, Event::Admitted) => self.go(Stage::Following, Action::Follow),
             (Stage::Following, Event::Grown { last }) => {
                 self.landing = true;
                 self.go(Stage::Reading { last }, Action::Read)
@@ -243,8 +244,8 @@ mod tests {
     #[test]
     fn a_good_life() {
         let (life, actions) = through(&[
-            Event::Admitted,
             Event::Known,
+            Event::Admitted,
             ALL,
             Event::Arrived,
             Event::Passed,
@@ -252,16 +253,16 @@ mod tests {
         ]);
         assert_eq!(life.stage(), &Stage::Done);
         use Action::*;
-        assert_eq!(actions, [ShakeHands, Follow, Read, Audit, Confirm, Report, HandBack]);
+        assert_eq!(actions, [Queue, Follow, Read, Audit, Confirm, Report, HandBack]);
     }
 
     #[test]
     fn what_grows_is_read_part_by_part_and_never_two_at_once() {
         let some = Event::Grown { last: false };
         let (mut life, actions) =
-            through(&[Event::Admitted, Event::Known, some.clone(), some.clone(), ALL]);
+            through(&[Event::Known, Event::Admitted, some.clone(), some.clone(), ALL]);
         use Action::*;
-        assert_eq!(actions, [ShakeHands, Follow, Read], "one part has to arrive before the next");
+        assert_eq!(actions, [Queue, Follow, Read], "one part has to arrive before the next");
         assert_eq!(life.on(Event::Held), [], "nothing is good before all of it is here");
         assert_eq!(life.on(Event::Arrived), [Follow]);
         assert!(!life.landing());
@@ -275,21 +276,21 @@ mod tests {
     #[test]
     fn a_lease_that_ends_while_it_is_followed_ends_the_load() {
         let lost = Event::NotHeld(Loss::Unknown);
-        let (life, actions) = through(&[Event::Admitted, Event::Known, lost]);
+        let (life, actions) = through(&[Event::Known, Event::Admitted, lost]);
         assert_eq!(life.stage(), &Stage::Expired(Loss::Unknown));
         assert!(actions.ends_with(&[Action::Report, Action::HandBack]));
     }
 
     #[test]
     fn bytes_are_never_used_without_a_confirmation() {
-        let (life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Held]);
+        let (life, _) = through(&[Event::Known, Event::Admitted, ALL, Event::Held]);
         assert_eq!(
             life.stage(),
             &Stage::Reading { last: true },
             "an answer before the question means nothing"
         );
         let lost = Event::NotHeld(Loss::Unknown);
-        let arrived = [Event::Admitted, Event::Known, ALL, Event::Arrived];
+        let arrived = [Event::Known, Event::Admitted, ALL, Event::Arrived];
         for before in [&[][..], &[Event::Passed]] {
             let all = [&arrived[..], before, &[lost.clone(), Event::Held]].concat();
             assert_eq!(through(&all).0.stage(), &Stage::Expired(Loss::Unknown));
@@ -300,7 +301,7 @@ mod tests {
     fn what_an_audit_finds_wrong_is_never_confirmed() {
         let wrong = Event::Failed(Failure::Mismatch("layers.0/k".into()));
         let (mut life, actions) =
-            through(&[Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Held, wrong]);
+            through(&[Event::Known, Event::Admitted, ALL, Event::Arrived, Event::Held, wrong]);
         assert!(matches!(life.stage(), Stage::Failed(Failure::Mismatch(_))));
         use Action::*;
         assert!(actions.ends_with(&[Audit, Report, HandBack, Abandon]), "{actions:?}");
@@ -310,7 +311,7 @@ mod tests {
     #[test]
     fn blocks_stay_in_quarantine_while_bytes_may_land() {
         for end in [Event::Abort, Event::Deadline, Event::Failed(Failure::PeerGone("x".into()))] {
-            let (mut life, actions) = through(&[Event::Admitted, Event::Known, ALL, end]);
+            let (mut life, actions) = through(&[Event::Known, Event::Admitted, ALL, end]);
             assert!(life.stage().is_end());
             assert!(!actions.contains(&Action::HandBack));
             assert!(actions.contains(&Action::Cancel));
@@ -322,7 +323,7 @@ mod tests {
 
     #[test]
     fn an_abort_may_cross_the_last_byte() {
-        let (mut life, _) = through(&[Event::Admitted, Event::Known, ALL, Event::Abort]);
+        let (mut life, _) = through(&[Event::Known, Event::Admitted, ALL, Event::Abort]);
         assert_eq!(life.on(Event::Arrived), [Action::HandBack]);
         assert_eq!(life.stage(), &Stage::Aborted);
     }
@@ -331,14 +332,14 @@ mod tests {
     fn no_quarantine_for_what_is_at_rest() {
         let failed = Event::Failed(Failure::BadRequest("x".into()));
         let (life, actions) =
-            through(&[Event::Admitted, Event::Known, ALL, Event::Settled, failed]);
+            through(&[Event::Known, Event::Admitted, ALL, Event::Settled, failed]);
         assert!(!life.landing());
         assert!(actions.contains(&Action::HandBack));
     }
 
     #[test]
     fn an_abort_ends_it_in_every_stage() {
-        let steps = [Event::Admitted, Event::Known, ALL, Event::Arrived, Event::Passed];
+        let steps = [Event::Known, Event::Admitted, ALL, Event::Arrived, Event::Passed];
         for n in 0..=steps.len() {
             let (mut life, _) = through(&steps[..n]);
             let actions = life.on(Event::Abort);
@@ -351,8 +352,14 @@ mod tests {
 
     #[test]
     fn a_deadline_says_where_the_time_ran_out() {
-        let (life, _) = through(&[Event::Admitted, Event::Deadline]);
+        let (life, _) = through(&[Event::Deadline]);
         let failure = Failure::Deadline { stage: "shaking hands".to_owned() };
         assert_eq!(life.stage(), &Stage::Failed(failure));
+    }
+
+    #[test]
+    fn no_turn_is_taken_before_the_engine_is_known() {
+        let (life, actions) = through(&[Event::Admitted]);
+        assert_eq!((life.stage(), &actions[..]), (&Stage::ShakingHands, &[][..]));
     }
 }

@@ -1,5 +1,7 @@
 //! The worker's door, through which its own scheduler hands it tasks.
 
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -64,7 +66,27 @@ impl Service {
         let limits = Limits { connections: 16, strangers: 16, ..Limits::default() };
         let door = Arc::new(Door::new(options.trust.clone(), options.version, limits));
         background.spawn(door.serve(listener, Arc::new(service)));
-        Ok(ServiceCard { address, token })
+        Ok(ServiceCard { address, near: near(bound).to_string(), place: place(), token })
+    }
+}
+
+/// Where those who are in the same place find whoever listens there.
+fn near(mut bound: SocketAddr) -> SocketAddr {
+    match bound.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => bound.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => bound.set_ip(Ipv6Addr::LOCALHOST.into()),
+        _ => {}
+    }
+    bound
+}
+
+/// Names the place where addresses lead to the same as here: this run of the host, and the network of this process.
+pub(super) fn place() -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    let network = fs::read_link("/proc/self/ns/net");
+    match (boot, network) {
+        (Ok(boot), Ok(network)) => format!("{} {}", boot.trim(), network.display()),
+        _ => String::new(),
     }
 }
 

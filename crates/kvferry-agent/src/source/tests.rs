@@ -11,8 +11,9 @@ use kvferry_transport::Error;
 use crate::background::Background;
 use crate::rules::grant::Grant;
 use crate::rules::lease::Loss;
+use crate::source::relay::Relay;
 use crate::wire::link::{Caller, Link};
-use crate::wire::message::{Card, Question, Reply};
+use crate::wire::message::{Card, Question, Reply, ServiceCard};
 use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::ticket::Ticket;
 use crate::wire::trust::Trust;
@@ -170,4 +171,44 @@ fn a_rank_takes_tasks_from_its_own_scheduler_alone() {
     assert!(!shown.windows(16).any(|bytes| bytes == service.token.0));
     let carried = Card::from_bytes(&world.card.to_bytes()).unwrap();
     assert_eq!(carried, world.card, "its own scheduler does");
+}
+
+/// Where a rank listens is known to those beside it. Whoever is elsewhere has only the address for others, and never
+/// gives a token to who is on its own machine.
+#[test]
+fn a_rank_is_asked_where_it_can_be() {
+    let world = World::new();
+    let service = world.card.service.clone().unwrap();
+    let nowhere = "127.0.0.1:1".to_owned();
+    let elsewhere = "another machine".to_owned();
+    let relay = || {
+        Relay::new(Caller {
+            who: "p".to_owned(),
+            trust: Trust::Loopback,
+            version: Version::CURRENT,
+            keepalive: Duration::from_secs(5),
+        })
+    };
+    let done = |relay: Relay, service: ServiceCard| {
+        let (tell, told) = std::sync::mpsc::channel();
+        world.background.spawn(async move {
+            for _ in 0..2 {
+                tell.send(relay.pass(&service, grant(), 10_000, digest(1)).await).unwrap();
+            }
+        });
+        let replies = [(); 2].map(|()| told.recv_timeout(Duration::from_secs(30)).unwrap());
+        assert_eq!(
+            replies[0], replies[1],
+            "the second without another try, or by the same connection"
+        );
+        replies[0].clone()
+    };
+    let advertised = ServiceCard { address: nowhere.clone(), ..service.clone() };
+    assert!(matches!(done(relay(), advertised.clone()), TaskReply::Digests(_)));
+    let fallback = ServiceCard { near: nowhere.clone(), ..service.clone() };
+    assert!(matches!(done(relay(), fallback.clone()), TaskReply::Digests(_)));
+    let gone = ServiceCard { near: nowhere, ..advertised };
+    assert!(matches!(done(relay(), gone), TaskReply::Unable(why) if why.contains("127.0.0.1:1")));
+    let other = ServiceCard { place: elsewhere, ..service };
+    assert!(matches!(done(relay(), other), TaskReply::Unable(why) if why.contains("advertise")));
 }

@@ -2,18 +2,18 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::io::ErrorKind::NotFound;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::net::{TcpStream, lookup_host};
+use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, warn};
 
 use super::channel::{self, MAX_REPLY, Receiver, Sender, io_error};
+use super::lookup::lookup;
 use super::message::{
     Hello, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
@@ -109,9 +109,7 @@ impl Link {
 }
 
 async fn connect(address: &str) -> Result<TcpStream, PeerError> {
-    // What the system says of a name that it does not know is in no category.
-    let unknown = |_| PeerError::Io { what: "looking up the name of the host", kind: NotFound };
-    let hosts: Vec<_> = lookup_host(address).await.map_err(unknown)?.collect();
+    let hosts = lookup(address).await?;
     let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
     stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
     Ok(stream)
@@ -228,6 +226,13 @@ impl Links {
         dial.link.as_ref().is_some_and(|link| !link.is_closed())
     }
 
+    /// The connection to an address, if it is open.
+    pub(crate) fn opened(&self, address: &str) -> Option<Link> {
+        let dial = self.dials.lock().get(address).cloned()?;
+        let link = dial.try_lock().ok()?.link.clone();
+        link.filter(|link| !link.is_closed())
+    }
+
     /// The connection to an address; opens one, with pauses between tries, until `deadline`.
     pub(crate) async fn get(&self, address: &str, deadline: Instant) -> Result<Link, PeerError> {
         let dial = {
@@ -242,10 +247,25 @@ impl Links {
         got
     }
 
-    /// Tells the engine of a ticket that its lease is not wanted any more.
+    /// Whether whoever is at the address of a ticket has ever greeted, and has answered since. Waits for those who
+    /// are just finding out.
+    pub(crate) async fn met(&self, ticket: &Ticket) -> bool {
+        let Some(dial) = self.dials.lock().get(&ticket.address).cloned() else { return false };
+        let met = timeout_at(given_up_by(ticket), dial.lock()).await;
+        let met = met.is_ok_and(|dial| dial.link.is_some());
+        if !met {
+            self.forget_gone(&ticket.address, &dial);
+        }
+        met
+    }
+
+    /// Tells the engine of a ticket that its lease is not wanted any more. Whoever has never answered at its address
+    /// is not tried for long.
     pub(crate) async fn abandon(&self, ticket: &Ticket) -> Result<(), PeerError> {
-        // Later than this the lease has expired by itself, or nobody cares.
-        let deadline = after(ticket.term().min(Duration::from_secs(60))).into();
+        let deadline = match self.met(ticket).await {
+            true => given_up_by(ticket),
+            false => given_up_by(ticket).min(after(PATIENT_ANSWER).into()),
+        };
         let link = self.get(&ticket.address, deadline).await?;
         let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);
         link.ask(Question::Abandon { incarnation, keys }, deadline).await.map(|_| ())
@@ -273,6 +293,14 @@ impl Links {
             _ => return Err(PeerError::Misbehaved(Misbehaviour::Answer)),
         };
         Ok((link.welcome.clone(), told))
+    }
+
+    /// Ends the connection to an address, if nobody uses it.
+    pub(crate) fn forget(&self, address: &str) {
+        let mut dials = self.dials.lock();
+        if dials.get(address).is_some_and(|dial| Arc::strong_count(dial) == 1) {
+            dials.remove(address);
+        }
     }
 
     /// A peer that is gone is forgotten, once nobody waits for it.
@@ -327,6 +355,11 @@ impl Links {
             }
         }
     }
+}
+
+/// Later than this a lease has expired by itself, or nobody cares.
+fn given_up_by(ticket: &Ticket) -> Instant {
+    after(ticket.term().min(Duration::from_secs(60))).into()
 }
 
 /// Whether trying again at once is of no use.

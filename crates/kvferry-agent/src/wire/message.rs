@@ -55,7 +55,12 @@ pub struct Card {
 /// Where a rank takes tasks, and what proves that they come from its own scheduler.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ServiceCard {
+    /// For those who are elsewhere.
     pub(crate) address: String,
+    /// For those who are in the same place: the address that others are given may lead nowhere from here.
+    pub(crate) near: String,
+    /// Names the place.
+    pub(crate) place: String,
     pub(crate) token: Token,
 }
 

@@ -12,6 +12,7 @@
 pub(crate) mod channel;
 pub(crate) mod door;
 pub(crate) mod link;
+pub(crate) mod lookup;
 pub(crate) mod message;
 pub(crate) mod news;
 mod overheard;

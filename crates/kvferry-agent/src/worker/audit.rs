@@ -19,6 +19,7 @@ use tracing::{debug, error, info, warn};
 use super::core::Core;
 use super::load::Load;
 use super::peers::SourceEngine;
+use crate::panics::broken;
 use crate::rules::audit::PATIENCE;
 use crate::rules::failure::Failure;
 use crate::rules::grant::Fingerprint;
@@ -219,7 +220,7 @@ async fn both(
         }
         by_source[index] = digests;
     }
-    let own = own.await.map_err(|_| Trouble::Unable("looking at the memory broke off".to_owned()));
+    let own = own.await.map_err(|_| Trouble::Failed(broken("looking at the memory")));
     let (own, bytes) = own??;
     Ok((Both { own, expected, by_source }, bytes))
 }

@@ -72,15 +72,18 @@ impl Core {
         if loads.contains_key(request) {
             return Err(Error::Duplicate(request.to_owned()));
         }
-        let doing = Mutex::new(Stage::Waiting.name());
+        let doing = Mutex::new(Stage::ShakingHands.name());
         let running = Arc::new(Running { abort: Notify::new(), doing });
         loads.insert(request.to_owned(), running.clone());
         Ok(running)
     }
 
-    /// The name is free again.
-    pub(super) fn end(&self, request: &str) {
-        self.loads.lock().remove(request);
+    /// The name is free again, unless another load has it by now.
+    pub(super) fn end(&self, request: &str, running: &Arc<Running>) {
+        let mut loads = self.loads.lock();
+        if loads.get(request).is_some_and(|now| Arc::ptr_eq(now, running)) {
+            loads.remove(request);
+        }
     }
 
     pub(super) fn abort(&self, request: &str) {

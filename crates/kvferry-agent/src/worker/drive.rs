@@ -8,17 +8,18 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 use tokio::time::sleep_until;
-use tracing::{Instrument, debug, warn};
+use tracing::{Instrument, debug};
 
 use super::audit::{Audited, audit};
 use super::core::{Core, QUARANTINED, Running};
 use super::growth::{Growing, Heard, follow};
-use super::load::{Ending, Load, Moments, Notice, Outcome};
+use super::load::{Load, Moments, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
 use super::options::Times;
 use super::peers::SourceEngine;
 use crate::background::after;
 use crate::metrics::Timings;
+use crate::panics::{Watched, broken, caught};
 use crate::rules::failure::Failure;
 use crate::rules::lease::{Answer, Loss};
 use crate::rules::life::{Action, Event, Life, Stage};
@@ -52,23 +53,24 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
         since: began,
         task: None,
         quarantined: false,
+        told: false,
     };
-    one.wait_for_turn();
+    one.shake_hands();
     loop {
         let alive = !one.life.stage().is_end();
         if !alive && !one.life.landing() {
             break;
         }
-        tokio::select! {
+        let step = tokio::select! {
             step = happened.recv() => match step {
-                Some(step) => one.step(step),
+                Some(step) => step,
                 None => break,
             },
-            () = running.abort.notified(), if alive => one.happen(Event::Abort),
-            () = sleep_until(one.deadline.into()), if alive => {
-                one.give_up_on_silence();
-                one.happen(Event::Deadline);
-            }
+            () = running.abort.notified(), if alive => Step::Abort,
+            () = sleep_until(one.deadline.into()), if alive => Step::Deadline,
+        };
+        if let Err(failure) = caught("a load's own life", || one.step(step)) {
+            one.break_off(failure);
         }
     }
 }
@@ -77,48 +79,52 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
 enum Step {
     Admitted(OwnedSemaphorePermit),
     Known(Arc<SourceEngine>),
-    /// The handshake broke.
+    /// The handshake broke, or another part of the load did.
     Failed(Failure),
     /// Something was heard of a lease that is followed.
     Heard(Heard),
     Moving(Progress),
     Audited(Audited),
     Answered(Answer),
+    Abort,
+    Deadline,
 }
 
-struct Drive {
+pub(super) struct Drive {
     /// Names the reads and the confirmation.
     attempt: u64,
-    core: Arc<Core>,
-    load: Arc<Load>,
-    running: Arc<Running>,
+    pub(super) core: Arc<Core>,
+    pub(super) load: Arc<Load>,
+    pub(super) running: Arc<Running>,
     steps: UnboundedSender<Step>,
-    life: Life,
+    pub(super) life: Life,
     times: Times,
     deadline: Instant,
-    turn: Option<OwnedSemaphorePermit>,
+    pub(super) turn: Option<OwnedSemaphorePermit>,
     /// It waits for its turn.
     queued: bool,
     /// When what is read now was asked for.
     asked: Option<Instant>,
-    engine: Option<Arc<SourceEngine>>,
+    pub(super) engine: Option<Arc<SourceEngine>>,
     /// What is known and read of the request; as soon as the engine is known.
     growing: Option<Growing>,
     /// The task that follows the lease.
-    following: Option<AbortHandle>,
+    pub(super) following: Option<AbortHandle>,
     /// That it is lost, until what is read has settled.
     lost: Option<Event>,
-    moved: Moved,
+    pub(super) moved: Moved,
     /// Of those bytes, the ones of layers that were read before others.
-    ahead: u64,
-    timings: Timings,
-    moments: Moments,
-    began: Instant,
+    pub(super) ahead: u64,
+    pub(super) timings: Timings,
+    pub(super) moments: Moments,
+    pub(super) began: Instant,
     since: Instant,
     /// What the present stage waits for.
-    task: Option<AbortHandle>,
+    pub(super) task: Option<AbortHandle>,
     /// It was reported as such.
-    quarantined: bool,
+    pub(super) quarantined: bool,
+    /// How it ended was told.
+    pub(super) told: bool,
 }
 
 impl Drive {
@@ -126,13 +132,20 @@ impl Drive {
     where
         F: Future<Output = Option<Step>> + Send + 'static,
     {
-        let steps = self.steps.clone();
+        let (steps, broken) = (self.steps.clone(), self.watched("a part of a load"));
         let task = async move {
+            let _broken = broken;
             if let Some(step) = task.await {
                 _ = steps.send(step);
             }
         };
         self.task = Some(tokio::spawn(task.in_current_span()).abort_handle());
+    }
+
+    /// Whoever holds it and panics fails the load.
+    fn watched(&self, what: &'static str) -> Watched<impl FnMut(Failure) + Send + use<>> {
+        let steps = self.steps.clone();
+        Watched::new(what, move |failure| _ = steps.send(Step::Failed(failure)))
     }
 
     /// The time since the last such call.
@@ -149,6 +162,8 @@ impl Drive {
     }
 
     fn step(&mut self, step: Step) {
+        #[cfg(test)]
+        assert_ne!(self.load.request, super::tests::PANICS, "as a test wants it");
         let event = match step {
             Step::Admitted(turn) => {
                 self.turn = Some(turn);
@@ -226,8 +241,29 @@ impl Drive {
                     Answer::NotHeld(loss) => self.not_held(loss),
                 }
             }
+            Step::Abort => Event::Abort,
+            Step::Deadline => {
+                self.give_up_on_silence();
+                Event::Deadline
+            }
         };
         self.happen(event);
+    }
+
+    /// Something of this has panicked: the engine hears of the end all the same, and gets the name back, and the blocks
+    /// as soon as nothing can land in them.
+    fn break_off(&mut self, failure: Failure) {
+        let event = Event::Failed(failure.clone());
+        _ = caught("the end of a load", || self.happen(event));
+        let landing = self.life.landing();
+        match landing {
+            true => self.core.cancel(self.attempt),
+            false => self.core.end(&self.load.request, &self.running),
+        }
+        if !self.told {
+            self.quarantined = landing;
+            self.tell(Outcome::Failed(failure));
+        }
     }
 
     /// A read has not ended in time, and nothing else has come from its engine meanwhile, either: the connection may
@@ -329,6 +365,11 @@ impl Drive {
         let task = follow(peers, engine, ticket, layers, unreachable, move |heard| {
             _ = steps.send(Step::Heard(heard));
         });
+        let broken = self.watched("following a request");
+        let task = async move {
+            let _broken = broken;
+            task.await;
+        };
         self.following = Some(tokio::spawn(task.in_current_span()).abort_handle());
     }
 
@@ -344,7 +385,7 @@ impl Drive {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::ShakeHands => self.shake_hands(),
+            Action::Queue => self.wait_for_turn(),
             Action::Read => self.read(),
             Action::Follow => self.follow(),
             Action::Audit => {
@@ -375,7 +416,7 @@ impl Drive {
             }
             Action::Report => self.report(),
             Action::HandBack => {
-                self.core.end(&self.load.request);
+                self.core.end(&self.load.request, &self.running);
                 if self.quarantined {
                     debug!("nothing will land any more");
                     let request = self.load.request.clone();
@@ -394,7 +435,7 @@ impl Drive {
             match known.await {
                 Ok(Ok(engine)) => Some(Step::Known(engine)),
                 Ok(Err(failure)) => Some(Step::Failed(failure)),
-                Err(_) => None,
+                Err(error) => error.is_panic().then(|| Step::Failed(broken("a handshake"))),
             }
         });
     }
@@ -417,73 +458,5 @@ impl Drive {
             deadline: self.deadline,
             tell: Box::new(move |progress| _ = steps.send(Step::Moving(progress))),
         });
-    }
-
-    fn report(&mut self) {
-        for task in [self.task.take(), self.following.take()].into_iter().flatten() {
-            task.abort();
-        }
-        self.turn = None;
-        let outcome = Outcome::of(self.life.stage());
-        self.count(&outcome);
-        let Timings { queue, handshake, plan, post, wire, audit, confirm } = self.timings;
-        let quarantined = self.life.landing();
-        self.quarantined = quarantined;
-        let (bytes, copies) = (self.moved.bytes, self.moved.copies);
-        self.moments.ended = Some(self.began.elapsed());
-        debug!(
-            ?outcome,
-            quarantined,
-            bytes,
-            copies,
-            ?queue,
-            ?handshake,
-            ?plan,
-            ?post,
-            ?wire,
-            ?audit,
-            ?confirm,
-            "ended"
-        );
-        match &outcome {
-            Outcome::Failed(failure) => warn!(%failure, quarantined, "the load failed"),
-            Outcome::Expired(loss) => warn!(%loss, "what was read is not used"),
-            _ => {}
-        }
-        // Settled already: the name is free before the engine hears of it.
-        if !quarantined {
-            self.core.end(&self.load.request);
-        }
-        self.core.notices.put(Notice::Ended(Ending {
-            request: self.load.request.clone(),
-            outcome,
-            quarantined,
-            bytes,
-            copies,
-            timings: self.timings,
-            moments: Box::new(self.moments),
-            lowerings: self.moved.lowerings,
-            read_by: self.engine.as_ref().map(|engine| engine.read_by.clone()).unwrap_or_default(),
-            rest: std::mem::take(&mut self.moved.rest),
-        }));
-    }
-
-    fn count(&self, outcome: &Outcome) {
-        let metrics = &self.core.metrics;
-        match outcome {
-            Outcome::Done => {
-                metrics.done.add(1);
-                metrics.bytes.add(self.moved.bytes);
-                metrics.copies.add(self.moved.copies);
-                metrics.packed_bytes.add(self.moved.packed);
-                metrics.ahead_bytes.add(self.ahead);
-                for (histogram, time) in metrics.timings.iter().zip(self.timings.times()) {
-                    histogram.observe(time);
-                }
-            }
-            Outcome::Failed(failure) => metrics.failed(failure),
-            Outcome::Aborted => metrics.aborted.add(1),
-            Outcome::Expired(_) => metrics.expired.add(1),
-        }
     }
 }

@@ -118,10 +118,10 @@ pub struct ReadBy {
 pub struct Moments {
     /// When the load began, by the wall clock: it is laid beside what other processes say.
     pub began: SystemTime,
-    /// Since then: it had waited for its turn.
-    pub admitted: Option<Duration>,
-    /// The engine to read from was known.
+    /// Since then: the engine to read from was known.
     pub known: Option<Duration>,
+    /// It had waited for its turn.
+    pub admitted: Option<Duration>,
     /// The first read was handed out.
     pub reads: Option<Duration>,
     /// The last byte had come.
@@ -138,8 +138,8 @@ impl Moments {
     pub(super) fn now() -> Self {
         Self {
             began: SystemTime::now(),
-            admitted: None,
             known: None,
+            admitted: None,
             reads: None,
             arrived: None,
             audited: None,
@@ -151,8 +151,8 @@ impl Moments {
     /// All of them by name, in order, since the load began.
     pub fn named(&self) -> [(&'static str, Option<Duration>); 7] {
         [
-            ("admitted", self.admitted),
             ("known", self.known),
+            ("admitted", self.admitted),
             ("reads", self.reads),
             ("arrived", self.arrived),
             ("audited", self.audited),

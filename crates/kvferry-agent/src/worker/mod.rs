@@ -8,8 +8,10 @@
 //! Where the source still computes it, it is read as it grows ([`growth`]), by layers where the source
 //! says which it has written ([`words`]). Engines that run no agent are [`introduced`].
 
+mod acquaintance;
 mod audit;
 mod core;
+mod departures;
 mod drive;
 mod growth;
 mod introduced;
@@ -18,8 +20,12 @@ mod mover;
 mod opening;
 mod options;
 mod peers;
+mod places;
 mod rank;
 mod replicas;
+mod report;
+#[cfg(test)]
+mod tests;
 mod words;
 
 use std::sync::Arc;
@@ -89,7 +95,8 @@ impl Worker {
                 }
             }
         }
-        let peers = Peers::new(rank, caller, metrics.clone());
+        let aside = background.handle().clone();
+        let peers = Peers::new(rank, caller, metrics.clone(), aside);
         let core = Arc::new(Core::new(
             peers,
             options.concurrent,

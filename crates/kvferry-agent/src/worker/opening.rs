@@ -1,6 +1,7 @@
 //! Opens the memory of an engine's ranks: the plan, and a connection to everybody that it reads.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_layout::Manifest;
@@ -9,9 +10,10 @@ use kvferry_transport::Error;
 use tokio::task::JoinSet;
 use tracing::warn;
 
+use super::departures::{Arrival, Departures, Whose};
 use super::rank::Rank;
 use super::replicas::Readable;
-use crate::carrier::Source;
+use crate::panics::broken;
 use crate::rules::failure::Failure;
 use crate::wire::message::Card;
 
@@ -19,15 +21,16 @@ use crate::wire::message::Card;
 /// where others hold what they hold.
 pub(super) async fn open(
     reader: &Rank,
-    address: &str,
+    whose: &Whose,
     mut cards: Vec<Card>,
     deadline: Instant,
+    departures: &Arc<Departures>,
 ) -> Result<Readable, Failure> {
     let manifests = cards.iter().map(|card| {
         Manifest::from_bytes(&card.manifest).map_err(|error| Failure::Refused(error.to_string()))
     });
     let mut manifests: Vec<Manifest> = manifests.collect::<Result<_, _>>()?;
-    let mut sources: Vec<Option<Box<dyn Source>>> = cards.iter().map(|_| None).collect();
+    let mut sources: Vec<Option<Arrival>> = cards.iter().map(|_| None).collect();
     let mut closed: Vec<(u32, Error)> = vec![];
     loop {
         let (own, how) = (reader.manifest.clone(), reader.spread());
@@ -37,18 +40,18 @@ pub(super) async fn open(
             (Plan::compile_spread(&own, &theirs, how), manifests)
         });
         let compiled = compiled.await;
-        let (plan, same) =
-            compiled.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
+        let (plan, same) = compiled.map_err(|_| broken("compiling a plan"))?;
         manifests = same;
         let plan = plan.map_err(|error| match closed.is_empty() {
             true => Failure::Refused(error.to_string()),
             false => not_connected(&closed),
         })?;
-        let failed = connect(reader, &plan, &cards, &mut sources, deadline).await?;
+        let arrival = || Arrival::new(departures, whose);
+        let failed = connect(reader, &plan, &cards, &mut sources, arrival, deadline).await?;
         if failed.is_empty() {
             for (rank, error) in closed {
                 warn!(
-                    address,
+                    address = &*whose.0,
                     rank,
                     %error,
                     "a rank cannot be connected to: what it holds is read from others"
@@ -72,7 +75,8 @@ async fn connect(
     reader: &Rank,
     plan: &Plan,
     cards: &[Card],
-    sources: &mut [Option<Box<dyn Source>>],
+    sources: &mut [Option<Arrival>],
+    arrival: impl Fn() -> Arrival,
     deadline: Instant,
 ) -> Result<BTreeMap<usize, Error>, Failure> {
     // Others may have to be connected to instead of one that does not answer.
@@ -84,7 +88,11 @@ async fn connect(
             *source = None;
         } else if source.is_none() {
             let (carrier, description) = (reader.carrier.clone(), card.description.clone());
-            connecting.spawn_blocking(move || (index, carrier.connect(&description, until)));
+            let arrival = arrival();
+            connecting.spawn_blocking(move || {
+                let connected = carrier.connect(&description, until);
+                (index, connected.map(|source| arrival.with(source)))
+            });
         }
     }
     let mut failed = BTreeMap::new();
@@ -92,7 +100,7 @@ async fn connect(
         match connected {
             Ok((index, Ok(source))) => sources[index] = Some(source),
             Ok((index, Err(error))) => _ = failed.insert(index, error),
-            Err(_) => return Err(Failure::PeerGone("the transport gave up".to_owned())),
+            Err(_) => return Err(broken("connecting the transport")),
         }
     }
     Ok(failed)

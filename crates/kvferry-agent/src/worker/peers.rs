@@ -2,23 +2,29 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
 use kvferry_plan::{LayerPlan, Plan};
 use parking_lot::Mutex;
-use tokio::time::{sleep, timeout_at};
+use tokio::runtime::Handle;
+use tokio::time::{sleep, sleep_until, timeout_at};
 use tracing::{debug, info, warn};
 
+use super::acquaintance::{Acquaintance, Answered};
+use super::departures::{Arrival, Departures, Whose};
 use super::introduced::Introduced;
 use super::load::ReadBy;
 use super::opening::open;
+use super::places::Places;
 use super::rank::Rank;
 use super::replicas::Readable;
 use crate::background::after;
 use crate::carrier::{Chosen, Source};
 use crate::error::{Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
+use crate::panics::broken;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
 use crate::rules::grant::{Fingerprint, Origin};
@@ -30,12 +36,10 @@ use crate::wire::task::TaskReply;
 use crate::wire::ticket::{Incarnation, Ticket};
 use crate::wire::version::Version;
 
-/// An engine that does not fit is not asked again for so long.
-const REFUSED_FOR: Duration = Duration::from_secs(1);
 /// Whether engines are still there is looked at so often.
 const LOOK: Duration = Duration::from_secs(2);
-/// So many former lives of an engine are remembered: tickets do not live long.
-const FORMER: usize = 64;
+/// What audits have found is remembered of so many lives, and more where they are in use or refused.
+const TRIALS: usize = 64;
 
 /// All engines that this rank reads from.
 #[derive(Debug)]
@@ -46,27 +50,19 @@ pub(super) struct Peers {
     pub(super) audits: Links,
     /// What is known of the pairs that this rank is part of, by the life of the other engine.
     trials: Mutex<HashMap<Incarnation, Arc<Mutex<Trial>>>>,
-    known: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Acquaintance>>>>,
+    known: Mutex<HashMap<String, Arc<Acquaintance>>>,
+    places: Places,
+    departures: Arc<Departures>,
     metrics: Arc<WorkerMetrics>,
     /// Those of them that cannot be asked.
     pub(super) introduced: Introduced,
 }
 
-/// What is known of the engine at one address.
-#[derive(Debug, Default)]
-struct Acquaintance {
-    engine: Option<Arc<SourceEngine>>,
-    /// Earlier lives of it: tickets of theirs are void.
-    former: HashSet<Incarnation>,
-    /// That it does not fit, and until when it is not asked again.
-    refused: Option<(Incarnation, String, Instant)>,
-}
-
-/// An engine that requests can be read from, in one of its lives.
+/// An engine that requests can be read from, in one of its lives. Its connections end aside when it is dropped.
 #[derive(Debug)]
 pub(super) struct SourceEngine {
-    address: String,
-    incarnation: Incarnation,
+    whose: Whose,
+    pub(super) incarnation: Incarnation,
     pub(super) plan: Arc<Plan>,
     /// The same layer by layer, once somebody has asked for it.
     layers: tokio::sync::OnceCell<Option<Arc<LayerPlan>>>,
@@ -83,14 +79,29 @@ pub(super) struct SourceEngine {
     pub(super) each: Mutex<Option<f64>>,
     /// When something that was read from it arrived last.
     pub(super) arrived: Mutex<Option<Instant>>,
+    departures: Arc<Departures>,
+    left: AtomicBool,
 }
 
 impl Peers {
-    pub(super) fn new(rank: Rank, caller: Caller, metrics: Arc<WorkerMetrics>) -> Self {
-        let (known, trials) = (Mutex::default(), Mutex::default());
-        let audits = Links::new(caller.clone());
-        let introduced = Introduced::default();
-        Self { rank, links: Links::new(caller), audits, trials, known, metrics, introduced }
+    /// What must wait, waits on threads of `aside`.
+    pub(super) fn new(
+        rank: Rank,
+        caller: Caller,
+        metrics: Arc<WorkerMetrics>,
+        aside: Handle,
+    ) -> Self {
+        Self {
+            rank,
+            audits: Links::new(caller.clone()),
+            links: Links::new(caller),
+            trials: Mutex::default(),
+            known: Mutex::default(),
+            places: Places::default(),
+            departures: Departures::new(aside),
+            metrics,
+            introduced: Introduced::default(),
+        }
     }
 
     /// The engine of a ticket, shaken hands with if need be.
@@ -100,8 +111,7 @@ impl Peers {
         deadline: Instant,
     ) -> Result<Arc<SourceEngine>, Failure> {
         let acquaintance = self.known.lock().entry(ticket.address.clone()).or_default().clone();
-        let met = async { self.meet(&mut *acquaintance.lock().await, ticket, deadline).await };
-        let met = timeout_at(deadline.into(), met).await;
+        let met = timeout_at(deadline.into(), self.meet(&acquaintance, ticket, deadline)).await;
         let met = met
             .unwrap_or_else(|_| Err(Failure::PeerGone("the handshake takes too long".to_owned())));
         let met = met.and_then(|engine| {
@@ -115,14 +125,12 @@ impl Peers {
     }
 
     /// An engine that is gone is forgotten, once nobody waits for it.
-    fn drop_if_unknown(&self, address: &str, acquaintance: &Arc<tokio::sync::Mutex<Acquaintance>>) {
+    fn drop_if_unknown(&self, address: &str, acquaintance: &Arc<Acquaintance>) {
         let mut known = self.known.lock();
         // The map, and the caller.
-        let unused = Arc::strong_count(acquaintance) <= 2;
-        if unused
-            && acquaintance.try_lock().is_ok_and(|a| a.engine.is_none() && a.refused.is_none())
-        {
+        if Arc::strong_count(acquaintance) <= 2 && acquaintance.is_empty() {
             known.remove(address);
+            self.links.forget(address);
         }
     }
 
@@ -139,91 +147,101 @@ impl Peers {
     fn let_go_of_ended(&self) {
         let known: Vec<_> =
             self.known.lock().iter().map(|(a, known)| (a.clone(), known.clone())).collect();
-        let mut held = vec![];
+        let mut idle = vec![];
+        // Under another address it may be there, or somebody may shake hands with it. What transports have of it is
+        // the same for all of them.
+        let mut there: HashSet<Incarnation> = HashSet::new();
         for (address, acquaintance) in &known {
-            // Somebody shakes hands, perhaps with an engine that has another address, too: another time.
-            let Ok(one) = acquaintance.try_lock() else { return };
+            let hands = acquaintance.hands.try_lock();
             let here = self.links.is_open(address) || self.introduced.knows(address);
-            held.push((address, acquaintance, one, here));
+            match hands {
+                Ok(hands) if !here => idle.push((address, acquaintance, hands)),
+                _ => there.extend(acquaintance.lives()),
+            }
         }
-        // Under another address it may be there. What transports have of it is the same for all of them.
-        let there: HashSet<Incarnation> = held
-            .iter()
-            .filter(|(.., here)| *here)
-            .filter_map(|(_, _, one, _)| one.engine.as_ref().map(|engine| engine.incarnation))
-            .collect();
-        for (address, acquaintance, mut one, _) in held {
-            // Only this one knows it: whoever wants to read from it asks for this lock first.
-            let ended = one.engine.take_if(|engine| {
+        for (address, acquaintance, hands) in idle {
+            // Only this one knows it: whoever wants to read from it asks for it first.
+            let ended = acquaintance.take_if(|engine| {
                 Arc::strong_count(engine) == 1 && !there.contains(&engine.incarnation)
             });
-            drop(one);
-            let Some(engine) = ended else { continue };
-            info!(address, "the connection has ended: the engine is let go");
-            engine.disconnect();
-            drop(engine);
+            drop(hands);
+            if ended.is_some() {
+                info!(address, "the connection has ended: the engine is let go");
+            }
+            drop(ended);
+        }
+        for (address, acquaintance) in &known {
             self.drop_if_unknown(address, acquaintance);
         }
     }
 
     async fn meet(
         &self,
-        acquaintance: &mut Acquaintance,
+        acquaintance: &Acquaintance,
         ticket: &Ticket,
         deadline: Instant,
     ) -> Result<Arc<SourceEngine>, Failure> {
-        if let Some(engine) = &acquaintance.engine
-            && engine.incarnation == ticket.incarnation
+        let (life, came) = (ticket.incarnation, Instant::now());
+        // Where the connection has ended, the engine may have as well.
+        let connected = || self.links.opened(&ticket.address).is_some();
+        if let Some(known) = acquaintance.look(life, came, connected) {
+            return known;
+        }
+        let _hands = acquaintance.hands.lock().await;
+        if let Some(known) = acquaintance.look(life, came, connected) {
+            return known;
+        }
+        if let Some(moment) = acquaintance.not_before()
+            && connected()
         {
-            return Ok(engine.clone());
+            sleep_until(moment.into()).await;
         }
-        if acquaintance.former.contains(&ticket.incarnation) {
-            return Err(Failure::Restarted);
-        }
-        if let Some((incarnation, reason, until)) = &acquaintance.refused
-            && *incarnation == ticket.incarnation
-            && Instant::now() < *until
-        {
-            return Err(Failure::Refused(reason.clone()));
-        }
-        // Whatever is known is about another life. Nothing is read at its addresses any more.
-        if let Some(old) = acquaintance.engine.take() {
-            info!(address = old.address, "the engine has restarted: repeating the handshake");
-            acquaintance.former.insert(old.incarnation);
-            old.disconnect();
-        }
-        let engine = match self.shake_hands(&ticket.address, deadline).await {
-            Ok(engine) => Arc::new(engine),
+        let asked = Instant::now();
+        match self.shake_hands(acquaintance, &ticket.address, asked, deadline).await {
+            Ok(Some(engine)) => acquaintance.meet(Arc::new(engine), asked),
+            Ok(None) => {}
             Err(failure) => {
                 if let Failure::Refused(reason) = &failure {
                     warn!(engine = ticket.engine, reason, "the engine does not fit");
-                    let until = Instant::now() + REFUSED_FOR;
-                    acquaintance.refused = Some((ticket.incarnation, reason.clone(), until));
+                    acquaintance.refuse(life, reason.clone(), asked);
                 }
                 return Err(failure);
             }
-        };
-        acquaintance.refused = None;
-        acquaintance.former.remove(&engine.incarnation);
-        acquaintance.engine = Some(engine.clone());
-        if engine.incarnation == ticket.incarnation {
-            return Ok(engine);
         }
-        if acquaintance.former.len() >= FORMER {
-            acquaintance.former.clear();
-        }
-        acquaintance.former.insert(ticket.incarnation);
-        Err(Failure::Restarted)
+        // It has been asked since: there is an answer, unless it was forgotten again.
+        acquaintance.look(life, came, connected).unwrap_or(Err(Failure::Restarted))
     }
 
-    async fn shake_hands(&self, address: &str, deadline: Instant) -> Result<SourceEngine, Failure> {
-        let (version, incarnation, cards) = self.ask_for_cards(address, deadline).await?;
-        let readable = open(&self.rank, address, cards, deadline).await?;
+    /// Shakes hands with whoever is at an address; `None`: it is the engine that is known.
+    async fn shake_hands(
+        &self,
+        acquaintance: &Acquaintance,
+        address: &str,
+        asked: Instant,
+        deadline: Instant,
+    ) -> Result<Option<SourceEngine>, Failure> {
+        let known = acquaintance.is_known();
+        let (version, incarnation, cards) = self.ask_for_cards(address, known, deadline).await?;
+        let _meeting = match acquaintance.is_in(incarnation, asked) {
+            Answered::Known => return Ok(None),
+            Answered::New { old, meeting } => {
+                if let Some(old) = old {
+                    info!(address, "the engine has restarted: repeating the handshake");
+                    // Whatever is known is about another life. Nothing is read at its addresses any more.
+                    old.leave();
+                }
+                meeting
+            }
+        };
+        let whose: Whose = (address.into(), incarnation);
+        self.departures.over(&whose).await;
+        let readable = open(&self.rank, &whose, cards, deadline, &self.departures).await?;
         let (own, how) = (self.rank.manifest.clone(), self.rank.spread());
         let readable =
             tokio::task::spawn_blocking(move || readable.without_far_ones(&own, how)).await;
         let Readable { plan, manifests, ranks, sources } =
-            readable.map_err(|_| Failure::Refused("the plan was not compiled".to_owned()))?;
+            readable.map_err(|_| broken("compiling a plan"))?;
+        let sources: Vec<_> = sources.into_iter().map(|one| one.and_then(Arrival::take)).collect();
         if version < Version::ORIGINS {
             warn!(
                 address,
@@ -247,12 +265,11 @@ impl Peers {
         let read_by = self.read_by(&ranks, &sources);
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
         let manifests = Arc::new(manifests);
-        let (address, layers) = (address.to_owned(), tokio::sync::OnceCell::new());
-        Ok(SourceEngine {
-            address,
+        Ok(Some(SourceEngine {
+            whose,
             incarnation,
             plan,
-            layers,
+            layers: tokio::sync::OnceCell::new(),
             manifests,
             sources,
             ranks,
@@ -260,7 +277,9 @@ impl Peers {
             trial,
             each: Mutex::default(),
             arrived: Mutex::default(),
-        })
+            departures: self.departures.clone(),
+            left: AtomicBool::new(false),
+        }))
     }
 
     fn read_by(&self, ranks: &[u32], sources: &[Option<Box<dyn Source>>]) -> Arc<[ReadBy]> {
@@ -275,7 +294,7 @@ impl Peers {
     /// What audits have found of this life of an engine, also over an earlier handshake.
     fn trial(&self, incarnation: Incarnation) -> Arc<Mutex<Trial>> {
         let mut trials = self.trials.lock();
-        if trials.len() >= FORMER && !trials.contains_key(&incarnation) {
+        if trials.len() >= TRIALS && !trials.contains_key(&incarnation) {
             // What was refused stays so, and what is in use is its owners' as well.
             trials.retain(|_, trial| {
                 Arc::strong_count(trial) > 1 || trial.lock().refused().is_some()
@@ -288,6 +307,7 @@ impl Peers {
     async fn ask_for_cards(
         &self,
         address: &str,
+        known: bool,
         deadline: Instant,
     ) -> Result<(Version, Incarnation, Vec<Card>), Failure> {
         if let Some((incarnation, cards)) = self.introduced.get(address) {
@@ -296,13 +316,22 @@ impl Peers {
         let until = deadline.into();
         let mut pause = Duration::from_millis(10);
         loop {
-            let link =
-                self.links.get(address, until).await.map_err(|error| peer_failure(&error))?;
+            let link = match known {
+                true => self.links.get(address, until).await,
+                false => self.places.connect(&self.links, address, until).await,
+            };
+            let link = link.map_err(|error| peer_failure(&error))?;
+            let place = match known {
+                true => None,
+                false => Some(self.places.asked.acquire().await),
+            };
             let question = Question::Fit {
                 manifest: self.rank.manifest_bytes.clone(),
                 transport: self.rank.carrier.name().to_owned(),
             };
-            match link.ask(question, until).await {
+            let answer = link.ask(question, until).await;
+            drop(place);
+            match answer {
                 Ok(Reply::Cards { incarnation, cards }) => {
                     return Ok((link.version(), incarnation, cards));
                 }
@@ -414,9 +443,10 @@ impl Peers {
         engine.layers.get_or_init(compile).await.clone()
     }
 
-    /// Tells P that it need not keep the blocks for this rank's engine.
+    /// Tells P that it need not keep the blocks for this rank's engine; not where nobody has ever answered: a
+    /// ticket may name any address.
     pub(super) async fn abandon(&self, ticket: &Ticket) {
-        if self.introduced.knows(&ticket.address) {
+        if self.introduced.knows(&ticket.address) || !self.links.met(ticket).await {
             return;
         }
         if let Err(error) = self.links.abandon(ticket).await {
@@ -426,23 +456,27 @@ impl Peers {
 
     /// Never reads from this engine again: the next request repeats the handshake.
     pub(super) fn forget(&self, engine: &Arc<SourceEngine>) {
-        let acquaintance = self.known.lock().get(&engine.address).cloned();
-        if let Some(acquaintance) = acquaintance
-            && let Ok(mut acquaintance) = acquaintance.try_lock()
-            && acquaintance.engine.as_ref().is_some_and(|known| Arc::ptr_eq(known, engine))
-        {
-            info!(address = engine.address, "the engine is forgotten");
-            acquaintance.engine = None;
+        let acquaintance = self.known.lock().get(&*engine.whose.0).cloned();
+        let known = acquaintance.and_then(|one| one.take_if(|known| Arc::ptr_eq(known, engine)));
+        if known.is_some() {
+            info!(address = &*engine.whose.0, "the engine is forgotten");
         }
-        engine.disconnect();
+        engine.leave();
     }
 }
 
 impl SourceEngine {
-    fn disconnect(&self) {
-        for source in self.sources.iter().flatten() {
-            source.disconnect();
+    /// Ends its connections, aside.
+    fn leave(&self) {
+        if !self.left.swap(true, Ordering::AcqRel) {
+            self.departures.leave(&self.whose, self.sources.clone());
         }
+    }
+}
+
+impl Drop for SourceEngine {
+    fn drop(&mut self) {
+        self.leave();
     }
 }
 

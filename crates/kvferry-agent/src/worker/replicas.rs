@@ -9,7 +9,7 @@ use kvferry_plan::{Plan, Request, Spread, Summary, Table};
 use kvferry_transport::Rates;
 use tracing::info;
 
-use crate::carrier::Source;
+use super::departures::Arrival;
 
 /// A rank that takes so many times as long as another for the same may be far; less may be chance, since
 /// rates are measured within milliseconds.
@@ -24,14 +24,16 @@ pub(super) struct Readable {
     pub(super) plan: Plan,
     pub(super) manifests: Vec<Manifest>,
     pub(super) ranks: Vec<u32>,
-    pub(super) sources: Vec<Option<Box<dyn Source>>>,
+    pub(super) sources: Vec<Option<Arrival>>,
 }
 
 impl Readable {
     /// Without ranks that are far, where nearer ones hold the same.
     pub(super) fn without_far_ones(self, own: &Manifest, how: Spread) -> Self {
         let Self { plan, manifests, ranks, sources } = self;
-        let Some((plan, kept)) = without_far_ones(&plan, own, how, &manifests, &sources) else {
+        let rates = sources.iter().map(|one| Some(one.as_ref()?.source()?.rates()));
+        let rates: Vec<Option<Rates>> = rates.collect();
+        let Some((plan, kept)) = without_far_ones(&plan, own, how, &manifests, &rates) else {
             return Self { plan, manifests, ranks, sources };
         };
         let far: Vec<u32> =
@@ -58,11 +60,10 @@ fn without_far_ones(
     own: &Manifest,
     how: Spread,
     theirs: &[Manifest],
-    sources: &[Option<Box<dyn Source>>],
+    rates: &[Option<Rates>],
 ) -> Option<(Plan, Vec<usize>)> {
-    let rates = sources.iter().enumerate();
     let mut read: Vec<(usize, Rates)> =
-        rates.filter_map(|(at, source)| Some((at, source.as_ref()?.rates()))).collect();
+        rates.iter().enumerate().filter_map(|(at, rates)| Some((at, (*rates)?))).collect();
     let dear = |rates: &Rates| takes(rates, 1, 1 << 20);
     read.sort_by(|(_, a), (_, b)| dear(a).total_cmp(&dear(b)));
     let far = FAR * dear(&read.first()?.1);
@@ -138,12 +139,10 @@ fn tables(side: &Manifest, tokens: u64) -> Vec<Vec<u32>> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use kvferry_layout::{
         Axis, Draft, Format, Group, Kind, Law, Phase, Piece, Region, StateBox, View, Window,
     };
-    use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price};
+    use kvferry_transport::Price;
 
     use super::*;
 
@@ -195,36 +194,13 @@ mod tests {
         Manifest::new(draft).unwrap()
     }
 
-    /// Of which only the rates matter.
-    #[derive(Debug)]
-    struct Far(f64);
-
-    impl Source for Far {
-        fn price(&self) -> Price {
-            Price { launch: 0.0, copy: 0.0, byte: self.0 }
-        }
-
-        fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
-            Err(Error::Disconnected)
-        }
-
-        fn executes_loops(&self) -> bool {
-            false
-        }
-
-        fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
-            Err(Error::Disconnected)
-        }
-
-        fn disconnect(&self) {}
-    }
-
     fn chosen(theirs: &[Manifest], prices: &[f64]) -> Option<Vec<usize>> {
-        let sources = prices.iter().map(|price| Some(Box::new(Far(*price)) as Box<dyn Source>));
-        let sources: Vec<_> = sources.collect();
+        let direct = |byte: &f64| Price { launch: 0.0, copy: 0.0, byte: *byte };
+        let rates = prices.iter().map(|byte| Some(Rates { direct: direct(byte), packed: None }));
+        let rates: Vec<_> = rates.collect();
         let (own, how) = (rank(0, 0..HEADS), Spread::default());
         let plan = Plan::compile(&own, &theirs.iter().collect::<Vec<_>>()).unwrap();
-        let (plan, kept) = without_far_ones(&plan, &own, how, theirs, &sources)?;
+        let (plan, kept) = without_far_ones(&plan, &own, how, theirs, &rates)?;
         assert_eq!(plan.source_count(), kept.len());
         Some(kept)
     }

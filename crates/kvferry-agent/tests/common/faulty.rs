@@ -24,6 +24,12 @@ pub enum Fault {
     OtherOrder,
     /// None of the bytes: the source says that it packs, and does not when it is asked to.
     Unpacked,
+    /// It panics when it is asked to read.
+    PanicsReading,
+    /// It panics when it is asked how far a read is.
+    PanicsLooking,
+    /// It panics when it is connected to.
+    PanicsConnecting,
 }
 
 /// The fault that is at work, if any.
@@ -52,6 +58,8 @@ impl Carrier for Faulty {
     }
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
+        let fault = *self.switch.lock().unwrap();
+        assert_ne!(fault, Some(Fault::PanicsConnecting), "as a test wants it");
         let inner = self.inner.connect(description, deadline)?;
         Ok(Box::new(FaultySource { inner, switch: self.switch.clone(), older: self.older }))
     }
@@ -76,6 +84,7 @@ impl Source for FaultySource {
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let fault = *self.switch.lock().unwrap();
+        assert_ne!(fault, Some(Fault::PanicsReading), "as a test wants it");
         let mut copies = copies.to_vec();
         let last = copies.len() - 1;
         match fault {
@@ -90,7 +99,7 @@ impl Source for FaultySource {
                 copies.remove(0);
             }
             Some(Fault::StaleBlock) => copies[0].source += self.older,
-            Some(Fault::FlippedBit | Fault::OtherOrder | Fault::Unpacked) | None => {}
+            Some(_) | None => {}
         }
         let inner = self.inner.read(&copies, deadline)?;
         let done = AtomicBool::new(false);
@@ -129,6 +138,7 @@ struct FaultyOperation {
 
 impl FaultyOperation {
     fn spoil(&self, status: Status) -> Status {
+        assert_ne!(self.fault, Some(Fault::PanicsLooking), "as a test wants it");
         if !matches!(status, Status::Done(_)) || self.done.swap(true, Ordering::SeqCst) {
             return status;
         }

@@ -27,6 +27,8 @@ pub struct Held {
     refuses: Option<Refusal>,
     /// Attempts to connect to a rank.
     attempts: AtomicUsize,
+    /// What ends a connection waits while this is so.
+    pub stuck: Arc<AtomicBool>,
 }
 
 /// Why a rank cannot be connected to.
@@ -49,7 +51,8 @@ pub struct HeldRead {
 impl Held {
     pub fn new(price: Price, refuses: Option<Refusal>) -> Self {
         let (connected, attempts) = (Arc::default(), AtomicUsize::new(0));
-        Self { reads: Arc::default(), price, connected, refuses, attempts }
+        let stuck = Arc::default();
+        Self { reads: Arc::default(), price, connected, refuses, attempts, stuck }
     }
 
     /// How often it has tried to connect to a rank.
@@ -127,8 +130,9 @@ impl Carrier for Held {
         }
         let price = |i: usize| f64::from_le_bytes(description[8 * i..][..8].try_into().unwrap());
         let price = Price { launch: price(0), copy: price(1), byte: price(2) };
-        let connected = self.connected.clone();
-        Ok(Box::new(HeldSource { reads: self.reads.clone(), price, _connected: connected }))
+        let (reads, connected) = (self.reads.clone(), self.connected.clone());
+        let stuck = self.stuck.clone();
+        Ok(Box::new(HeldSource { reads, price, stuck, _connected: connected }))
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -140,6 +144,7 @@ impl Carrier for Held {
 struct HeldSource {
     reads: Arc<Mutex<VecDeque<Arc<HeldRead>>>>,
     price: Price,
+    stuck: Arc<AtomicBool>,
     _connected: Arc<()>,
 }
 
@@ -166,7 +171,9 @@ impl Source for HeldSource {
         Err(Error::Unsupported("these reads are lists".to_owned()))
     }
 
-    fn disconnect(&self) {}
+    fn disconnect(&self) {
+        eventually("it may disconnect", || !self.stuck.load(Ordering::SeqCst));
+    }
 }
 
 struct HeldOperation(Arc<HeldRead>);

@@ -225,7 +225,7 @@ impl World {
         for action in load.life.on(event) {
             let rank = &mut self.ranks[r];
             match action {
-                Action::ShakeHands => {}
+                Action::Queue => {}
                 // It may hear something before it reads on.
                 Action::Follow if rank.load.as_ref().is_some_and(Load::waits) => {}
                 Action::Follow => self.read_on(r, bounds)?,

@@ -134,7 +134,7 @@ impl Moves<'_, '_> {
                 self.step(format_args!("D{r} hears {word:?}"), |w| w.hear_word(r, *word, bounds));
             }
             // That a read breaks is below, where reads are.
-            for event in [Event::Admitted, Event::Known, Event::Abort, Event::Deadline] {
+            for event in [Event::Known, Event::Admitted, Event::Abort, Event::Deadline] {
                 let name = format_args!("D{r}: {event:?}");
                 self.step(name, |w| w.happen(r, event.clone(), bounds));
             }

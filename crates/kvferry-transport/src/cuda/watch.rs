@@ -10,6 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use super::errand::Errand;
 use super::flight::Flight;
 use crate::contract::Error;
+use crate::shared::thread::{outlive, unless_it_panics};
 
 const PERIOD: Duration = Duration::from_millis(1);
 /// So many periods after the last launch.
@@ -47,7 +48,7 @@ impl Watch {
         let shared = Arc::<Shared>::default();
         let thread = std::thread::Builder::new().name("kvferry-cuda".to_owned()).spawn({
             let shared = shared.clone();
-            move || shared.watch()
+            move || outlive("the watch over launches", || shared.watch())
         });
         let thread = thread.map_err(|error| Error::system("starting a thread", &error))?;
         Ok(Self { shared, thread: Some(thread) })
@@ -111,7 +112,11 @@ impl Shared {
                 drop(ended);
                 flights
             };
-            let landed: Vec<bool> = flights.iter().map(|flight| flight.landed_or_lost()).collect();
+            // One that panics is left to those who poll it.
+            let look = |flight: &Arc<Flight>| {
+                unless_it_panics("a launch", || flight.landed_or_lost()).unwrap_or(true)
+            };
+            let landed: Vec<bool> = flights.iter().map(look).collect();
             let mut landed = landed.into_iter();
             // New ones were added at the end.
             self.watched.lock().flights.retain(|_| !landed.next().unwrap_or(false));

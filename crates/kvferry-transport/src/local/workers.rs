@@ -10,6 +10,7 @@ use super::direct::Direct;
 use super::process::MAX_ENTRIES;
 use crate::contract::Error;
 use crate::shared::chunks::Chunked;
+use crate::shared::thread::{outlive, unless_it_panics};
 
 /// Bytes per call to the kernel: few enough to spread an operation over the workers and to be
 /// cancelled soon.
@@ -47,7 +48,7 @@ impl Workers {
             let shared = workers.shared.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("kvferry-copy{number}"))
-                .spawn(move || shared.run())
+                .spawn(move || outlive("copying", || shared.run()))
                 .map_err(|error| Error::system("starting a thread", &error))?;
             workers.threads.push(thread);
         }
@@ -116,9 +117,16 @@ impl Shared {
             if more {
                 self.push(Job { operation: operation.clone(), from: from.clone() });
             }
-            match from.read(operation.custody(), &chunk, &mut ours, &mut theirs) {
-                Ok(()) => chunk.in_place(),
-                Err(error) => chunk.fail(error),
+            // The call returns when the bytes are there: after a panic nothing lands, either.
+            let read = unless_it_panics("a copy", || {
+                from.read(operation.custody(), &chunk, &mut ours, &mut theirs)
+            });
+            match read {
+                Some(Ok(())) => chunk.in_place(),
+                Some(Err(error)) => chunk.fail(error),
+                None => {
+                    chunk.fail(Error::Library("the thread that copies has panicked".to_owned()));
+                }
             }
         }
     }

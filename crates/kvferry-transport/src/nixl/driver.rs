@@ -11,6 +11,7 @@ use super::peer::NixlPeer;
 use super::state::{Posted, State};
 use crate::contract::Error;
 use crate::shared::custody::Part;
+use crate::shared::thread::outlive;
 
 /// How long closing waits for operations to end of their own accord.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
@@ -44,6 +45,12 @@ impl Driver {
     }
 
     pub(super) fn run(mut self) {
+        outlive("the driver of NIXL", || self.drive());
+        self.close();
+    }
+
+    /// Until the transport closes.
+    fn drive(&mut self) {
         let mut pause = Pause::default();
         while let Some(batch) = self.next(&mut pause) {
             if !batch.is_empty() {
@@ -58,7 +65,6 @@ impl Driver {
             }
             self.dismiss();
         }
-        self.close();
     }
 
     /// What is to be posted next: at once if there is something, with nothing after a pause while
@@ -160,31 +166,34 @@ impl Driver {
 
     /// Asks NIXL how everything stands; whether anything has ended.
     fn look_after(&mut self) -> bool {
-        let mut ended = false;
-        for mut active in std::mem::take(&mut self.active) {
+        let mut any = false;
+        // From the last: those that have ended leave, and what panics takes nobody else with it.
+        for at in (0..self.active.len()).rev() {
+            let active = &mut self.active[at];
+            let error = &mut active.error;
             active.requests.retain_mut(|request| match request.ended() {
                 Ok(ended) => !ended,
                 Err(code) => {
-                    active.error.get_or_insert_with(|| lost(code));
+                    error.get_or_insert_with(|| lost(code));
                     false
                 }
             });
             if !active.requests.is_empty() {
-                if let Some(error) = &active.error {
+                if let Some(error) = error {
                     active.part.custody().stop(error.clone());
                 }
-                self.active.push(active);
                 continue;
             }
-            ended = true;
-            active.lists.clear();
+            any = true;
+            let active = self.active.swap_remove(at);
+            drop(active.lists);
             *active.peer.0.under_way.lock() -= 1;
             match active.error {
                 None => active.part.in_place(active.bytes),
                 Some(error) => active.part.fail(error),
             }
         }
-        ended
+        any
     }
 
     /// Forgets the peers that were disconnected and of which nothing is under way any more: before

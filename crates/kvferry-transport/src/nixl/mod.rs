@@ -180,6 +180,26 @@ impl Nixl {
         loaded.map(|_| ())
     }
 
+    /// Tells NIXL what is new of a peer. Answers whether something is.
+    fn refresh(
+        &self,
+        peer: &NixlPeer,
+        spans: Spans,
+        metadata: &[u8],
+        deadline: Instant,
+    ) -> Result<bool, Error> {
+        // One at a time.
+        let Some(_turn) = peer.0.refreshed.try_lock_until(deadline) else {
+            return Err(Error::DeadlinePassed);
+        };
+        // Memory that was registered anew has other keys, also where it lies at the same addresses.
+        let is_new = *peer.spans() != spans || *peer.0.metadata.lock() != metadata;
+        if is_new {
+            self.reload(peer, spans, metadata, deadline)?;
+        }
+        Ok(is_new)
+    }
+
     /// Asks a peer whether it packs, where that is not known: what it says of itself is new, or there is memory
     /// of another kind than when it was asked.
     fn meet(&self, peer: &NixlPeer, told: Option<Told>, is_new: bool, deadline: Instant) {
@@ -246,39 +266,40 @@ impl Transport for Nixl {
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<NixlPeer, Error> {
         let Description { instance, foreign, spans, metadata, told } =
             Description::parse(description)?;
-        // Held throughout, so that two calls do not load the same peer at once.
-        let mut peers = self.state.peers.lock();
-        let known = peers.iter().find(|peer| peer.instance() == instance);
-        if let Some(peer) = known.cloned() {
-            // Memory that was registered anew has other keys, also where it lies at the same addresses.
-            let is_new = *peer.spans() != spans || *peer.0.metadata.lock() != metadata;
-            if is_new {
-                self.reload(&peer, spans, metadata, deadline)?;
+        loop {
+            // Held while it is loaded, so that two calls do not load the same peer at once; never while something is
+            // waited for, since others connect and disconnect meanwhile.
+            let mut peers = self.state.peers.lock();
+            let known = peers.iter().find(|peer| peer.instance() == instance).cloned();
+            if let Some(peer) = known {
+                drop(peers);
+                let is_new = self.refresh(&peer, spans, metadata, deadline)?;
+                self.meet(&peer, told, is_new, deadline);
+                return Ok(peer);
+            }
+            // It may have been disconnected a moment ago: NIXL must have forgotten it first.
+            let leaves = |peer: &NixlPeer| peer.instance() == instance;
+            if !self.state.queue.lock().leaving.iter().any(leaves) {
+                let loaded = self.load(metadata)?;
+                if !foreign && loaded.to_bytes() != name(instance).as_bytes() {
+                    let _ = self.state.agent.forget(&loaded);
+                    return Err(Error::BadDescription(
+                        "it names one process and holds the metadata of another".to_owned(),
+                    ));
+                }
+                let rate = RateWatch::new(Medium::Nixl(Medium::fastest_rdma()));
+                let peer = NixlPeer::new(instance, loaded, (spans, metadata), rate);
+                peers.push(peer.clone());
+                drop(peers);
+                self.meet(&peer, told, true, deadline);
+                return Ok(peer);
             }
             drop(peers);
-            self.meet(&peer, told, is_new, deadline);
-            return Ok(peer);
-        }
-        // It may have been disconnected a moment ago: NIXL must have forgotten it first.
-        while (self.state.queue.lock().leaving.iter()).any(|peer| peer.instance() == instance) {
             if Instant::now() >= deadline {
                 return Err(Error::DeadlinePassed);
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        let loaded = self.load(metadata)?;
-        if !foreign && loaded.to_bytes() != name(instance).as_bytes() {
-            let _ = self.state.agent.forget(&loaded);
-            return Err(Error::BadDescription(
-                "it names one process and holds the metadata of another".to_owned(),
-            ));
-        }
-        let rate = RateWatch::new(Medium::Nixl(Medium::fastest_rdma()));
-        let peer = NixlPeer::new(instance, loaded, (spans, metadata), rate);
-        peers.push(peer.clone());
-        drop(peers);
-        self.meet(&peer, told, true, deadline);
-        Ok(peer)
     }
 
     fn disconnect(&self, peer: &NixlPeer) {

@@ -26,6 +26,8 @@ pub(super) struct Inner {
     pub(super) spans: Mutex<Arc<Spans>>,
     /// What NIXL was told of it; empty where that failed.
     pub(super) metadata: Mutex<Vec<u8>>,
+    /// Held by whoever brings these up to date.
+    pub(super) refreshed: Mutex<()>,
     pub(super) rate: Arc<RateWatch>,
     pub(super) closed: AtomicBool,
     /// Nothing new is posted while its metadata is being replaced.
@@ -50,6 +52,7 @@ impl NixlPeer {
             name,
             spans: Mutex::new(Arc::new(spans)),
             metadata: Mutex::new(metadata.to_vec()),
+            refreshed: Mutex::default(),
             rate: Arc::new(rate),
             closed: AtomicBool::new(false),
             paused: AtomicBool::new(false),

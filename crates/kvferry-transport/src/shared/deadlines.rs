@@ -9,6 +9,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 use super::custody::Custody;
+use super::thread::outlive;
 use crate::contract::Error;
 
 #[derive(Debug)]
@@ -64,7 +65,7 @@ impl Deadlines {
             .name("kvferry-late".to_owned())
             .spawn({
                 let shared = shared.clone();
-                move || shared.run()
+                move || outlive("deadlines", || shared.run())
             })
             .map_err(|error| Error::system("starting a thread", &error))?;
         Ok(Self { shared, thread: Some(thread) })

@@ -19,6 +19,7 @@ use self::lowering::{Lowered, Reads};
 use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
 use crate::error::Error;
+use crate::panics::caught;
 use crate::rules::failure::Failure;
 use crate::rules::life::Stage;
 
@@ -89,7 +90,7 @@ impl Mover {
     pub(super) fn start(choice: Choice) -> Result<Self, Error> {
         let (commands, received) = unbounded();
         let thread = thread::Builder::new().name("kvferry-mover".to_owned());
-        let thread = thread.spawn(move || run(&received, choice)).map_err(|error| Error::Io {
+        let thread = thread.spawn(move || live(&received, choice)).map_err(|error| Error::Io {
             what: "starting the agent's thread".to_owned(),
             kind: error.kind(),
         })?;
@@ -105,7 +106,7 @@ impl Mover {
     }
 
     fn command(&self, command: Command) {
-        // The thread lives as long as this.
+        // The thread lives as long as this: whatever panics on it is caught there.
         if let Some(commands) = &self.commands {
             _ = commands.send(command);
         }
@@ -121,34 +122,44 @@ impl Drop for Mover {
     }
 }
 
-fn run(commands: &Receiver<Command>, choice: Choice) {
-    let mut readings: Vec<Reading> = vec![];
+/// The thread's life. All loads need it: what panics in it ends nothing but the read at which it did.
+fn live(commands: &Receiver<Command>, choice: Choice) {
+    let mut readings = vec![];
+    while caught("reading", || run(commands, choice, &mut readings)).is_err() {}
+}
+
+fn run(commands: &Receiver<Command>, choice: Choice, readings: &mut Vec<Reading>) {
     let mut lessons = Lessons::default();
     loop {
-        if readings.is_empty() {
+        let idle = readings.iter().all(|reading| reading.broken);
+        if idle {
             lessons.conclude();
         }
-        let command = match readings.is_empty() {
+        let command = match idle {
             true => commands.recv().map_err(|_| TryRecvError::Disconnected),
             false => commands.try_recv(),
         };
         match command {
             // More may wait: post them before looking at what has arrived.
             Ok(Command::Read(job)) => {
-                readings.extend(Reading::post(job, choice, &mut lessons));
+                let mut reading = Reading::new(job);
+                if !reading.post(choice, &mut lessons) {
+                    readings.push(reading);
+                }
             }
             Ok(Command::Cancel(attempt)) => {
-                let cancelled = readings.iter_mut().filter(|reading| reading.attempt == attempt);
-                cancelled.for_each(Reading::cancel);
+                for reading in readings.iter_mut().filter(|one| one.job.attempt == attempt) {
+                    reading.guarded(|one| {
+                        one.cancel();
+                        false
+                    });
+                }
             }
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {
-                readings.retain_mut(|reading| !reading.look(&mut lessons));
-                let pending = readings.first().and_then(|reading| {
-                    reading.operations.iter().find(|operation| !operation.poll().is_safe())
-                });
-                if let Some(operation) = pending {
-                    operation.wait(Instant::now() + GLANCE);
+                readings.retain_mut(|reading| !reading.guarded(|one| one.look(&mut lessons)));
+                if let Some(first) = readings.iter_mut().find(|reading| !reading.broken) {
+                    first.guarded(Reading::glance);
                 }
             }
         }
@@ -157,57 +168,82 @@ fn run(commands: &Receiver<Command>, choice: Choice) {
 
 /// A job under way.
 struct Reading {
-    attempt: u64,
+    /// Keeps the connections for as long as bytes move on them.
+    job: Job,
     operations: Vec<Box<dyn Operation>>,
     moved: Moved,
     posted: Instant,
     failed: bool,
-    tell: Box<dyn Fn(Progress) + Send>,
+    /// The transport has panicked when it was asked how a read stands. Nobody can say any more what lands, so that its
+    /// blocks stay where they are, and it is not asked again.
+    broken: bool,
     /// For every operation: what is learnt from it once it has ended.
     lessons: Vec<Option<Lesson<Taught>>>,
-    /// Keeps the connections for as long as bytes move on them.
-    _sources: Arc<Vec<Option<Box<dyn Source>>>>,
 }
 
 impl Reading {
-    /// Hands what a job reads to the transport, source by source. `None`: there is nothing to wait for.
-    fn post(job: Job, choice: Choice, others: &mut Lessons<Taught>) -> Option<Self> {
+    fn new(job: Job) -> Self {
+        Self {
+            job,
+            operations: vec![],
+            moved: Moved::default(),
+            posted: Instant::now(),
+            failed: false,
+            broken: false,
+            lessons: vec![],
+        }
+    }
+
+    /// Does something that answers whether it is over: nothing will land any more.
+    fn guarded(&mut self, done: impl FnOnce(&mut Self) -> bool) -> bool {
+        if self.broken {
+            return false;
+        }
+        caught("looking at a read", || done(self)).unwrap_or_else(|failure| {
+            self.broken = true;
+            if !self.failed {
+                _ = caught("stopping a read", || self.cancel());
+                (self.job.tell)(Progress::Failed(failure));
+            }
+            false
+        })
+    }
+
+    /// Hands what a job reads to the transport. Answers whether it is over.
+    fn post(&mut self, choice: Choice, lessons: &mut Lessons<Taught>) -> bool {
+        // A read that panics has started nothing, as `Source` promises.
+        let posted = caught("starting a read", || self.hand_out(choice, lessons));
+        self.posted = Instant::now();
+        match posted {
+            Ok(Ok(())) => self.guarded(|one| one.look(lessons)),
+            Ok(Err(failure)) | Err(failure) => self.guarded(|one| one.fail(failure)),
+        }
+    }
+
+    /// Source by source.
+    fn hand_out(&mut self, choice: Choice, others: &mut Lessons<Taught>) -> Result<(), Failure> {
+        let Self { job, operations, moved, lessons, .. } = self;
         let mut began = Instant::now();
         let mut lap = || {
             let lap = began.elapsed();
             began += lap;
             lap
         };
-        let lowered = match lower(&job, choice) {
-            Ok(lowered) => lowered,
-            Err(reason) => {
-                (job.tell)(Progress::Settled);
-                (job.tell)(Progress::Failed(Failure::BadRequest(reason)));
-                return None;
-            }
-        };
-        let mut moved = Moved::default();
+        let lowered = lower(job, choice).map_err(Failure::BadRequest)?;
         if job.load.rest {
             moved.rest = lowered.rest();
         }
         moved.plan += lap();
-        let (mut operations, mut lessons, mut failure) = (vec![], vec![], None);
-        'sources: for (index, source) in job.sources.iter().enumerate() {
-            let all = match lowered.reads(index) {
-                Ok(all) => all,
-                Err(error) => {
-                    failure = Some(Failure::Transport(format!(
-                        "the plan cannot be carried out: {error}"
-                    )));
-                    break;
-                }
-            };
+        for (index, source) in job.sources.iter().enumerate() {
+            let all = lowered.reads(index).map_err(|error| {
+                Failure::Transport(format!("the plan cannot be carried out: {error}"))
+            })?;
             moved.lowerings.merge(lowered.lowerings(index));
             moved.plan += lap();
             for reads in all {
                 moved.bytes += reads.bytes();
                 moved.copies += reads.copies();
-                let lesson = (reads.copies(), reads.bytes(), Instant::now());
+                let (copies, bytes, began) = (reads.copies(), reads.bytes(), Instant::now());
                 let posted = match source {
                     Some(source) => match &reads {
                         Reads::List(copies) => source.read(copies, job.deadline),
@@ -221,38 +257,23 @@ impl Reading {
                     }
                 };
                 moved.post += lap();
-                match posted {
-                    Ok(operation) => {
-                        operations.push(operation);
-                        let sources = Arc::downgrade(&job.sources);
-                        let pupil = Taught { sources, source: index, way: reads.way() };
-                        let (copies, bytes, began) = lesson;
-                        lessons.push(Some(Lesson { pupil, copies, bytes, began }));
-                        others.begin();
-                    }
-                    Err(error) => {
-                        failure = Some(error);
-                        break 'sources;
-                    }
-                }
+                operations.push(posted?);
+                let sources = Arc::downgrade(&job.sources);
+                let pupil = Taught { sources, source: index, way: reads.way() };
+                lessons.push(Some(Lesson { pupil, copies, bytes, began }));
+                others.begin();
             }
         }
-        drop(lowered);
-        let mut reading = Self {
-            attempt: job.attempt,
-            operations,
-            moved,
-            posted: Instant::now(),
-            failed: false,
-            tell: job.tell,
-            lessons,
-            _sources: job.sources,
-        };
-        let over = match failure {
-            Some(failure) => reading.fail(failure),
-            None => reading.look(others),
-        };
-        (!over).then_some(reading)
+        Ok(())
+    }
+
+    /// Waits a moment for what has not ended.
+    fn glance(&mut self) -> bool {
+        let pending = self.operations.iter().find(|operation| !operation.poll().is_safe());
+        if let Some(operation) = pending {
+            operation.wait(Instant::now() + GLANCE);
+        }
+        false
     }
 
     /// Nobody waits for the bytes any more; what remains to be told is when nothing more lands.
@@ -299,7 +320,7 @@ impl Reading {
             self.moved.wire = self.posted.elapsed();
             Progress::Arrived(std::mem::take(&mut self.moved))
         };
-        (self.tell)(last);
+        (self.job.tell)(last);
         true
     }
 
@@ -308,9 +329,9 @@ impl Reading {
         self.cancel();
         let safe = self.operations.iter().all(|operation| operation.poll().is_safe());
         if safe {
-            (self.tell)(Progress::Settled);
+            (self.job.tell)(Progress::Settled);
         }
-        (self.tell)(Progress::Failed(failure));
+        (self.job.tell)(Progress::Failed(failure));
         safe
     }
 }

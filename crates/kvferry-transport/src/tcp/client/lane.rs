@@ -83,7 +83,7 @@ impl<'a> LaneThread<'a> {
         &self.state.lanes[self.number]
     }
 
-    pub(super) fn run(mut self) {
+    pub(super) fn run(&mut self) {
         loop {
             let work = if self.has_room() { self.next_work() } else { Work::Answer };
             let done = match work {
@@ -370,7 +370,7 @@ impl<'a> LaneThread<'a> {
 
     /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
     /// the destinations, and a card for it; both have stopped, so all of it may be tried again.
-    fn broken(&mut self, error: &Error) {
+    pub(super) fn broken(&mut self, error: &Error) {
         let by_us = self.lane().cut_by_us.swap(false, Ordering::SeqCst);
         let error = (!by_us).then_some(error);
         self.lane().cut();

@@ -27,6 +27,7 @@ use crate::contract::{Error, Instance};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
 use crate::shared::rate::RateWatch;
+use crate::shared::thread::outlive;
 
 #[derive(Debug)]
 pub(crate) struct Client {
@@ -88,7 +89,18 @@ impl Client {
             let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
                 let state = client.state.clone();
                 let stream = first.take();
-                move || LaneThread::new(&state, lane, stream).run()
+                move || {
+                    let (mut lane, mut began) = (LaneThread::new(&state, lane, stream), false);
+                    outlive("a connection", || {
+                        // No other thread takes in what this one has asked for.
+                        if std::mem::replace(&mut began, true) {
+                            lane.broken(&Error::Library(
+                                "the thread that reads has panicked".to_owned(),
+                            ));
+                        }
+                        lane.run();
+                    });
+                }
             });
             match thread {
                 Ok(thread) => client.threads.lock().push(thread),

@@ -1,0 +1,45 @@
+//! Threads that others count on: they outlive what panics on them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+use std::time::Duration;
+
+use tracing::error;
+
+/// A panic that comes again at once must not keep a core busy, nor fill the log.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// The life of a thread; what panics in it is lost, and it goes on with the rest.
+pub(crate) fn outlive(what: &'static str, mut life: impl FnMut()) {
+    let mut pause = FIRST_PAUSE;
+    while unless_it_panics(what, &mut life).is_none() {
+        thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Does something; `None` where it panics. What the panic says has gone to the standard error already.
+pub(crate) fn unless_it_panics<T>(what: &'static str, done: impl FnOnce() -> T) -> Option<T> {
+    // Locks are free again, and what was left half done under them is not looked at but to end it.
+    let done = catch_unwind(AssertUnwindSafe(done)).ok();
+    if done.is_none() {
+        error!(what, "a thread of the transport has panicked: what it was doing is lost");
+    }
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_goes_on_after_a_panic() {
+        let mut lives = 0;
+        outlive("a test", || {
+            lives += 1;
+            assert_ne!(lives, 1, "as the test wants it");
+        });
+        assert_eq!(lives, 2);
+    }
+}
