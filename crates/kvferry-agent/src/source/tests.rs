@@ -74,6 +74,7 @@ impl World {
             who: "d".to_owned(),
             trust: Trust::Loopback,
             version: Version::CURRENT,
+            reach: crate::wire::reach::Reach::Own,
             keepalive: Duration::from_secs(5),
         };
         let (tell, told) = std::sync::mpsc::channel();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvferry_transport::strangers::Mentions;
 use parking_lot::Mutex;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::{mpsc, oneshot};
@@ -18,6 +19,7 @@ use super::message::{
     Hello, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
 use super::news::{Known, News, Sought};
+use super::reach::Reach;
 use super::ticket::Ticket;
 use super::trust::Trust;
 use super::version::Version;
@@ -31,6 +33,8 @@ pub(crate) struct Caller {
     pub(crate) who: String,
     pub(crate) trust: Trust,
     pub(crate) version: Version,
+    /// Where it connects to.
+    pub(crate) reach: Reach,
     /// A quiet connection is tried this often, and given up after three tries without an answer.
     pub(crate) keepalive: Duration,
 }
@@ -56,7 +60,7 @@ impl Link {
         caller: &Caller,
         deadline: Instant,
     ) -> Result<Self, PeerError> {
-        let stream = timeout_at(deadline, connect(address)).await;
+        let stream = timeout_at(deadline, connect(address, &caller.reach)).await;
         let stream = stream.unwrap_or(Err(PeerError::Slow("connecting")))?;
         let greeted = timeout_at(deadline, greet(stream, address, caller)).await;
         let (sender, receiver, version, welcome) =
@@ -108,10 +112,21 @@ impl Link {
     }
 }
 
-async fn connect(address: &str) -> Result<TcpStream, PeerError> {
+async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
     // What the system says of a name that it does not know is in no category.
     let unknown = |_| PeerError::Io { what: "looking up the name of the host", kind: NotFound };
-    let hosts: Vec<_> = lookup_host(address).await.map_err(unknown)?.collect();
+    let named = lookup_host(address).await.map_err(unknown)?;
+    // Of a name that stands for several addresses those that may be reached.
+    let (mut hosts, mut refused) = (vec![], None);
+    for host in named {
+        match reach.check(host) {
+            Ok(()) => hosts.push(host),
+            Err(error) => refused = Some(error),
+        }
+    }
+    if let (true, Some(error)) = (hosts.is_empty(), refused) {
+        return Err(error);
+    }
     let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
     stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
     Ok(stream)
@@ -125,7 +140,8 @@ async fn greet(
 ) -> Result<(Sender, Receiver, Version, Welcome), PeerError> {
     let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
     let hello = Hello { who: caller.who.clone() };
-    sender.send(&encode_opening(caller.version, &hello)).await?;
+    // Where that fails, what has been answered says why.
+    _ = sender.send(&encode_opening(caller.version, &hello)).await;
     let answer = receiver.greeting().await?;
     let (version, welcome) = decode_opening(caller.version, &answer)?;
     Ok((sender, receiver, version, welcome))
@@ -184,6 +200,8 @@ async fn listen(mut receiver: Receiver, waiting: &Waiting, keepalive: Duration) 
 pub(crate) struct Links {
     caller: Caller,
     dials: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Dial>>>>,
+    /// Addresses that cannot be connected to, longer than they are dialled: requests come again and again.
+    failed: Mutex<Mentions<String>>,
 }
 
 /// The connection to one address, or how the tries to open it went.
@@ -213,7 +231,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 impl Links {
     pub(crate) fn new(caller: Caller) -> Self {
-        Self { caller, dials: Mutex::default() }
+        Self { caller, dials: Mutex::default(), failed: Mutex::default() }
     }
 
     /// How many engines this side is connected to, or was a moment ago.
@@ -319,7 +337,10 @@ impl Links {
                     if dial.last.is_none() || Instant::now() < deadline {
                         dial.last = Some(error.clone());
                     }
-                    warn!(address, %error, tries = dial.failures, "cannot connect");
+                    let now = std::time::Instant::now();
+                    if let Some(left_out) = self.failed.lock().mention(address.to_owned(), now) {
+                        warn!(address, %error, left_out, "cannot connect");
+                    }
                     if is_final(&error) {
                         return Err(error);
                     }

@@ -5,8 +5,8 @@
 //! * [`trust`]: how a peer proves who it is.
 //! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
 //!   who does not speak TLS.
-//! * [`link`]: connections to other engines, as the side that asks.
-//! * [`door`]: connections from other engines, as the side that answers.
+//! * [`reach`]: which addresses are connected to. [`link`]: connections to other engines, as the side that asks.
+//! * [`door`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
 
 pub(crate) mod channel;
 pub(crate) mod door;
@@ -14,6 +14,8 @@ pub(crate) mod link;
 pub(crate) mod message;
 pub(crate) mod news;
 mod overheard;
+pub(crate) mod places;
+pub(crate) mod reach;
 pub(crate) mod task;
 pub(crate) mod ticket;
 pub(crate) mod trust;
