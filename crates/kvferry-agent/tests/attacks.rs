@@ -88,7 +88,11 @@ impl Flood {
                     _ = tokio::time::timeout(Duration::from_millis(1), said).await;
                     kept.push_back(stream);
                     if kept.len() > 500 {
-                        kept.pop_front();
+                        // Guests stay for as long as they are let.
+                        match says {
+                            Says::Anything => kept.pop_front(),
+                            Says::Questions => kept.pop_back(),
+                        };
                     }
                 }
             });
