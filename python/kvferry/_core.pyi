@@ -226,6 +226,7 @@ class Scheduler:
         key_file: _Path | None = None,
         tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
+        peers: Sequence[str] = (),
         lease: float = 30.0,
         longest: float = 1800.0,
     ) -> Scheduler:
@@ -234,7 +235,11 @@ class Scheduler:
 
         `tls` are the paths of three PEM files, instead of a key: this side's certificate (with those
         between it and the authority), its private key, and the authorities that peers' certificates
-        must come from. A peer's certificate must also name the host that it is reached by."""
+        must come from. A peer's certificate must also name the host that it is reached by.
+
+        Tickets may name only addresses in `peers` (networks such as `10.0.0.0/8` and `fd00::/8`, or single
+        addresses). Without any: loopback, where there is neither a key nor `tls` nor `insecure`; otherwise all
+        addresses. Link-local ones never."""
 
     @property
     def address(self) -> str:
@@ -473,6 +478,7 @@ class Worker:
         key_file: _Path | None = None,
         tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
+        peers: Sequence[str] = (),
         handshake: float = 10.0,
         concurrent: int = 64,
         least_ahead: float = 0.002,
@@ -494,7 +500,7 @@ class Worker:
         1 is all; unless it is 0, the first ones of every pair of engines are. Kernels on a GPU take `gpu_sms` of its
         multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. With `nixl` and `gpu`,
         `gpu_staging` MiB of its memory at most are taken to pack short runs into (512 without); 0 is none, and such
-        runs are read one by one. Trust (`key`, `key_file`, `tls`, `insecure`) is that of the engine's `Scheduler`.
+        runs are read one by one. Trust (`key`, `key_file`, `tls`, `insecure`, `peers`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:

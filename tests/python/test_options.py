@@ -18,7 +18,13 @@ def test_options_have_defaults_and_are_taken():
     assert made.address(5600) == {"bind": "127.0.0.1:5600", "advertise": None}
     assert Options.read({"host": "::1"}).address(1)["bind"] == "[::1]:1"
     assert (made.port_of(0), made.port_of(3), Options().port_of(3)) == (5600, 5603, 0)
-    assert made.trust() == {"key_file": None, "insecure": True}
+    assert made.trust() == {"key_file": None, "insecure": True, "peers": []}
+
+
+def test_networks_of_peers_are_passed_on():
+    peers = ["10.0.0.0/8", "fd00::/8", "192.0.2.1"]
+    assert Options.read({"peers": peers}).trust()["peers"] == peers
+    assert Options.read({"peers": None}).trust()["peers"] == []
 
 
 def test_an_audit_is_a_word_or_a_fraction():
@@ -39,7 +45,7 @@ def test_caches_on_a_gpu_go_by_cuda_or_nixl_and_others_by_tcp():
 
 
 def test_tls_is_passed_on_when_it_is_asked_for(tls):
-    assert Options.read(tls).trust() == {"tls": tuple(tls.values())}
+    assert Options.read(tls).trust() == {"tls": tuple(tls.values()), "peers": []}
     assert "tls" not in Options.read(dict.fromkeys(tls)).trust()
 
 
@@ -119,6 +125,11 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         # Too little to pack into, which a worker would find out too late.
         ({"gpu_staging": 1}, "'gpu_staging' .* is 1, but must be from 2 to 1048576, or 0"),
         ({"gpu_staging": False}, "'gpu_staging' .* is False, but must be a whole number, or 0"),
+        ({"peers": "10.0.0.0/8"}, "'peers' .* must be networks or addresses, as in"),
+        ({"peers": []}, "'peers' .* must be networks or addresses"),
+        ({"peers": ["10.0.0.0/33"]}, "'peers' .* must be networks or addresses"),
+        ({"peers": ["p.example"]}, "'peers' .* must be networks or addresses"),
+        ({"peers": [167772160]}, "'peers' .* must be networks or addresses"),
         ({"logging": "loud"}, "'loud', but must be one of off, error"),
     ],
 )

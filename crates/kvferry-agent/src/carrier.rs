@@ -1,6 +1,7 @@
 //! A transport, whichever it is.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -22,6 +23,11 @@ pub trait Carrier: fmt::Debug + Send + Sync {
     fn describe(&self) -> Result<Vec<u8>, Error>;
     /// Connects to the rank that gave this description.
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error>;
+    /// The addresses that it would connect to for that, as far as they are known before.
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        let _ = description;
+        vec![]
+    }
     /// The digests of a program's parts, which lie in the registered memory. A carrier that has no
     /// means to look at it answers [`Error::Unsupported`].
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -141,6 +147,10 @@ where
         let peer = self.0.transport.connect(description, deadline)?;
         let (learned, ended) = (Mutex::default(), AtomicBool::new(false));
         Ok(Box::new(Connected { keeping: self.0.clone(), peer, learned, ended }))
+    }
+
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        self.0.transport.endpoints(description)
     }
 
     fn staging(&self) -> StagingStatistics {

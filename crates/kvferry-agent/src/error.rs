@@ -32,23 +32,74 @@ pub enum PeerError {
     /// What to do: correct the address; a server has one port for HTTP and another for kvferry.
     #[error("whoever listens there is not a kvferry agent: it says \"{0}\"")]
     NotAnAgent(String),
-    /// Whoever listens at the address took the connection, but did not greet as a kvferry agent does.
+    /// Whoever listens at the address took the connection, but did not greet as a kvferry agent does. It was tried
+    /// again until the deadline, if there was time.
     ///
-    /// What to do: check that the address is that of a kvferry agent, that both sides use a key, or both
-    /// TLS, or both neither, and that the other side is not overloaded.
+    /// What to do: see whether the other engine is overloaded, or its port under attack (its log says whom it turns
+    /// away). If it is not, check that the address is that of a kvferry agent, and that one of an earlier release
+    /// has the same key, or TLS, as this side.
     #[error(
-        "whoever listens there has not greeted as a kvferry agent does: {0}. Is it one, and does it \
-         use the same key or TLS as this side (or, like this side, none)?"
+        "whoever listens there has not greeted as a kvferry agent does: {0}. Its port may be overloaded or \
+         under attack; or it is no such agent, or an older one with another key or other certificates"
     )]
     NoGreeting(&'static str),
+    /// The peer expects another protection of the connection than this side offers: a key, TLS, or none.
+    ///
+    /// What to do: give both sides the same key, or both TLS, or both neither.
+    #[error(
+        "the peer expects {}, this side has {}. Give both sides the same key (file or environment), or both \
+         TLS, or neither of them",
+        protection(.theirs),
+        protection(.ours)
+    )]
+    OtherTrust {
+        /// What it expects.
+        theirs: u8,
+        /// What this side offers.
+        ours: u8,
+    },
+    /// A ticket, or what an engine says of its ranks, names an address that this side does not connect to. It has not
+    /// tried.
+    ///
+    /// What to do: if a peer is there, do what the message says. If none is, somebody sends requests that lead
+    /// elsewhere: find out who.
+    #[error("{address} is not connected to: {rule}")]
+    OutOfReach {
+        /// What is named.
+        address: SocketAddr,
+        /// What may be connected to instead, and how to change that.
+        rule: String,
+    },
     /// The peer did not prove that it holds our key.
     ///
     /// What to do: give both sides the same key, by file or in the environment.
     #[error(
-        "the peer does not hold the same key as this side, or holds none. Give both sides the same \
-         key (file or environment)"
+        "the peer does not hold the same key as this side. Give both sides the same key (file or \
+         environment)"
     )]
     Untrusted,
+    /// The other end of a connection on this host belongs to another user, and there is no key.
+    ///
+    /// What to do: give both sides the same key, or run both as the same user. Where every user of the host may read
+    /// the KV cache, say `insecure` on both sides.
+    #[error(
+        "the other end runs as another user ({theirs}; this side: {ours}), and there is no key: give both sides \
+         the same key, run both as the same user, or say 'insecure' if every user of this host may read the KV cache"
+    )]
+    OtherUser {
+        /// The other end's user.
+        theirs: u32,
+        /// This side's user.
+        ours: u32,
+    },
+    /// The kernel does not say whose the other end of a connection on this host is, and there is no key.
+    ///
+    /// What to do: nothing, if the other end has just gone. Otherwise this kernel does not answer such questions
+    /// (`NETLINK_SOCK_DIAG`): give both sides the same key.
+    #[error(
+        "the kernel does not say whose the other end is ({0}), and there is no key: give both sides the same key"
+    )]
+    UnknownUser(io::ErrorKind),
     /// A TLS connection could not be set up.
     ///
     /// What to do: check that both certificates come from the authority that both sides were given,

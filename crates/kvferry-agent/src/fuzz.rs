@@ -15,11 +15,12 @@ use serde::de::DeserializeOwned;
 
 use crate::rules::grant::{Fingerprint, Grant, InFlight, Origin};
 use crate::rules::lease::{Answer, Consumer, Ended, Frontier, LeaseKey, Loss};
-use crate::wire::door::{Door, Host, Limits};
+use crate::wire::door::{Door, Host};
 use crate::wire::message::{
     Card, Hello, Left, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
 use crate::wire::news::{Known, News, Sought};
+use crate::wire::places::Limits;
 use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::ticket::Incarnation;
 use crate::wire::trust::{Key, Trust};

@@ -1,6 +1,7 @@
 //! Several transports as one: each peer is read by the best that works between the two.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -94,6 +95,15 @@ impl Carrier for Several {
              on both sides",
             reasons.join("; ")
         )))
+    }
+
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        let offered = read(description).unwrap_or_default();
+        let all = self.ways().flat_map(|way| {
+            let own = offered.iter().filter(|(name, _)| *name == way.name().as_bytes());
+            own.flat_map(|(_, description)| way.endpoints(description))
+        });
+        all.collect()
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {

@@ -3,9 +3,7 @@
 
 mod common;
 
-use std::io;
-use std::sync::{Arc, Mutex, OnceLock};
-
+use common::log::Log;
 use common::*;
 use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Origin, Outcome, Version};
 
@@ -226,37 +224,5 @@ fn a_side_that_does_not_know_origins_works_unbound_and_both_sides_say_so() {
         }
         let now = said(&log);
         assert_eq!((now.0 - before.0, now.1 - before.1), (1, 1), "once each: {log:?}");
-    }
-}
-
-/// What all agents of this process say.
-#[derive(Clone, Debug, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn start() -> Self {
-        static LOG: OnceLock<Log> = OnceLock::new();
-        let log = LOG.get_or_init(Self::default).clone();
-        let writer = log.clone();
-        let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
-        _ = lines.try_init();
-        log
-    }
-
-    /// How many lines there are with this text.
-    fn lines(&self, text: &str) -> usize {
-        let said = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
-        said.lines().filter(|line| line.contains(text)).count()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }

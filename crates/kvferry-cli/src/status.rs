@@ -47,9 +47,17 @@ impl Status {
     }
 }
 
+/// How many there are, and the line that stands for those that are left out.
+fn many(told: usize, left_out: usize) -> (usize, Option<String>) {
+    (told + left_out, (left_out > 0).then(|| format!("  and {left_out} more")))
+}
+
 /// For people.
 fn told(status: &kvferry_agent::Status) -> String {
     let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
+    let (leases, more_leases) = many(status.leases.len(), status.left_out.leases);
+    let (growing, more_growing) = many(status.growing.len(), status.left_out.growing);
+    let (peers, more_peers) = many(status.peers.len(), status.left_out.peers);
     let mut lines = vec![
         format!(
             "{} ({}), protocol {}, up for {}, {}",
@@ -59,7 +67,7 @@ fn told(status: &kvferry_agent::Status) -> String {
             seconds(status.uptime_ms),
             text::many(status.ranks as u64, "rank"),
         ),
-        format!("leases: {}", status.leases.len()),
+        format!("leases: {leases}"),
     ];
     if status.draining {
         lines.insert(1, "draining: it hands over nothing new".to_owned());
@@ -73,7 +81,8 @@ fn told(status: &kvferry_agent::Status) -> String {
             text::many(lease.confirmed as u64, "rank"),
         )
     }));
-    lines.push(format!("growing: {}", status.growing.len()));
+    lines.extend(more_leases);
+    lines.push(format!("growing: {growing}"));
     lines.extend(status.growing.iter().map(|lease| {
         let restarts = match lease.restarts {
             0 => String::new(),
@@ -87,6 +96,7 @@ fn told(status: &kvferry_agent::Status) -> String {
             text::many(lease.followers as u64, "follower"),
         )
     }));
+    lines.extend(more_growing);
     for (title, reading) in [("waiting", false), ("reading", true)] {
         let holds: Vec<_> = status.holds.iter().filter(|hold| hold.reading == reading).collect();
         lines.push(format!("{title}: {}", holds.len()));
@@ -95,24 +105,31 @@ fn told(status: &kvferry_agent::Status) -> String {
             format!("  {}: from {} at {}, for {age}", hold.request, hold.engine, hold.address)
         }));
     }
-    lines.push(format!("peers: {}", status.peers.len()));
+    if status.left_out.holds > 0 {
+        lines.push(format!("waiting or reading: {} more", status.left_out.holds));
+    }
+    lines.push(format!("peers: {peers}"));
     lines.extend(
         status
             .peers
             .iter()
             .map(|peer| format!("  {} from {}, protocol {}", peer.who, peer.from, peer.protocol)),
     );
-    let connected = match status.connected_to.as_slice() {
+    lines.extend(more_peers);
+    let mut connected = match status.connected_to.as_slice() {
         [] => "nobody".to_owned(),
         some => some.join(", "),
     };
-    lines.push(format!("connected to: {}", connected));
+    if status.left_out.connected_to > 0 {
+        connected += &format!(" and {} more", status.left_out.connected_to);
+    }
+    lines.push(format!("connected to: {connected}"));
     lines.join("\n") + "\n"
 }
 
 #[cfg(test)]
 mod tests {
-    use kvferry_agent::{GrowingStatus, Incarnation, LeaseStatus};
+    use kvferry_agent::{GrowingStatus, Incarnation, LeaseStatus, LeftOut};
 
     use super::*;
 
@@ -142,14 +159,16 @@ mod tests {
             holds: vec![],
             peers: vec![],
             connected_to: vec![],
+            left_out: LeftOut { leases: 3, peers: 70, ..LeftOut::default() },
         };
         let said = told(&status);
-        let lines: Vec<&str> = said.lines().skip(1).take(5).collect();
+        let lines: Vec<&str> = said.lines().skip(1).take(6).collect();
         assert_eq!(
             lines,
             [
-                "leases: 1",
+                "leases: 4",
                 "  kept: held for 2.0 s, expires in 28.0 s, confirmed by 0 ranks",
+                "  and 3 more",
                 "growing: 2",
                 "  new: 0 tokens after 1.5 s, 0 followers",
                 "  long: 4 096 tokens after 1.5 s, started over 2 times, 3 followers",

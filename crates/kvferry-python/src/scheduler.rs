@@ -19,7 +19,7 @@ use crate::convert::{
 use crate::errors;
 use crate::half::Half;
 use crate::plan::granted_tables;
-use crate::trust::trust;
+use crate::trust::{networks, trust};
 
 /// The scheduler half of an agent.
 #[pyclass(frozen, module = "kvferry")]
@@ -28,7 +28,7 @@ pub(crate) struct Scheduler(Half<agent::Scheduler>);
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (engine, *, bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, lease=30.0, longest=1800.0))]
+    #[pyo3(signature = (engine, *, bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], lease=30.0, longest=1800.0))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -39,6 +39,7 @@ impl Scheduler {
         key_file: Option<PathBuf>,
         tls: Option<(PathBuf, PathBuf, PathBuf)>,
         insecure: bool,
+        peers: Vec<String>,
         lease: f64,
         longest: f64,
     ) -> PyResult<Self> {
@@ -46,6 +47,7 @@ impl Scheduler {
             bind: address("listen on", bind)?,
             advertise,
             trust: trust(key, key_file, tls, insecure).map_err(|e| errors::agent(py, &e))?,
+            peers: networks(&peers).map_err(|e| errors::agent(py, &e))?,
             term: seconds("lease", lease)?,
             longest: seconds("longest", longest)?,
             ..SchedulerOptions::new(engine)

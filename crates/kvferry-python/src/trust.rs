@@ -2,7 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use kvferry_agent::{Error, Key, Tls, TlsFiles, Trust};
+use kvferry_agent::{Error, Key, Network, Tls, TlsFiles, Trust};
+
+/// Where peers may be.
+pub(crate) fn networks(peers: &[String]) -> Result<Vec<Network>, Error> {
+    peers.iter().map(|network| network.parse()).collect()
+}
 
 pub(crate) fn trust(
     key: Option<&str>,

@@ -20,7 +20,7 @@ use crate::half::Half;
 use crate::manifest::Manifest;
 use crate::plan::Asked;
 use crate::transports::{Cards, by_name, site_packages};
-use crate::trust::trust;
+use crate::trust::{networks, trust};
 
 /// The worker half of an agent.
 #[pyclass(frozen, module = "kvferry")]
@@ -35,7 +35,7 @@ pub(crate) struct Worker {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -48,6 +48,7 @@ impl Worker {
         key_file: Option<PathBuf>,
         tls: Option<(PathBuf, PathBuf, PathBuf)>,
         insecure: bool,
+        peers: Vec<String>,
         handshake: f64,
         concurrent: usize,
         least_ahead: f64,
@@ -67,6 +68,7 @@ impl Worker {
             advertise: advertise.map(str::to_owned),
             audit,
             trust: trust(key, key_file, tls, insecure).map_err(failed)?,
+            peers: networks(&peers).map_err(failed)?,
             handshake: seconds("handshake", handshake)?,
             concurrent,
             least_ahead: seconds("least_ahead", least_ahead)?,

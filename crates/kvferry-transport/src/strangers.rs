@@ -2,6 +2,7 @@
 //! and how often the log speaks of them. Every port that strangers can reach keeps these books.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::Hash;
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
@@ -91,10 +92,17 @@ impl Strangers {
     }
 }
 
-/// Log lines about strangers: one for each origin and minute, with the number of those that were left out.
-#[derive(Debug, Default)]
-pub struct Mentions {
-    known: HashMap<Origin, (Instant, u64)>,
+/// Log lines about strangers: one for each origin and minute, with the number of those that were left out. Other things
+/// that others make happen as often as they like can be told apart in the same way.
+#[derive(Debug)]
+pub struct Mentions<K = Origin> {
+    known: HashMap<K, (Instant, u64)>,
+}
+
+impl<K> Default for Mentions<K> {
+    fn default() -> Self {
+        Self { known: HashMap::new() }
+    }
 }
 
 /// How long an origin is not mentioned again.
@@ -103,9 +111,9 @@ const QUIET: Duration = Duration::from_secs(60);
 /// fill the log.
 const TOLD_APART: usize = 256;
 
-impl Mentions {
+impl<K: Eq + Hash> Mentions<K> {
     /// Whether to write a line about an origin now: if so, how many were left out since the last one.
-    pub fn mention(&mut self, from: Origin, now: Instant) -> Option<u64> {
+    pub fn mention(&mut self, from: K, now: Instant) -> Option<u64> {
         if let Some((since, left_out)) = self.known.get_mut(&from) {
             if now.saturating_duration_since(*since) < QUIET {
                 *left_out += 1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import socket
 from collections.abc import Mapping
@@ -40,6 +41,9 @@ class Options:
     tls_authorities: str | None = _option(None, file=True)
     #: Serve whoever reaches the address.
     insecure: bool = _option(False)
+    #: The networks (`10.0.0.0/8`, `fd00::/8`) and addresses of the engines that requests may name. Without any:
+    #: loopback where there is neither a key nor TLS nor `insecure`, all addresses otherwise; link-local ones never.
+    peers: list[str] | None = _option(None, networks=True)
     #: Seconds that P keeps a request's blocks without hearing from D.
     lease: float = _option(30.0, least=0.02)
     #: The share of P's blocks that may be kept for D at once; beyond it P hands nothing over.
@@ -140,9 +144,10 @@ class Options:
 
     def trust(self) -> dict[str, Any]:
         """The arguments of either half of an agent that say whom it trusts."""
+        peers = {"peers": self.peers or []}
         if self.tls_certificate is not None:
-            return {"tls": (self.tls_certificate, self.tls_key, self.tls_authorities)}
-        return {"key_file": self.key_file, "insecure": self.insecure}
+            return {"tls": (self.tls_certificate, self.tls_key, self.tls_authorities)} | peers
+        return {"key_file": self.key_file, "insecure": self.insecure} | peers
 
     def address(self, port: int) -> dict[str, Any]:
         """The arguments of either half of an agent that say where it listens."""
@@ -182,6 +187,9 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     """What a value must be, if it is not."""
     if value is None and default is None:
         return None
+    if valid.get("networks"):
+        wrong = "networks or addresses, as in ['10.0.0.0/8', 'fd00::/8']"
+        return None if isinstance(value, list) and value and all(map(_is_network, value)) else wrong
     wanted = str if default is None else type(default)
     # To Python 0, 0.0 and False are the same.
     if any(type(value) is type(other) and value == other for other in valid.get("others", ())):
@@ -205,6 +213,14 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             return f"a file that can be read on this machine ({getattr(error, 'strerror', error)})"
     return None
+
+
+def _is_network(value: Any) -> bool:
+    try:
+        ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        return False
+    return isinstance(value, str)
 
 
 def _or(valid: Mapping[str, Any]) -> str:

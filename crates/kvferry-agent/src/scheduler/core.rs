@@ -14,7 +14,7 @@ use super::drain::Drain;
 use super::holds::Holds;
 use super::notes::Notes;
 use super::options::SchedulerOptions;
-use super::status::{GrowingStatus, GuestStatus, LeaseStatus, Status, milliseconds};
+use super::status::{GrowingStatus, GuestStatus, LeaseStatus, LeftOut, Status, Told, milliseconds};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
@@ -38,6 +38,7 @@ pub(super) struct Core {
     pub(super) bells: Bells,
     pub(super) drain: Mutex<Drain>,
     pub(super) notes: Notes,
+    pub(super) told: Mutex<Told>,
     started: Instant,
     leases: Mutex<Leases>,
     present: Mutex<Present>,
@@ -87,6 +88,7 @@ impl Core {
             bells: Bells::default(),
             drain: Mutex::default(),
             notes: Notes::default(),
+            told: Mutex::default(),
             started: Instant::now(),
             leases: Mutex::new(Leases::new(options.term, options.longest)),
             present: Mutex::new(Present { incarnation, published: None }),
@@ -337,6 +339,7 @@ impl Core {
             holds: self.holds.status(),
             peers: peers.collect(),
             connected_to: self.holds.connected_to(),
+            left_out: LeftOut::default(),
         }
     }
 

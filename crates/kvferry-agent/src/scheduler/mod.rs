@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Manifest;
 use kvferry_plan::BlockTable;
-use tokio::net::TcpListener;
 use tracing::{info, warn};
 
 use self::core::Core;
@@ -32,16 +31,19 @@ use self::holds::Holds;
 pub use self::holds::{Lost, LostWhy};
 pub use self::notes::{Did, Note};
 pub use self::options::SchedulerOptions;
-pub use self::status::{GrowingStatus, GuestStatus, HoldStatus, LeaseStatus, Status, ask_status};
+pub use self::status::{
+    GrowingStatus, GuestStatus, HoldStatus, LeaseStatus, LeftOut, Status, ask_status,
+};
 use crate::background::Background;
 use crate::error::Error;
 use crate::metrics::SchedulerMetrics;
 use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::Released;
 use crate::source::relay::Relay;
-use crate::wire::door::Door;
+use crate::wire::door::{Door, listen};
 use crate::wire::link::Caller;
 use crate::wire::message::{Card, Left};
+use crate::wire::reach::Reach;
 use crate::wire::seal::{Seal, Sealed};
 use crate::wire::ticket::{Incarnation, Ticket};
 use crate::wire::trust::Trust;
@@ -58,13 +60,8 @@ impl Scheduler {
     /// Starts to listen. Peers are told to come back until the ranks are [published](Self::publish).
     pub fn start(options: SchedulerOptions) -> Result<Self, Error> {
         options.check()?;
-        let failed = |error: std::io::Error| Error::Io {
-            what: format!("listening on {}", options.bind),
-            kind: error.kind(),
-        };
-        let listener = std::net::TcpListener::bind(options.bind).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        let bound = listener.local_addr().map_err(failed)?;
+        let background = Background::start("kvferry-sched")?;
+        let (listener, bound) = listen(options.bind, background.handle())?;
         let address = options.address(bound)?;
         match &options.trust {
             Trust::Loopback => info!(%address, "there is no key: only this machine is served"),
@@ -73,21 +70,17 @@ impl Scheduler {
             }
             _ => {}
         }
-        let background = Background::start("kvferry-sched")?;
-        let listener = {
-            let _inside = background.handle().enter();
-            TcpListener::from_std(listener).map_err(failed)?
-        };
         let caller = Caller {
             who: options.engine.clone(),
             trust: options.trust.clone(),
             version: options.version,
+            reach: Reach::to_peers(&options.trust, &options.peers),
             keepalive: options.keepalive,
         };
         let door = Arc::new(Door::new(options.trust.clone(), options.version, options.limits));
         let metrics = SchedulerMetrics { door: door.counts.clone(), ..SchedulerMetrics::default() };
         let metrics = Arc::new(metrics);
-        let relay = Relay::new(caller.clone());
+        let relay = Relay::new(Caller { reach: Reach::Own, ..caller.clone() });
         let holds = Arc::new(Holds::new(caller, metrics.clone()));
         let core = Core::new(options, address, door.clone(), holds.clone(), relay, metrics)?;
         let core = Arc::new(core);

@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::wire::door::{Limits, advertised};
+use crate::wire::door::advertised;
+use crate::wire::places::Limits;
+use crate::wire::reach::Network;
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 
@@ -19,6 +21,9 @@ pub struct SchedulerOptions {
     pub advertise: Option<String>,
     /// How peers prove who they are.
     pub trust: Trust,
+    /// Where the engines are that tickets may name; none of these for all that trust allows: without a key or TLS
+    /// loopback, unless [`Trust::Insecure`]. Link-local addresses never are.
+    pub peers: Vec<Network>,
     /// How long a lease lasts without an extension.
     pub term: Duration,
     /// How long a lease can last in all.
@@ -39,6 +44,7 @@ impl SchedulerOptions {
             bind: ([127, 0, 0, 1], 0).into(),
             advertise: None,
             trust: Trust::Loopback,
+            peers: vec![],
             term: Duration::from_secs(30),
             longest: Duration::from_secs(1800),
             limits: Limits::default(),

@@ -107,7 +107,7 @@ impl Host for Core {
                 Reply::Refused("this is a scheduler: it takes no tasks itself".to_owned())
             }
             Question::Status => {
-                Reply::Status(serde_json::to_string(&self.status()).unwrap_or_default())
+                Reply::Status(self.told.lock().tell(std::time::Instant::now(), || self.status()))
             }
             Question::Drain { on } => {
                 match on {

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use kvferry_digest::{Held, Program};
 use kvferry_layout::Manifest;
-use tokio::net::TcpListener;
 use tracing::{debug, warn};
 
 use crate::background::{Background, after};
@@ -15,8 +14,9 @@ use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::rules::grant::Grant;
 use crate::source::steps::Steps;
-use crate::wire::door::{Door, Host, Limits};
+use crate::wire::door::{Door, Host, advertised, listen};
 use crate::wire::message::{Question, Reply, ServiceCard, Welcome};
+use crate::wire::places::Limits;
 use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::ticket::Incarnation;
 use crate::wire::version::Version;
@@ -47,23 +47,13 @@ impl Service {
         background: &Background,
     ) -> Result<ServiceCard, Error> {
         options.trust.check_bind(options.bind)?;
-        let failed = |error: std::io::Error| Error::Io {
-            what: format!("listening on {}", options.bind),
-            kind: error.kind(),
-        };
-        let listener = std::net::TcpListener::bind(options.bind).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        let bound = listener.local_addr().map_err(failed)?;
-        let address = crate::wire::door::advertised(options.advertise.as_deref(), bound)?;
-        let listener = {
-            let _inside = background.handle().enter();
-            TcpListener::from_std(listener).map_err(failed)?
-        };
+        let (listener, bound) = listen(options.bind, background.handle())?;
+        let address = advertised(options.advertise.as_deref(), bound)?;
         let mut token = Token([0; 16]);
         getrandom::fill(&mut token.0)?;
         let service = Self { token, rank: Arc::new(Rank { manifest, carrier }), steps };
         // One scheduler, and another while it restarts.
-        let limits = Limits { connections: 16, strangers: 16, ..Limits::default() };
+        let limits = Limits { connections: 16, strangers: 512, ..Limits::default() };
         let door = Arc::new(Door::new(options.trust.clone(), options.version, limits));
         background.spawn(door.serve(listener, Arc::new(service)));
         Ok(ServiceCard { address, near: near(bound).to_string(), place: place(), token })

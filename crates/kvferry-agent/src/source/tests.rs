@@ -75,6 +75,7 @@ impl World {
             who: "d".to_owned(),
             trust: Trust::Loopback,
             version: Version::CURRENT,
+            reach: crate::wire::reach::Reach::Own,
             keepalive: Duration::from_secs(5),
         };
         let (tell, told) = std::sync::mpsc::channel();
@@ -186,6 +187,7 @@ fn a_rank_is_asked_where_it_can_be() {
             who: "p".to_owned(),
             trust: Trust::Loopback,
             version: Version::CURRENT,
+            reach: crate::wire::reach::Reach::Own,
             keepalive: Duration::from_secs(5),
         })
     };

@@ -17,8 +17,10 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// What Noise allows in one message, and what of that is its authentication.
 const NOISE_BYTES: usize = 65_535;
 const NOISE_TAG: usize = 16;
-/// How long the answer to a Noise handshake of this pattern is: a public key, and its authentication.
-const NOISE_ANSWER: u16 = 48;
+/// How long both messages of a Noise handshake of this pattern are: a public key, and its authentication.
+const NOISE_GREETING: usize = 48;
+/// Who is turned away may take so long to hear why.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// How someone does not greet.
 const CLOSED: &str = "it closed the connection";
@@ -65,7 +67,7 @@ pub(crate) async fn open(
             let connector = tokio_rustls::TlsConnector::from(tls.client.clone());
             match connector.connect(name, Overheard::new(stream)).into_fallible().await {
                 Ok(stream) => Ok(halves(stream, None)),
-                Err((error, heard)) => Err(without_tls(&error, heard).await),
+                Err((error, heard)) => Err(without_tls(&error, heard, trust.mode()).await),
             }
         }
         Trust::Key(key) => {
@@ -74,21 +76,21 @@ pub(crate) async fn open(
             let mut buffer = [0; 256];
             let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
             write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("connecting", &e))?;
-            // A peer with another key closes the connection here.
+            // That the connection ends here says nothing of keys: a port that is overloaded ends it, too.
             let mut length = [0; 2];
-            stream.read_exact(&mut length).await.map_err(|_| PeerError::Untrusted)?;
-            if u16::from_le_bytes(length) != NOISE_ANSWER {
-                return Err(not_an_agent(&length, &mut stream).await);
+            stream.read_exact(&mut length).await.map_err(|e| not_greeted(&e))?;
+            if usize::from(u16::from_le_bytes(length)) != NOISE_GREETING {
+                return Err(not_an_agent(&length, &mut stream, trust.mode()).await);
             }
-            let mut answer = [0; NOISE_ANSWER as usize];
-            stream.read_exact(&mut answer).await.map_err(|_| PeerError::Untrusted)?;
+            let mut answer = [0; NOISE_GREETING];
+            stream.read_exact(&mut answer).await.map_err(|e| not_greeted(&e))?;
             noise.read_message(&answer, &mut buffer).map_err(|_| PeerError::Untrusted)?;
             sealed(stream, noise)
         }
     }
 }
 
-/// Accepts a connection. Says nothing to a peer that has not proven itself.
+/// Accepts a connection. A peer that cannot prove itself learns how one would have to, and that it has not.
 pub(crate) async fn accept(
     mut stream: impl Stream,
     trust: &Trust,
@@ -101,21 +103,42 @@ pub(crate) async fn accept(
     }
     if theirs[8] != prologue[8] {
         let (theirs, ours) = (theirs[8], prologue[8]);
+        // Whoever wants to know could try them all.
+        dismiss(stream, &prologue).await;
         return Err(PeerError::Misbehaved(Misbehaviour::Mode { theirs, ours }));
     }
     match trust {
         Trust::Loopback | Trust::Insecure => Ok(halves(stream, None)),
         Trust::Tls(tls) => {
             let acceptor = tokio_rustls::TlsAcceptor::from(tls.server.clone());
-            let stream = acceptor.accept(stream).await.map_err(|e| tls_error(&e))?;
-            Ok(halves(stream, None))
+            match acceptor.accept(stream).into_fallible().await {
+                Ok(stream) => Ok(halves(stream, None)),
+                Err((error, stream)) => {
+                    // TLS has said why.
+                    dismiss(stream, &[]).await;
+                    Err(tls_error(&error))
+                }
+            }
         }
         Trust::Key(key) => {
             let builder = noise_builder(&prologue, key.bytes())?;
             let mut noise = builder.build_responder().map_err(|_| PeerError::Untrusted)?;
             let mut buffer = [0; 256];
-            let first = read_frame(&mut stream).await.map_err(|e| io_error("accepting", &e))?;
-            noise.read_message(&first, &mut buffer).map_err(|_| PeerError::Untrusted)?;
+            let mut first = [0; 2 + NOISE_GREETING];
+            stream.read_exact(&mut first[..2]).await.map_err(|e| io_error("accepting", &e))?;
+            if first[..2] != (NOISE_GREETING as u16).to_le_bytes() {
+                return Err(PeerError::Misbehaved(Misbehaviour::Garbage));
+            }
+            stream.read_exact(&mut first[2..]).await.map_err(|e| io_error("accepting", &e))?;
+            if noise.read_message(&first[2..], &mut buffer).is_err() {
+                // An answer that opens with no key: a peer that has another one then knows.
+                if getrandom::fill(&mut first[2..]).is_ok() {
+                    // As in a public key.
+                    first[2 + 31] &= 0x7f;
+                    dismiss(stream, &first).await;
+                }
+                return Err(PeerError::Untrusted);
+            }
             let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
             write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("accepting", &e))?;
             sealed(stream, noise)
@@ -179,44 +202,45 @@ impl Sender {
 impl Receiver {
     /// Receives the first message of whoever was connected to. Who that is, is not known yet.
     pub(crate) async fn greeting(&mut self) -> Result<Vec<u8>, PeerError> {
-        let silent = |error| match error {
-            PeerError::Io { .. } => PeerError::NoGreeting(CLOSED),
-            other => other,
-        };
-        let head = self.take(4).await.map_err(silent)?;
+        let head = self.take(4, not_greeted).await?;
         let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
         if !(4..=MAX_OPENING).contains(&length) {
-            return Err(not_an_agent(&head, &mut self.stream).await);
+            // Who proves itself first has done so: nobody else gets here.
+            return Err(not_an_agent(&head, &mut self.stream, Trust::Insecure.mode()).await);
         }
-        self.take(length).await.map_err(silent)
+        self.take(length, not_greeted).await
     }
 
     /// Receives one message of at most `longest` bytes.
     pub(crate) async fn receive(&mut self, longest: usize) -> Result<Vec<u8>, PeerError> {
-        let length = self.take(4).await?;
+        let failed = |error: &io::Error| io_error("receiving", error);
+        let length = self.take(4, failed).await?;
         let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
         if length > longest {
             return Err(too_long(length as u64, longest as u64));
         }
-        self.take(length).await
+        self.take(length, failed).await
     }
 
     /// The next `n` bytes. Memory grows with what has arrived, not with what was promised.
-    async fn take(&mut self, n: usize) -> Result<Vec<u8>, PeerError> {
+    async fn take(
+        &mut self,
+        n: usize,
+        failed: impl Fn(&io::Error) -> PeerError,
+    ) -> Result<Vec<u8>, PeerError> {
         let Some((noise, number)) = &mut self.noise else {
             let mut bytes = Vec::with_capacity(n.min(NOISE_BYTES));
             let mut limited = (&mut self.stream).take(n as u64);
             let got = limited.read_to_end(&mut bytes).await;
             return match got {
                 Ok(got) if got == n => Ok(bytes),
-                Ok(_) => Err(io_error("receiving", &io::ErrorKind::UnexpectedEof.into())),
-                Err(error) => Err(io_error("receiving", &error)),
+                Ok(_) => Err(failed(&io::ErrorKind::UnexpectedEof.into())),
+                Err(error) => Err(failed(&error)),
             };
         };
         let mut buffer = vec![0; NOISE_BYTES];
         while self.pending.len() < n {
-            let frame =
-                read_frame(&mut self.stream).await.map_err(|e| io_error("receiving", &e))?;
+            let frame = read_frame(&mut self.stream).await.map_err(|e| failed(&e))?;
             // The number is not sent: a frame that is repeated, left out or moved does not open.
             let got = noise
                 .read_message(*number, &frame, &mut buffer)
@@ -230,9 +254,9 @@ impl Receiver {
 }
 
 /// Why TLS was not to be had from whoever was connected to.
-async fn without_tls(error: &io::Error, mut heard: Overheard<impl Stream>) -> PeerError {
+async fn without_tls(error: &io::Error, mut heard: Overheard<impl Stream>, ours: u8) -> PeerError {
     if !heard.is_tls() {
-        return not_an_agent(&heard.first, &mut heard.stream).await;
+        return not_an_agent(&heard.first, &mut heard.stream, ours).await;
     }
     // rustls's own errors are of no kind that the system has for a connection that ends.
     let ended =
@@ -243,16 +267,58 @@ async fn without_tls(error: &io::Error, mut heard: Overheard<impl Stream>) -> Pe
     tls_error(error)
 }
 
+/// Why there is no greeting.
+fn not_greeted(error: &io::Error) -> PeerError {
+    match error.get_ref() {
+        // This side's certificate was not accepted, for instance.
+        Some(inner) if inner.is::<rustls::Error>() => tls_error(error),
+        _ => PeerError::NoGreeting(CLOSED),
+    }
+}
+
 /// What to say of someone who began like this.
-async fn not_an_agent<S: AsyncRead + Unpin + ?Sized>(began: &[u8], stream: &mut S) -> PeerError {
-    let mut said = [0; KEPT];
-    said[..began.len()].copy_from_slice(began);
-    // What there is already, to show more than the first letters.
-    let more = timeout(Duration::from_millis(100), stream.read(&mut said[began.len()..])).await;
-    let more = more.map_or(0, |read| read.unwrap_or(0));
-    let said = &said[..began.len() + more];
-    let line = said.split(|byte| b"\r\n".contains(byte)).next().unwrap_or(said);
+async fn not_an_agent<S: AsyncRead + Unpin + ?Sized>(
+    began: &[u8],
+    stream: &mut S,
+    ours: u8,
+) -> PeerError {
+    let mut said = began.to_vec();
+    // What there is already, to show more than the first letters; and all that an agent says who has other trust.
+    let more = async {
+        let mut buffer = [0; KEPT];
+        loop {
+            let n = stream.read(&mut buffer[..KEPT - said.len()]).await.unwrap_or(0);
+            said.extend(&buffer[..n]);
+            let begins_well = said.iter().zip(MAGIC).all(|(theirs, ours)| theirs == ours);
+            if n == 0 || !begins_well || said.len() > MAGIC.len() {
+                break;
+            }
+        }
+    };
+    _ = timeout(Duration::from_millis(100), more).await;
+    if let Some([theirs, ..]) = said.strip_prefix(MAGIC) {
+        return PeerError::OtherTrust { theirs: *theirs, ours };
+    }
+    let line = said.split(|byte| b"\r\n".contains(byte)).next().unwrap_or(&said);
     PeerError::NotAnAgent(line.escape_ascii().to_string())
+}
+
+/// The last word to someone who is turned away. What it has sent meanwhile is heard, since a connection that is closed
+/// over something unheard takes the last word with it.
+async fn dismiss(mut stream: impl Stream, word: &[u8]) {
+    let said = async {
+        stream.write_all(word).await?;
+        stream.shutdown().await?;
+        let (mut heard, mut left) = ([0; 256], MAX_OPENING);
+        while left > 0 {
+            match stream.read(&mut heard).await? {
+                0 => break,
+                n => left = left.saturating_sub(n),
+            }
+        }
+        Ok::<_, io::Error>(())
+    };
+    _ = timeout(FAREWELL, said).await;
 }
 
 async fn read_frame<S: AsyncRead + Unpin + ?Sized>(stream: &mut S) -> io::Result<Vec<u8>> {

@@ -3,16 +3,18 @@
 //! What they are told is up to the [`Host`]. Everything that a stranger can take of this process is
 //! bounded by [`Limits`].
 
-use std::collections::{BTreeMap, VecDeque};
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use kvferry_transport::strangers::Mentions;
 use parking_lot::Mutex;
-use tokio::net::TcpListener;
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
@@ -20,6 +22,8 @@ use super::channel::{self, MAX_OPENING, MAX_QUESTION, Receiver, Sender, Stream};
 use super::message::{
     Hello, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
+use super::owner;
+use super::places::{Guest, Guests, Limits, Lost, Waiting};
 use super::trust::Trust;
 use super::version::Version;
 use crate::error::{Error, PeerError};
@@ -28,32 +32,24 @@ use crate::metrics::DoorCounts;
 /// So many answers of one connection may wait for something to happen while others are given; the next
 /// holds up the connection, for as long as it waits.
 const ASIDE: usize = 4096;
+/// So many connections may wait to be accepted: as many as come in a fifth of a second at 5,000 a second.
+const BACKLOG: u32 = 1024;
 
-/// What a stranger can take of this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Connections of peers that have proven themselves.
-    pub connections: usize,
-    /// Connections that are still proving themselves: when there are more, the oldest is dropped.
-    pub strangers: usize,
-    /// How long a connection may take to prove itself.
-    pub opening: Duration,
-    /// How long a connection may be silent. Peers say something every few seconds.
-    pub idle: Duration,
-    /// How long a peer waits for something new before it is told that there is none.
-    pub poll: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            connections: 1024,
-            strangers: 64,
-            opening: Duration::from_secs(5),
-            idle: Duration::from_secs(60),
-            poll: Duration::from_secs(1),
-        }
-    }
+/// Listens at an address; answers which one it is in the end.
+pub(crate) fn listen(bind: SocketAddr, on: &Handle) -> Result<(TcpListener, SocketAddr), Error> {
+    let _inside = on.enter();
+    let listen = || {
+        let socket = if bind.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        socket.set_reuseaddr(true)?;
+        socket.bind(bind)?;
+        let listener = socket.listen(BACKLOG)?;
+        let bound = listener.local_addr()?;
+        Ok((listener, bound))
+    };
+    listen().map_err(|error: std::io::Error| Error::Io {
+        what: format!("listening on {bind}"),
+        kind: error.kind(),
+    })
 }
 
 /// The address to give to peers: that of a door, but for the host where another is to be named.
@@ -91,24 +87,19 @@ pub(crate) struct Door {
     pub(crate) version: Version,
     pub(crate) limits: Limits,
     pub(crate) counts: Arc<DoorCounts>,
+    strangers: Mutex<Waiting>,
     guests: Mutex<Guests>,
+    log: Mutex<Log>,
 }
 
-/// Who is inside.
+/// What the log was told lately.
 #[derive(Debug, Default)]
-struct Guests {
-    next: u64,
-    inside: BTreeMap<u64, Guest>,
-}
-
-/// A peer that has proven itself.
-#[derive(Clone, Debug)]
-pub(crate) struct Guest {
-    /// Who it says it is.
-    pub(crate) who: String,
-    pub(crate) from: SocketAddr,
-    /// What is spoken with it.
-    pub(crate) version: Version,
+struct Log {
+    turned_away: Mentions,
+    let_go: Mentions,
+    misbehaved: Mentions,
+    /// The port itself has one trouble, wherever it comes from.
+    not_accepted: Mentions<()>,
 }
 
 /// The connection of a peer that has proven itself.
@@ -125,26 +116,35 @@ struct Stay<'a> {
     id: u64,
 }
 
+impl Stay<'_> {
+    /// It has said or taken something.
+    fn stirs(&self) {
+        self.door.guests.lock().stirs(self.id);
+    }
+}
+
 impl Drop for Stay<'_> {
     fn drop(&mut self) {
-        self.door.guests.lock().inside.remove(&self.id);
+        self.door.guests.lock().leave(self.id);
     }
 }
 
 impl Door {
-    pub(crate) fn new(trust: Trust, version: Version, limits: Limits) -> Self {
-        let (counts, guests) = (Arc::default(), Mutex::default());
-        Self { trust, version, limits, counts, guests }
+    pub(crate) fn new(trust: Trust, version: Version, wanted: Limits) -> Self {
+        let limits = wanted.within_process();
+        let strangers = Mutex::new(Waiting::new(limits.strangers));
+        let guests = Mutex::new(Guests::new(limits.connections));
+        let (counts, log) = (Arc::default(), Mutex::default());
+        Self { trust, version, limits, counts, strangers, guests, log }
     }
 
     /// Who is inside, in the order in which they came.
     pub(crate) fn guests(&self) -> Vec<Guest> {
-        self.guests.lock().inside.values().cloned().collect()
+        self.guests.lock().all().cloned().collect()
     }
 
     /// Lets peers in and has the host answer them, for as long as this is polled.
     pub(crate) async fn serve<H: Host>(self: Arc<Self>, listener: TcpListener, host: Arc<H>) {
-        let mut strangers: VecDeque<AbortHandle> = VecDeque::new();
         // Everything ends with this task.
         let mut all = JoinSet::new();
         loop {
@@ -153,41 +153,46 @@ impl Door {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     // Out of descriptors, most likely: nothing is gained by trying at once.
-                    warn!(%error, "cannot accept a connection");
+                    if let Some(left_out) = self.log.lock().not_accepted.mention((), Instant::now())
+                    {
+                        warn!(%error, left_out, "cannot accept a connection");
+                    }
                     sleep(Duration::from_millis(50)).await;
                     continue;
                 }
             };
-            strangers.retain(|task| !task.is_finished());
-            if strangers.len() >= self.limits.strangers
-                && let Some(oldest) = strangers.pop_front()
-            {
-                oldest.abort();
-                self.counts.turned_away.add(1);
-            }
-            let (known, is_known) = tokio::sync::oneshot::channel();
+            let (number, lost) = self.strangers.lock().enter(from.ip().into());
             let (door, host) = (self.clone(), host.clone());
-            let stranger = all.spawn(async move {
+            all.spawn(async move {
                 let opened = async {
                     let nodelay = stream.set_nodelay(true);
-                    nodelay.map_err(|e| channel::io_error("accepting", &e))?;
+                    let near = nodelay.and_then(|()| stream.local_addr());
+                    let near = near.map_err(|e| channel::io_error("accepting", &e))?;
+                    owner::check(&door.trust, near, from)?;
                     door.open(stream, &*host).await
                 };
-                let opened = timeout(door.limits.opening, opened).await;
-                match opened.unwrap_or(Err(PeerError::Slow("proving itself"))) {
-                    Ok(opened) => _ = known.send((door, host, opened)),
-                    Err(error) => {
-                        door.counts.turned_away.add(1);
-                        warn!(%from, %error, "turned a connection away");
+                let opened = tokio::select! {
+                    // Whoever has proven itself in the same moment has done so.
+                    biased;
+                    opened = timeout(door.limits.opening, opened) => {
+                        opened.unwrap_or(Err(PeerError::Slow("proving itself")))
                     }
+                    _ = lost => Err(PeerError::Slow("proving itself at a port that is full")),
+                };
+                door.strangers.lock().leave(number);
+                match opened {
+                    Ok(opened) => door.talk(opened, from, &host).await,
+                    Err(error) => door.turn_away(from, &error),
                 }
             });
-            strangers.push_back(stranger);
-            all.spawn(async move {
-                if let Ok((door, host, opened)) = is_known.await {
-                    door.talk(opened, from, &host).await;
-                }
-            });
+        }
+    }
+
+    fn turn_away(&self, from: SocketAddr, error: &PeerError) {
+        self.counts.turned_away.add(1);
+        let said = self.log.lock().turned_away.mention(from.ip().into(), Instant::now());
+        if let Some(left_out) = said {
+            warn!(%from, %error, left_out, "turned a connection away");
         }
     }
 
@@ -207,68 +212,104 @@ impl Door {
         Ok(Opened { sender, receiver, who, version: theirs.min(self.version) })
     }
 
-    /// Answers a guest until it leaves or breaks the protocol.
+    /// Answers a guest until it leaves, breaks the protocol, does not take its answers, or has to make room.
     async fn talk<H: Host>(&self, opened: Opened, from: SocketAddr, host: &Arc<H>) {
-        let Opened { sender, mut receiver, who, version } = opened;
-        let Some(stay) = self.enter(Guest { who: who.clone(), from, version }) else {
-            self.counts.turned_away.add(1);
-            warn!(%from, who, "turned a peer away: there are too many connections");
-            return;
-        };
+        let Opened { sender, receiver, who, version } = opened;
+        let (stay, lost) = self.enter(Guest { who: who.clone(), from, version });
         self.counts.connections.add(1);
         debug!(%from, who, %version, "a peer has connected");
+        let unread = Arc::new(Notify::new());
+        let error = tokio::select! {
+            error = self.listen_to(&stay, (sender, receiver), (&who, version), host, &unread) => error,
+            () = unread.notified() => PeerError::Slow("taking an answer"),
+            _ = lost => PeerError::Closed,
+        };
+        drop(stay);
+        if let PeerError::Misbehaved(problem) = error {
+            self.counts.misbehaved.add(1);
+            let said = self.log.lock().misbehaved.mention(from.ip().into(), Instant::now());
+            if let Some(left_out) = said {
+                warn!(
+                    %from,
+                    who,
+                    %problem,
+                    left_out,
+                    "ended the connection of a peer that broke the protocol"
+                );
+            }
+        } else {
+            debug!(%from, who, %error, "a peer has left");
+        }
+    }
+
+    /// Answers a guest until one of its questions cannot be heard or answered, and says why. An answer that waited for
+    /// something to happen, and cannot be given, is told by `unread`.
+    async fn listen_to<H: Host>(
+        &self,
+        stay: &Stay<'_>,
+        (sender, mut receiver): (Sender, Receiver),
+        (who, version): (&str, Version),
+        host: &Arc<H>,
+        unread: &Arc<Notify>,
+    ) -> PeerError {
         let sender = Arc::new(tokio::sync::Mutex::new(sender));
+        let patience = self.limits.answer;
         // Answers that wait for something to happen; they end with the connection.
         let mut aside = JoinSet::new();
-        let error = loop {
+        loop {
             let message = match timeout(self.limits.idle, receiver.receive(MAX_QUESTION)).await {
                 Ok(Ok(message)) => message,
-                Ok(Err(error)) => break error,
-                Err(_) => break PeerError::Slow("the next question"),
+                Ok(Err(error)) => return error,
+                Err(_) => return PeerError::Slow("the next question"),
             };
+            stay.stirs();
             let (number, question): (u32, Question) = match decode(&message) {
                 Ok(question) => question,
-                Err(error) => break error,
+                Err(error) => return error,
             };
             while aside.try_join_next().is_some() {}
             let waits = question.waits() && aside.len() < ASIDE;
-            let (host, sender, name) = (host.clone(), sender.clone(), who.clone());
+            let (host, sender, name) = (host.clone(), sender.clone(), who.to_owned());
             let mut answer = Box::pin(async move {
                 let reply = host.answer(&name, version, question).await;
-                sender.lock().await.send(&encode(&(number, reply))).await
+                let message = encode(&(number, reply));
+                let sent = async { sender.lock().await.send(&message).await };
+                // Whoever asks and does not read would keep it for ever.
+                timeout(patience, sent).await.unwrap_or(Err(PeerError::Slow("taking an answer")))
             });
             if waits {
                 // Most often there is something to tell at once.
                 match poll_fn(|context| Poll::Ready(answer.as_mut().poll(context))).await {
-                    Poll::Ready(Ok(())) => {}
-                    Poll::Ready(Err(error)) => break error,
-                    // If it cannot be sent, the next question cannot be heard either.
-                    Poll::Pending => _ = aside.spawn(answer),
+                    Poll::Ready(Ok(())) => stay.stirs(),
+                    Poll::Ready(Err(error)) => return error,
+                    Poll::Pending => {
+                        let unread = unread.clone();
+                        aside.spawn(async move {
+                            if answer.await.is_err() {
+                                unread.notify_one();
+                            }
+                        });
+                    }
                 }
             } else if let Err(error) = answer.await {
-                break error;
+                return error;
+            } else {
+                stay.stirs();
             }
-        };
-        drop(stay);
-        match error {
-            PeerError::Misbehaved(problem) => {
-                self.counts.misbehaved.add(1);
-                warn!(%from, who, %problem, "ended the connection of a peer that broke the protocol");
-            }
-            error => debug!(%from, who, %error, "a peer has left"),
         }
     }
 
-    /// `None` when there are too many.
-    fn enter(&self, guest: Guest) -> Option<Stay<'_>> {
-        let mut guests = self.guests.lock();
-        if guests.inside.len() >= self.limits.connections {
-            return None;
+    /// A guest comes in, for as long as its place is not lost. When there are too many, another one is let go.
+    fn enter(&self, guest: Guest) -> (Stay<'_>, Lost) {
+        let (id, lost, gone) = self.guests.lock().enter(guest);
+        if let Some(Guest { who, from, .. }) = gone {
+            self.counts.turned_away.add(1);
+            let said = self.log.lock().let_go.mention(from.ip().into(), Instant::now());
+            if let Some(left_out) = said {
+                warn!(%from, who, left_out, "let a peer go that was quiet: there are too many connections");
+            }
         }
-        let id = guests.next;
-        guests.next += 1;
-        guests.inside.insert(id, guest);
-        Some(Stay { door: self, id })
+        (Stay { door: self, id }, lost)
     }
 
     /// One whole connection, from the first byte to the last: the same as `serve` does, without a
@@ -280,6 +321,66 @@ impl Door {
                 true
             }
             Err(_) => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::news::{Known, Sought};
+    use super::super::ticket::Incarnation;
+    use super::*;
+
+    /// Says much, at once or a little later.
+    struct Talkative;
+
+    impl Host for Talkative {
+        fn welcome(&self) -> Welcome {
+            Welcome { engine: "p".to_owned(), incarnation: Incarnation(1), term_ms: 1000 }
+        }
+
+        async fn answer(&self, _: &str, _: Version, question: Question) -> Reply {
+            if question.waits() {
+                sleep(Duration::from_millis(10)).await;
+            }
+            Reply::Status("much to say ".repeat(1000))
+        }
+    }
+
+    /// Whoever asks and does not read holds up nothing for longer than it would wait itself.
+    #[test]
+    fn a_guest_that_does_not_read_is_let_go() {
+        let follow =
+            Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() };
+        for question in [Question::Status, follow] {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            let left = runtime.block_on(async {
+                let limits = Limits {
+                    answer: Duration::from_millis(50),
+                    idle: Duration::from_secs(600),
+                    ..Limits::default()
+                };
+                let door = Door::new(Trust::Loopback, Version::CURRENT, limits);
+                let (theirs, ours) = tokio::io::duplex(4096);
+                let (mut sender, mut receiver) =
+                    channel::open(theirs, &Trust::Loopback, "p:1").await.unwrap();
+                let hello = Hello { who: "d".to_owned() };
+                sender.send(&encode_opening(Version::CURRENT, &hello)).await.unwrap();
+                sender.send(&encode(&(1_u32, question))).await.unwrap();
+                let host = Arc::new(Talkative);
+                let visit = timeout(Duration::from_secs(60), door.visit(ours, &host));
+                let asked = async {
+                    receiver.greeting().await.unwrap();
+                    // It stays, and reads no more.
+                    std::future::pending::<()>().await;
+                };
+                tokio::select! {
+                    left = visit => left,
+                    () = asked => unreachable!("it never ends"),
+                }
+            });
+            assert_eq!(left, Ok(true), "it was let in, and has left");
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvferry_transport::strangers::Mentions;
 use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
@@ -18,6 +19,8 @@ use super::message::{
     Hello, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
 use super::news::{Known, News, Sought};
+use super::owner;
+use super::reach::Reach;
 use super::ticket::Ticket;
 use super::trust::Trust;
 use super::version::Version;
@@ -31,6 +34,8 @@ pub(crate) struct Caller {
     pub(crate) who: String,
     pub(crate) trust: Trust,
     pub(crate) version: Version,
+    /// Where it connects to.
+    pub(crate) reach: Reach,
     /// A quiet connection is tried this often, and given up after three tries without an answer.
     pub(crate) keepalive: Duration,
 }
@@ -56,7 +61,7 @@ impl Link {
         caller: &Caller,
         deadline: Instant,
     ) -> Result<Self, PeerError> {
-        let stream = timeout_at(deadline, connect(address)).await;
+        let stream = timeout_at(deadline, connect(address, &caller.reach)).await;
         let stream = stream.unwrap_or(Err(PeerError::Slow("connecting")))?;
         let greeted = timeout_at(deadline, greet(stream, address, caller)).await;
         let (sender, receiver, version, welcome) =
@@ -108,8 +113,18 @@ impl Link {
     }
 }
 
-async fn connect(address: &str) -> Result<TcpStream, PeerError> {
-    let hosts = lookup(address).await?;
+async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
+    // Of a name that stands for several addresses those that may be reached.
+    let (mut hosts, mut refused) = (vec![], None);
+    for host in lookup(address).await? {
+        match reach.check(host) {
+            Ok(()) => hosts.push(host),
+            Err(error) => refused = Some(error),
+        }
+    }
+    if let (true, Some(error)) = (hosts.is_empty(), refused) {
+        return Err(error);
+    }
     let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
     stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
     Ok(stream)
@@ -121,10 +136,15 @@ async fn greet(
     address: &str,
     caller: &Caller,
 ) -> Result<(Sender, Receiver, Version, Welcome), PeerError> {
+    let ends = stream.local_addr().and_then(|near| Ok((near, stream.peer_addr()?)));
+    let (near, far) = ends.map_err(|e| io_error("connecting", &e))?;
     let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
     let hello = Hello { who: caller.who.clone() };
-    sender.send(&encode_opening(caller.version, &hello)).await?;
+    // Where that fails, what has been answered says why.
+    _ = sender.send(&encode_opening(caller.version, &hello)).await;
     let answer = receiver.greeting().await?;
+    // It has accepted, so that its end is somebody's.
+    owner::check(&caller.trust, near, far)?;
     let (version, welcome) = decode_opening(caller.version, &answer)?;
     Ok((sender, receiver, version, welcome))
 }
@@ -182,6 +202,8 @@ async fn listen(mut receiver: Receiver, waiting: &Waiting, keepalive: Duration) 
 pub(crate) struct Links {
     caller: Caller,
     dials: Mutex<HashMap<String, Arc<tokio::sync::Mutex<Dial>>>>,
+    /// Addresses that cannot be connected to, longer than they are dialled: requests come again and again.
+    failed: Mutex<Mentions<String>>,
 }
 
 /// The connection to one address, or how the tries to open it went.
@@ -211,7 +233,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 impl Links {
     pub(crate) fn new(caller: Caller) -> Self {
-        Self { caller, dials: Mutex::default() }
+        Self { caller, dials: Mutex::default(), failed: Mutex::default() }
     }
 
     /// How many engines this side is connected to, or was a moment ago.
@@ -347,7 +369,10 @@ impl Links {
                     if dial.last.is_none() || Instant::now() < deadline {
                         dial.last = Some(error.clone());
                     }
-                    warn!(address, %error, tries = dial.failures, "cannot connect");
+                    let now = std::time::Instant::now();
+                    if let Some(left_out) = self.failed.lock().mention(address.to_owned(), now) {
+                        warn!(address, %error, left_out, "cannot connect");
+                    }
                     if is_final(&error) {
                         return Err(error);
                     }
@@ -366,7 +391,11 @@ fn given_up_by(ticket: &Ticket) -> Instant {
 pub(crate) fn is_final(error: &PeerError) -> bool {
     let passing = matches!(
         error,
-        PeerError::Io { .. } | PeerError::Slow(_) | PeerError::NoGreeting(_) | PeerError::Closed
+        PeerError::Io { .. }
+            | PeerError::Slow(_)
+            | PeerError::NoGreeting(_)
+            | PeerError::UnknownUser(_)
+            | PeerError::Closed
     );
     !passing
 }

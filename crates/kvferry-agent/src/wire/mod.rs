@@ -6,8 +6,8 @@
 //!   [`owner`]: whose the other end of a connection on this host is.
 //! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
 //!   who does not speak TLS.
-//! * [`link`]: connections to other engines, as the side that asks.
-//! * [`door`]: connections from other engines, as the side that answers.
+//! * [`reach`]: which addresses are connected to. [`link`]: connections to other engines, as the side that asks.
+//! * [`door`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
 
 pub(crate) mod channel;
 pub(crate) mod door;
@@ -17,6 +17,8 @@ pub(crate) mod message;
 pub(crate) mod news;
 mod overheard;
 mod owner;
+pub(crate) mod places;
+pub(crate) mod reach;
 pub(crate) mod seal;
 pub(crate) mod task;
 pub(crate) mod ticket;

@@ -41,8 +41,11 @@ pub(crate) fn check(trust: &Trust, near: SocketAddr, far: SocketAddr) -> Result<
 
 /// The user whose process holds the end of a TCP connection whose own address is `end`.
 fn owner(end: SocketAddr, other: SocketAddr) -> io::Result<u32> {
-    let mut socket =
-        Socket::new(Domain::from(AF_NETLINK), Type::DGRAM, Some(Protocol::from(NETLINK_SOCK_DIAG)))?;
+    let mut socket = Socket::new(
+        Domain::from(AF_NETLINK),
+        Type::DGRAM,
+        Some(Protocol::from(NETLINK_SOCK_DIAG)),
+    )?;
     // It answers at once, or never.
     socket.set_read_timeout(Some(Duration::from_secs(1)))?;
     socket.send(&question(end, other))?;

@@ -49,6 +49,7 @@ use crate::source::service::Service;
 use crate::source::steps::Steps;
 use crate::wire::link::Caller;
 use crate::wire::message::Card;
+use crate::wire::reach::Reach;
 use crate::wire::version::Version;
 
 /// The worker half of an agent. Dropping it cancels what is under way and ends its threads.
@@ -79,12 +80,13 @@ impl Worker {
             who: format!("{}/{} ({})", manifest.engine(), manifest.rank(), manifest.label()),
             trust: options.trust.clone(),
             version: options.version,
+            reach: Reach::to_peers(&options.trust, &options.peers),
             keepalive: options.keepalive,
         };
         let metrics = Arc::new(WorkerMetrics::default());
         let background = Background::start("kvferry-worker")?;
         let steps = Arc::new(Steps::default());
-        let mut rank = Rank::new(manifest, options.ranks, carrier);
+        let mut rank = Rank::new(manifest, options.ranks, carrier, caller.reach.clone());
         if options.version >= Version::TASKS {
             let (manifest, carrier) = (rank.manifest.clone(), rank.carrier.clone());
             match Service::start(&options, manifest, carrier, steps.clone(), &background) {

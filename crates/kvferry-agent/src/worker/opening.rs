@@ -26,6 +26,13 @@ pub(super) async fn open(
     deadline: Instant,
     departures: &Arc<Departures>,
 ) -> Result<Readable, Failure> {
+    for card in &cards {
+        for endpoint in reader.carrier.endpoints(&card.description) {
+            reader.reach.check(endpoint).map_err(|error| {
+                Failure::Refused(format!("rank {} is read elsewhere: {error}", card.rank))
+            })?;
+        }
+    }
     let manifests = cards.iter().map(|card| {
         Manifest::from_bytes(&card.manifest).map_err(|error| Failure::Refused(error.to_string()))
     });

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_plan::cost::Choice;
 
 use crate::rules::audit::Audit;
+use crate::wire::reach::Network;
 use crate::wire::trust::Trust;
 use crate::wire::version::Version;
 
@@ -20,6 +21,9 @@ pub struct WorkerOptions {
     pub advertise: Option<String>,
     /// How peers prove who they are.
     pub trust: Trust,
+    /// Where the engines are that tickets may name, and the memory of their ranks, as in
+    /// [`SchedulerOptions::peers`](crate::SchedulerOptions::peers). What NIXL makes of its metadata is not known.
+    pub peers: Vec<Network>,
     /// How long a handshake with a new engine may take, tries and pauses included.
     pub handshake: Duration,
     /// How many requests read at once; the others wait in the queue.
@@ -56,6 +60,7 @@ impl WorkerOptions {
             bind: ([127, 0, 0, 1], 0).into(),
             advertise: None,
             trust: Trust::Loopback,
+            peers: vec![],
             handshake: Duration::from_secs(10),
             concurrent: 64,
             least_ahead: Duration::from_millis(2),

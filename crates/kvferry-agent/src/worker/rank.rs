@@ -8,6 +8,7 @@ use kvferry_plan::Spread;
 use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::wire::message::{Card, ServiceCard};
+use crate::wire::reach::Reach;
 
 /// The rank that reads.
 #[derive(Debug)]
@@ -19,12 +20,19 @@ pub(super) struct Rank {
     pub(super) manifest: Arc<Manifest>,
     pub(super) manifest_bytes: Vec<u8>,
     pub(super) carrier: Arc<dyn Carrier>,
+    /// Where it reads.
+    pub(super) reach: Reach,
     /// Where it takes tasks.
     pub(super) service: Option<ServiceCard>,
 }
 
 impl Rank {
-    pub(super) fn new(manifest: Manifest, ranks: u32, carrier: Arc<dyn Carrier>) -> Self {
+    pub(super) fn new(
+        manifest: Manifest,
+        ranks: u32,
+        carrier: Arc<dyn Carrier>,
+        reach: Reach,
+    ) -> Self {
         Self {
             engine: manifest.engine().to_owned(),
             number: manifest.rank(),
@@ -32,6 +40,7 @@ impl Rank {
             manifest_bytes: manifest.to_bytes(),
             manifest: Arc::new(manifest),
             carrier,
+            reach,
             service: None,
         }
     }

@@ -135,6 +135,8 @@ fn silence_is_not_the_networks() {
         (Listener::Hangs, key(), "nothing came in time"),
         (Listener::Hangs, tls.clone(), "nothing came in time"),
         (Listener::Closes, Trust::Loopback, "it closed the connection"),
+        // As an agent of an earlier release with another key.
+        (Listener::Closes, key(), "it closed the connection"),
         (Listener::Closes, tls.clone(), "it closed the connection"),
         // The end comes during a later try, which says less.
         (Listener::ClosesOnce, Trust::Loopback, "it closed the connection"),
@@ -158,10 +160,10 @@ fn silence_is_not_the_networks() {
 fn an_agent_without_tls_is_not_one_with_other_certificates() {
     let certified = Certified::new();
     let tls = certified.trust("d");
-    for trust in [Trust::Loopback, key()] {
+    for (theirs, trust) in [(0, Trust::Loopback), (1, key())] {
         let p = Recipe::new("p", 1).trust(trust).start();
         let answer = ask_status(p.scheduler.address(), &tls, LONG).unwrap_err();
-        assert_eq!(answer, PeerError::NoGreeting("it closed the connection"));
+        assert_eq!(answer, PeerError::OtherTrust { theirs, ours: 2 });
     }
     let p = Recipe::new("p", 1).trust(certified.trust("p")).start();
     let answer = ask_status(p.scheduler.address(), &tls, LONG).unwrap_err();

@@ -93,10 +93,7 @@ fn another_user_who_listens_is_not_believed() {
     });
     let address = told.recv().unwrap();
     let error = ask_status(&address, &Trust::Loopback, PATIENCE).unwrap_err();
-    assert!(
-        matches!(error, PeerError::OtherUser { theirs: NOBODY, .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, PeerError::OtherUser { theirs: NOBODY, .. }), "{error:?}");
     assert!(error.to_string().contains("65534") && error.to_string().contains("key"), "{error}");
     squatter.join().unwrap();
     relay.join().unwrap();

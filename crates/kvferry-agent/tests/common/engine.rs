@@ -54,6 +54,7 @@ pub struct Recipe {
     pub name: &'static str,
     pub tp: u64,
     pub by: By,
+    pub tcp: TcpOptions,
     pub model: &'static str,
     pub scheduler: SchedulerOptions,
     pub worker: WorkerOptions,
@@ -78,6 +79,7 @@ impl Recipe {
             name,
             tp,
             by: By::Tcp,
+            tcp: TcpOptions::default(),
             model: "tiny",
             scheduler: SchedulerOptions { term: LONG * 2, ..SchedulerOptions::new(name) },
             // Audits are what some tests are about; the others are about what comes before and after. What is
@@ -137,7 +139,7 @@ impl Recipe {
             let mut held = None;
             let carrier = match self.by {
                 By::Tcp => {
-                    let transport = Tcp::new(TcpOptions::default()).unwrap();
+                    let transport = Tcp::new(self.tcp.clone()).unwrap();
                     // SAFETY: test memory is never freed, and accessed without references.
                     unsafe { transport.register(region) }.unwrap();
                     carry(Arc::new(transport))

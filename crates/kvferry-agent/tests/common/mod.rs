@@ -11,6 +11,7 @@ pub mod certificates;
 pub mod engine;
 pub mod faulty;
 pub mod held;
+pub mod log;
 pub mod looping;
 pub mod memory;
 pub mod wire;

@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -19,6 +20,10 @@ struct WireState {
     ended: AtomicBool,
     /// The client's bytes after this many are altered by one bit; 0: none.
     flip: AtomicU64,
+    /// So many clients that come next are let go when they have said something.
+    drop: AtomicU64,
+    /// Milliseconds that bytes take longer, in each direction.
+    delay: AtomicU64,
     open: Mutex<Vec<TcpStream>>,
     /// What clients said, one record for each connection.
     heard: Mutex<Vec<Arc<Mutex<Vec<u8>>>>>,
@@ -32,10 +37,14 @@ impl Wire {
         let (there, shared) = (address.to_owned(), state.clone());
         thread::spawn(move || {
             for client in listener.incoming() {
-                if shared.ended.load(Ordering::SeqCst) {
+                if shared.ended.load(SeqCst) {
                     return;
                 }
-                let client = client.unwrap();
+                let mut client = client.unwrap();
+                if shared.drop.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() {
+                    _ = client.read(&mut [0; 256]);
+                    continue;
+                }
                 let Ok(server) = TcpStream::connect(&there) else { continue };
                 let heard: Arc<Mutex<Vec<u8>>> = Arc::default();
                 shared.heard.lock().unwrap().push(heard.clone());
@@ -54,11 +63,11 @@ impl Wire {
 
     /// Bytes are held back, in both directions, until [`go`](Self::go).
     pub fn stop(&self) {
-        self.state.stopped.store(true, Ordering::SeqCst);
+        self.state.stopped.store(true, SeqCst);
     }
 
     pub fn go(&self) {
-        self.state.stopped.store(false, Ordering::SeqCst);
+        self.state.stopped.store(false, SeqCst);
     }
 
     /// Ends the connections of this moment.
@@ -70,7 +79,21 @@ impl Wire {
 
     /// One bit of what the next client says is altered after so many bytes.
     pub fn flip_after(&self, bytes: u64) {
-        self.state.flip.store(bytes, Ordering::SeqCst);
+        self.state.flip.store(bytes, SeqCst);
+    }
+
+    /// The clients that come next, so many of them, are let go as soon as they have said something.
+    pub fn drop_next(&self, clients: u64) {
+        self.state.drop.store(clients, SeqCst);
+    }
+
+    pub fn clients_to_drop(&self) -> u64 {
+        self.state.drop.load(SeqCst)
+    }
+
+    /// Bytes take so much longer from now on, in each direction.
+    pub fn delay(&self, by: Duration) {
+        self.state.delay.store(by.as_millis() as u64, SeqCst);
     }
 
     pub fn heard(&self) -> Vec<Vec<u8>> {
@@ -81,7 +104,7 @@ impl Wire {
 
 impl Drop for Wire {
     fn drop(&mut self) {
-        self.state.ended.store(true, Ordering::SeqCst);
+        self.state.ended.store(true, SeqCst);
         self.go();
         self.cut();
         _ = TcpStream::connect(&self.address);
@@ -96,15 +119,17 @@ fn pump(mut from: TcpStream, mut to: TcpStream, state: &WireState, heard: Option
             Ok(0) | Err(_) => break,
             Ok(n) => n,
         };
-        while state.stopped.load(Ordering::SeqCst) {
+        // One after the other: what is said meanwhile comes later still.
+        thread::sleep(Duration::from_millis(state.delay.load(SeqCst)));
+        while state.stopped.load(SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }
         if let Some(heard) = heard {
             heard.lock().unwrap().extend(&buffer[..n]);
-            let flip = state.flip.load(Ordering::SeqCst);
+            let flip = state.flip.load(SeqCst);
             if flip > 0 && (passed..passed + n as u64).contains(&flip) {
                 buffer[(flip - passed) as usize] ^= 1;
-                state.flip.store(0, Ordering::SeqCst);
+                state.flip.store(0, SeqCst);
             }
         }
         passed += n as u64;

@@ -1,6 +1,7 @@
 //! What every back end promises.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
@@ -71,6 +72,14 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// proven who they are: back ends that use a library hand parts of it on. Connecting again with
     /// a newer description of the same peer brings its regions up to date.
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Self::Peer, Error>;
+
+    /// The addresses that [`connect`](Self::connect) would connect to with this description, as far as the back end
+    /// connects itself: for owners who do not let a peer name just any. What a library makes of its part of the
+    /// description is not known, and what cannot be read names none.
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        let _ = description;
+        vec![]
+    }
 
     /// Ends the connection. Operations under way fail with [`Error::Disconnected`].
     fn disconnect(&self, peer: &Self::Peer);

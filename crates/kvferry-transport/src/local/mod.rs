@@ -13,6 +13,7 @@
 //! That a process number may be given out again is no danger: see `Identity` in the source.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -186,6 +187,10 @@ impl Transport for Local {
         let peer = LocalPeer(Arc::new(Inner { tcp, direct }));
         self.peers.lock().push(peer.clone());
         Ok(peer)
+    }
+
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        parse(description).map_or_else(|_| vec![], |described| self.tcp.endpoints(described.tcp))
     }
 
     fn disconnect(&self, peer: &LocalPeer) {

@@ -18,6 +18,7 @@
 //! NIXL stores in next to no memory.
 
 use std::ffi::CString;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -300,6 +301,11 @@ impl Transport for Nixl {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        let told = Description::parse(description).ok().and_then(|described| described.told);
+        told.map(|told| told.endpoint()).into_iter().collect()
     }
 
     fn disconnect(&self, peer: &NixlPeer) {

@@ -126,6 +126,11 @@ struct Pool {
 }
 
 impl Told {
+    /// Where the server is.
+    pub(super) fn endpoint(&self) -> SocketAddr {
+        self.address.at
+    }
+
     fn pool(&self, on_card: bool) -> Option<Pool> {
         if on_card { self.card } else { Some(self.host) }
     }

@@ -220,6 +220,10 @@ impl Transport for Tcp {
         Ok(TcpPeer(client))
     }
 
+    fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
+        parse(description).map(|address| address.at).into_iter().collect()
+    }
+
     fn disconnect(&self, peer: &TcpPeer) {
         self.peers.lock().retain(|client| !Arc::ptr_eq(client, &peer.0));
         peer.0.close();
