@@ -208,7 +208,11 @@ fn read(mut bytes: &[u8]) -> Option<Vec<(&[u8], &[u8])>> {
 mod tests {
     use std::time::Duration;
 
+    use kvferry_transport::local::{Local, LocalOptions};
+    use kvferry_transport::tcp::{Tcp, TcpOptions};
+
     use super::*;
+    use crate::carrier::carry;
 
     /// A way that reaches peers of the same place only.
     #[derive(Debug)]
@@ -316,6 +320,21 @@ mod tests {
         let found = chosen(vec![near(b"node 2"), far()]);
         assert_eq!(found.transport, "far");
         assert!(found.not_by.contains("near: the peer is elsewhere"), "{found:?}");
+    }
+
+    /// Through everything that is wrapped around it.
+    #[test]
+    fn where_a_way_leads_is_known_before_it_is_taken() {
+        let tcp = || Ok(carry(Arc::new(Tcp::new(TcpOptions::default()).unwrap())));
+        let local = || Ok(carry(Arc::new(Local::new(LocalOptions::default()).unwrap())));
+        let there = carry_several("both", vec![local(), tcp()]).describe().unwrap();
+        let leads = |ways| carry_several("both", ways).endpoints(&there);
+        let both = leads(vec![local(), tcp()]);
+        assert!(both.len() == 2 && both[0] != both[1], "{both:?}");
+        assert!(both.iter().all(|one| one.ip().is_loopback()), "{both:?}");
+        assert_eq!(leads(vec![tcp()]), both[1..]);
+        assert_eq!(leads(vec![Ok(way(&("far", b"")))]), []);
+        assert_eq!(tcp().unwrap().endpoints(b"no description"), []);
     }
 
     #[test]
