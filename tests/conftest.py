@@ -37,6 +37,8 @@ def pytest_runtest_protocol(item):
         return (yield)
     finally:
         name = f"{Path.cwd().name}/{item.nodeid}"
-        took = {"name": name, "seconds": round(time.monotonic() - began, 2), "busy": round(busy() - spent, 2)}
+        # What a process that was killed had spent is gone with it.
+        spent = max(0.0, busy() - spent)
+        took = {"name": name, "seconds": round(time.monotonic() - began, 2), "busy": round(spent, 2)}
         with open(path, "a") as file:
             file.write(json.dumps(took) + "\n")
