@@ -31,6 +31,7 @@ trap 'rm -rf "$wheels"' EXIT
 {
   PATH="$env/bin:$PATH" "$env/bin/maturin" build --quiet --locked --profile "$profile" \
     --interpreter "$python" --out "$wheels"
-  "$base" -m uv pip install --quiet --python "$python" --no-deps --reinstall "$wheels"/*.whl
+  "$base" -m uv pip install --quiet --python "$python" --no-deps --reinstall --compile-bytecode \
+    "$wheels"/*.whl
 } >&2
 echo "$python"

@@ -22,21 +22,22 @@ export KVFERRY_MANIFESTS KVFERRY_WIRE KVFERRY_COMMAND OMP_NUM_THREADS=1
 pytest() {
   local folder=$1
   shift
-  (cd "tests/$folder" && "$python" -m pytest -c ../../pyproject.toml --rootdir . "$@")
+  (cd "tests/$folder" && "$python" -m pytest -c ../../pyproject.toml --rootdir . --confcutdir .. "$@")
 }
 
 case "${1:-}" in
 "" | --all)
-  "$python" -m mypy python
-  (cd tests && "$python" -m mypy.stubtest kvferry._core)
   # Engines spend much of their time starting and waiting, servers most: three lanes of them, side by side.
   which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
   servers=(test_hosts.py test_rolling.py test_served.py test_served_both.py)
   failed=0
-  lane servers pytest engines "${servers[@]}" --durations 15 -m "$which"
+  lane servers pytest engines "${servers[@]}" -m "$which"
+  "$python" -m mypy python || failed=1
+  (cd tests && "$python" -m mypy.stubtest kvferry._core) || failed=1
+  pytest unit || failed=1
   pytest python || failed=1
-  lane life pytest engines life --durations 15 -m "$which"
-  pytest engines . --ignore life "${servers[@]/#/--ignore=}" --durations 15 -m "$which" || failed=1
+  lane life pytest engines life -m "$which"
+  pytest engines . --ignore life "${servers[@]/#/--ignore=}" -m "$which" || failed=1
   for lane in "${lanes[@]}"; do
     wait "$lane" || failed=1
   done

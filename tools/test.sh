@@ -13,6 +13,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 began=$SECONDS
 . tools/lanes.sh
+# How long everything takes is kept for this checkout, and what has become much slower is named at the end.
+durations="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry/durations/$(printf '%s' "$PWD" | sha256sum | cut -c1-12)"
+mkdir -p "$durations"
+export KVFERRY_DURATIONS="$durations/$(date +%Y%m%d-%H%M%S).jsonl"
 
 step() {
   local began=$SECONDS
@@ -20,11 +24,14 @@ step() {
   # `set -e` does not reach into a command that somebody asks the outcome of.
   "$@" || return
   printf '== %s: %d s\n' "$*" $((SECONDS - began))
+  printf '{"name": "== %s", "seconds": %d}\n' "$*" $((SECONDS - began)) >>"$KVFERRY_DURATIONS"
 }
 
 rust_tests() {
   # The environment is there by now, and NVRTC in it: the GPU kernel must compile.
-  step env KVFERRY_REQUIRE_NVRTC=1 cargo test --workspace --locked --no-fail-fast
+  # More threads than cores: many of these tests wait.
+  step env KVFERRY_REQUIRE_NVRTC=1 RUST_TEST_THREADS=6 cargo test --workspace --locked --no-fail-fast
+  step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
   step tools/test-explain.sh
   step tools/test-docs.sh
   step tools/test-deploy.sh
@@ -35,7 +42,6 @@ step python3 tools/check-dependencies.py
 # On first use this downloads gigabytes, which keeps no core busy.
 lane environment tools/vllm-env.sh
 step cargo clippy --workspace --all-targets --locked -- -D warnings
-step env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 step cargo test --workspace --locked --no-run
 if ! wait "${lanes[0]}"; then
   cat "$logs/environment"
@@ -55,5 +61,7 @@ fi
 wait "${lanes[1]}" || failed=1
 printf '\n== Meanwhile, the Rust tests\n'
 cat "$logs/rust"
+printf '\n== How long it took\n'
+python3 tools/durations.py "$durations"
 printf '\n== %s in %d s\n' "$([ $failed = 0 ] && echo "all tests passed" || echo "FAILED (see above)")" $((SECONDS - began))
 exit $failed

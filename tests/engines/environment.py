@@ -16,6 +16,9 @@ SERVER = {
 FORKED = SERVER | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    # What vLLM compiles on first use whatever `enforce_eager` says, such as how it counts log-probabilities, costs a
+    # run of the C++ compiler in every engine, and runs as it is written without.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 #: How a router asks for a prompt's blocks to be kept.
 REMOTE_DECODE = {

@@ -51,11 +51,13 @@ def readme_commands():
 
 
 def until(what, seconds, true):
-    """Waits until `true()` is, and returns it."""
-    end = time.monotonic() + seconds
+    """Waits until `true()` is, and returns it. The longer it takes, the less often it looks: a server that is asked for
+    its metrics all the time does little else."""
+    end, pause = time.monotonic() + seconds, 0.01
     while not (answer := true()):
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.5)
     return answer
 
 

@@ -32,12 +32,15 @@ from tiny import save_model
 BLOCKS = 160
 #: Seconds that a killed or silent side may keep the other's blocks.
 LEASE = 30
-SMALL = [
+SEPARATE = [
     *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"),
     # Says which requests are aborted.
     "--enable-log-requests",
     *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
 ]
+#: The one worker is in the engine's process, as it is on a GPU; on a CPU vLLM would make it one of its own, which takes
+#: another import of vLLM. test_served_both.py has it so.
+SMALL = [*SEPARATE, "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
 PAIRS = {
     "hybrid, fail": ("nemotron_h", "fail", {}),
     "attention, recompute": ("qwen3", "recompute", {"transport": "local"}),
@@ -453,7 +456,7 @@ def test_data_parallel_engines_have_an_address_each(tmp_path_factory):
     # vLLM's engines of one server count on from the port.
     port = free_neighbours()
     only = {"prefill": {"port": port}}
-    serve = [*SMALL, "--data-parallel-size", "2"]
+    serve = [*SEPARATE, "--data-parallel-size", "2"]
     # Twelve processes: on a small machine even a handshake waits for its turn.
     with served(tmp_path_factory, "qwen3", serve, {}, {"handshake": 60.0}, only) as pair:
         draw = random.Random(6)

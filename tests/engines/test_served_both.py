@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_served
 from http_pair import ANSWER, until
-from test_served import SMALL, ask, assert_no_block_is_held, moved, prefill, served, text
+from test_served import SEPARATE, ask, assert_no_block_is_held, moved, prefill, served, text
 
 
 @pytest.fixture(scope="module", params=["qwen3", pytest.param("nemotron_h", marks=pytest.mark.more)])
 def pair(request, tmp_path_factory):
     transfer = {"kv_load_failure_policy": "recompute"}
-    with served(tmp_path_factory, request.param, SMALL, transfer, {"push": "always"}) as pair:
+    with served(tmp_path_factory, request.param, SEPARATE, transfer, {"push": "always"}) as pair:
         assert prefill(pair, "what it tells the router")["transfer_mode"] == "push"
         # The router hears of it with its first answer.
         ask(pair, "router", "which may go to one after the other")

@@ -1,20 +1,11 @@
-"""Engines for tests, closed when their test ends."""
+"""Engines made by hand, and vLLM in the environment that stands in for a running engine's."""
 
-import pytest
+import sys
+from pathlib import Path
+
 import stand_in  # noqa: F401  first: it sets the environment up
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
 # isort: split
-from handmade import Engine
-
-
-@pytest.fixture
-def engines():
-    made = []
-
-    def make(*args, **options):
-        made.append(Engine(*args, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+from handmade import engines  # noqa: E402, F401

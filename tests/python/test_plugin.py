@@ -8,6 +8,7 @@ import pytest
 from handmade import grant, load
 from kvferry.vllm import FerryConnector, plugin
 from kvferry.vllm.metrics import Stats, ended
+from kvferry.vllm.options import Options
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -52,3 +53,11 @@ def test_the_plug_in_loads_nothing_else_of_this_package():
     look = "import sys, kvferry.vllm.plugin; print('torch' in sys.modules, 'vllm' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", look], capture_output=True, timeout=60, text=True)
     assert answer.stdout.split() == ["False", "False"], answer
+
+
+def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.7")
+    assert Options.read({"host": "auto"}).address(5)["bind"] == "127.0.0.7:5"
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
+    with pytest.raises(ValueError, match="'host' .* is 'auto', but must be an address: .* VLLM_HOST_IP"):
+        Options.read({"host": "auto"}).address(5)

@@ -82,14 +82,6 @@ def test_a_file_that_cannot_be_read_is_named(tls, name):
         Options.read(given)
 
 
-def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch):
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.7")
-    assert Options.read({"host": "auto"}).address(5)["bind"] == "127.0.0.7:5"
-    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
-    with pytest.raises(ValueError, match="'host' .* is 'auto', but must be an address: .* VLLM_HOST_IP"):
-        Options.read({"host": "auto"}).address(5)
-
-
 def test_a_host_that_is_not_there_is_named():
     options = Options.read({"host": "no such host"})
     with pytest.raises(ValueError, match="'host' .* is 'no such host', but must be an address of this"):

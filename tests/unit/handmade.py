@@ -6,6 +6,7 @@ import socket
 
 import kvferry
 import numpy as np
+import pytest
 
 HEADS, WIDTH = 4, 8
 
@@ -91,6 +92,20 @@ class Engine:
     def close(self):
         for half in (*self.workers, self.scheduler):
             half.close()
+
+
+@pytest.fixture
+def engines():
+    """Makes engines that are closed when their test ends."""
+    made = []
+
+    def make(*args, **options):
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 def value(token, head):

@@ -1,0 +1,56 @@
+"""The tools that say what is tested, and what has become slow."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_doubles_is_named_and_a_slow_machine_is_not(tmp_path, capsys):
+    durations = tool("durations")
+
+    def run(at, **tests):
+        lines = [json.dumps({"name": name, "seconds": seconds}) for name, seconds in tests.items()]
+        (tmp_path / f"{at:02}.jsonl").write_text("\n".join(lines))
+
+    def named():
+        durations.main(tmp_path)
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("slower: ")]
+
+    usual = dict(one=10.0, two=10.0, three=10.0, short=0.1)
+    # The first has nothing to compare with; one slow run is not what is usual.
+    for at, tests in enumerate((usual, usual | {"one": 90.0}, usual)):
+        run(at, **tests)
+        if at != 1:
+            assert named() == []
+    run(3, **usual | {"two": 21.0, "short": 2.0, "new": 60.0})
+    assert named() == ["two:"]
+    # Three times as slow, all of them: the machine.
+    run(4, **{name: 3 * seconds for name, seconds in usual.items()})
+    assert named() == []
+    # Old runs are forgotten.
+    for at in range(5, 20):
+        run(at, **usual)
+    assert named() == [] and len(list(tmp_path.iterdir())) == durations.RUNS + 1
+
+
+def test_whoever_uses_what_changed_is_linted_and_what_changed_is_tested():
+    def package(name, *uses, tests=()):
+        targets = [{"kind": ["lib"], "name": name}] + [{"kind": ["test"], "name": test} for test in tests]
+        return {"name": name, "dependencies": [{"name": use} for use in uses], "targets": targets}
+
+    changed = tool("changed")
+    packages = [package("a"), package("b", "a"), package("c", "b", "serde"), package("d")]
+    assert changed.crates(["crates/b/src/lib.rs", "docs/a.md"], packages) == ({"b"}, {"b", "c"})
+    assert changed.crates(["crates/gone/src/lib.rs"], packages) == (set(), set())
+    everything = {"a", "b", "c", "d"}
+    assert changed.crates(["Cargo.lock"], packages) == (everything, everything)
+    assert changed.targets(package("a", tests=["conformance", "exact"])) == ["--lib", "--test=exact"]
