@@ -29,7 +29,7 @@ case "${1:-}" in
 "" | --all)
   # Engines spend much of their time starting and waiting, servers most: three lanes of them, side by side.
   which=$([ "${1:-}" = --all ] && echo "more or not more" || echo "not more")
-  servers=(test_hosts.py test_rolling.py test_served.py test_served_both.py)
+  servers=(test_client.py test_hosts.py test_rolling.py test_served.py test_served_both.py)
   failed=0
   lane servers pytest engines "${servers[@]}" -m "$which"
   "$python" -m mypy python || failed=1

@@ -143,9 +143,9 @@ async fn greet(
     // Where that fails, what has been answered says why.
     _ = sender.send(&encode_opening(caller.version, &hello)).await;
     let answer = receiver.greeting().await?;
+    let (version, welcome) = decode_opening(caller.version, &answer)?;
     // It has accepted, so that its end is somebody's.
     owner::check(&caller.trust, near, far)?;
-    let (version, welcome) = decode_opening(caller.version, &answer)?;
     Ok((sender, receiver, version, welcome))
 }
 

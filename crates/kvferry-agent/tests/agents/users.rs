@@ -85,7 +85,10 @@ fn another_user_who_listens_is_not_believed() {
         let client: TcpStream = taken.recv().unwrap();
         let server = TcpStream::connect(there).unwrap();
         let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-        let up = thread::spawn(move || std::io::copy(&mut from, &mut to));
+        let up = thread::spawn(move || {
+            _ = std::io::copy(&mut from, &mut to);
+            _ = to.shutdown(Shutdown::Write);
+        });
         _ = std::io::copy(&mut &server, &mut &client);
         _ = client.shutdown(Shutdown::Both);
         _ = server.shutdown(Shutdown::Both);
