@@ -8,9 +8,10 @@ import reprlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .origin import Facts
+if TYPE_CHECKING:
+    from .origin import Facts
 
 #: Where our part lies.
 KEY = "kvferry"
