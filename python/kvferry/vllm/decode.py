@@ -84,6 +84,8 @@ class Decode:
         #: Engines without kvferry.
         self.stock = stock
         self.counts = dict.fromkeys(COUNTS, 0)
+        #: Whether engines share a key, and tickets are sealed with it.
+        self.sealed = agent.engine_seal is not None
         #: Requests that wait or load.
         self.wanted: dict[str, Wanted] = {}
         #: The last tickets that came to an end: whoever replays a request brings one of them again.
@@ -145,7 +147,7 @@ class Decode:
                 "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
             )
         offer = stock or Offer.read(params)
-        if stock is None:
+        if stock is None and self.sealed:
             self.agent.check(offer.ticket, tokens=offer.tokens, blocks=offer.blocks, first=offer.first)
         reader = self._reader(offer.ticket)
         if (wrong := self._not_for(request, offer)) is not None:
