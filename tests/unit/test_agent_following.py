@@ -168,6 +168,6 @@ def test_bad_input_for_what_is_still_computed(engines):
         worker.load("r", ticket, tokens=4, granted=4, destination_blocks=[[1]])
     with pytest.raises(TypeError, match="'source_blocks' is missing"):
         worker.load("r", ticket, tokens=4, source_first=[0], destination_blocks=[[1]])
-    with pytest.raises(ValueError, match="'epoch' is not a number"):
+    with pytest.raises(ValueError, match="'epoch' is 'x', which should be a number"):
         bad = ticket | {"epoch": "x"}
         worker.load("r", bad, tokens=4, source_blocks=[[1]], destination_blocks=[[1]])

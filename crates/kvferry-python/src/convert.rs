@@ -78,7 +78,9 @@ fn hex(fields: &Bound<'_, PyDict>, name: &str) -> PyResult<u64> {
 }
 
 fn wrong(name: &str, value: &Bound<'_, PyAny>, wanted: &str) -> PyErr {
+    // It may come from a client, and be long, or nested too deeply to be written.
     let shown = value.repr().map_or_else(|_| "?".to_owned(), |repr| repr.to_string());
+    let shown: String = shown.chars().take(60).collect();
     no_ticket(&format!("'{name}' is {shown}, which should be {wanted}"))
 }
 

@@ -124,11 +124,13 @@ impl Peers {
         met
     }
 
-    /// An engine that is gone is forgotten, once nobody waits for it.
+    /// An engine that is gone is forgotten, once nobody waits for it. As long as there is a connection to it, it can be
+    /// told that a lease is not wanted any more.
     fn drop_if_unknown(&self, address: &str, acquaintance: &Arc<Acquaintance>) {
         let mut known = self.known.lock();
         // The map, and the caller.
-        if Arc::strong_count(acquaintance) <= 2 && acquaintance.is_empty() {
+        let unused = Arc::strong_count(acquaintance) <= 2 && acquaintance.is_empty();
+        if unused && !self.links.is_open(address) {
             known.remove(address);
             self.links.forget(address);
         }
