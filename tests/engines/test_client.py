@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from http_pair import ANSWER, Pair, save_tokenizer, until
-from test_served import SMALL, ask
+from test_served import SEPARATE, ask
 from tiny import save_model
 
 #: Requests in all, and how many at once.
@@ -41,7 +41,7 @@ def server(tmp_path_factory):
     save_tokenizer(save_model("qwen3", folder / "qwen3"))
     # Requests that cannot be loaded are computed, and those to read from are looked for briefly.
     extra = {"handshake": 0.5, "meet": 0.5, "patience": 5}
-    pair = Decode(folder / "qwen3", folder, SMALL, {"kv_load_failure_policy": "recompute"}, extra)
+    pair = Decode(folder / "qwen3", folder, SEPARATE, {"kv_load_failure_policy": "recompute"}, extra)
     try:
         pair.start("decode")
         yield pair

@@ -21,7 +21,7 @@ TABLE = Path(__file__).parents[2] / "crates" / "kvferry-docs" / "log.txt"
 
 OF_P = ["kvferry.prefill", "kvferry.prefill.compute", "kvferry.prefill.lease", "kvferry.prefill.read"]
 OF_A_RANK = ["kvferry.load"] + [
-    f"kvferry.load.{part}" for part in ("queue", "handshake", "read", "audit", "confirm")
+    f"kvferry.load.{part}" for part in ("handshake", "queue", "read", "audit", "confirm")
 ]
 OF_D = [f"kvferry.decode{part}" for part in ("", ".queue", ".allocate", ".order", ".report", ".schedule", ".first_step")]
 

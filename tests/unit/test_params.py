@@ -27,7 +27,12 @@ def params(**changes):
 
 
 def read(given):
-    return Offer.read(admit(given, TOKENS))
+    """As D does; tables that cannot be read are a load that fails."""
+    offer = Offer.read(admit(given, TOKENS))
+    if offer.wrong is not None:
+        assert (offer.blocks, offer.first) == ([], [])
+        raise ValueError(offer.wrong)
+    return offer
 
 
 def ours(**changes):
@@ -56,7 +61,8 @@ def test_what_is_written_can_be_read():
     [
         ({KEY: None}, "no 'kvferry' in them: the other engine does not run FerryConnector"),
         ({KEY: 5}, "'kvferry' is 5, but must be an object"),
-        ({"remote_block_ids": None}, "'kvferry.first' has 2 entries, but there are 0 tables"),
+        ({"remote_block_ids": None}, "'remote_block_ids' is missing; a router must pass all"),
+        ({"remote_block_ids": []}, "'kvferry.first' has 2 entries, but there are 0 tables"),
         ({"remote_block_ids": 7}, "'remote_block_ids' is 7, but must be a list"),
         ({"remote_block_ids": [1, 2]}, "'remote_block_ids' is 1, but must be a list of block ids for each group"),
         ({"remote_block_ids": [[1], "12"]}, "'remote_block_ids' is '12', but must be a list of block ids"),

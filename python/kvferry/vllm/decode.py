@@ -180,7 +180,7 @@ class Decode:
             self.stock.hold(offer.ticket)
             return Wanted(offer, offer.tokens, None, offer.ticket, stock=True)
         self.agent.hold(offer.ticket, patience=patience)
-        return Wanted(offer, offer.tokens, origin, offer.ticket)
+        return Wanted(offer, offer.tokens, origin, offer.ticket, lost=offer.wrong)
 
     def _not_for(self, request: Any, offer: Offer) -> str | None:
         """Why what P has is of no use to a request, as far as P's hints say it. Who changes them gains

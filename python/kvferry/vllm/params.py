@@ -38,6 +38,9 @@ class Offer:
     hash: str | None = None
     #: What the blocks depend on beside the model, as far as the other engine says it.
     prompt: Facts = field(default_factory=dict)
+    #: Why the tokens and tables cannot be read, if so: the request ends as the user chose for loads that fail, and the
+    #: other engine is told that nobody comes.
+    wrong: str | None = None
 
     @classmethod
     def read(cls, params: dict[str, Any]) -> Offer:
@@ -53,6 +56,7 @@ class Offer:
             needed(ours, "first", f"{KEY}.first"),
             ours.get("hash"),
             ours.get("prompt", {}),
+            ours.get("wrong"),
         )
 
     def write(
@@ -156,20 +160,44 @@ def admit(params: Any, tokens: int) -> dict[str, Any]:
     if not isinstance(params, dict):
         raise ValueError(_wrong("kv_transfer_params", params, "an object"))
     left = [_MOST_VALUES]
-    admitted = {}
+    admitted: dict[str, Any] = {}
     for name, value in params.items():
-        if value is None:
+        if value is None or name == _TABLES:
             continue
         path = _text(name, "a name in kv_transfer_params", tokens)
         read = _FIELDS.get(path)
         admitted[path] = read(value, path, tokens) if read is not None else _copy(value, path, _DEEPEST, left)
-    tables, first = admitted.get("remote_block_ids"), admitted.get(KEY, {}).get("first")
-    if first is not None and len(first) != len(tables or ()):
-        raise ValueError(
-            f"'{KEY}.first' has {len(first)} entries, but there are {len(tables or ())} tables in 'remote_block_ids'; "
-            "a router must pass all parameters on unchanged"
-        )
+    if KEY not in admitted:
+        if (tables := params.get(_TABLES)) is not None:
+            admitted[_TABLES] = _tables(tables, _TABLES, tokens)
+        return admitted
+    ours, given = admitted[KEY], params[KEY]
+    try:
+        # Tokens that cannot be are more than there can be.
+        ours["tokens"] = tokens
+        ours["tokens"] = _present(given, "tokens", f"{KEY}.tokens", _number(1), tokens)
+        tables = _present(params, _TABLES, _TABLES, _tables, tokens)
+        first = _present(given, "first", f"{KEY}.first", _positions, tokens)
+        if first is not None and tables is not None and len(first) != len(tables):
+            raise Unreadable(
+                f"'{KEY}.first' has {len(first)} entries, but there are {len(tables)} tables in '{_TABLES}'; "
+                "a router must pass all parameters on unchanged"
+            )
+    except Unreadable as error:
+        ours["wrong"], tables, first = str(error), [], []
+    admitted[_TABLES], ours["first"] = tables, first
     return admitted
+
+
+_TABLES = "remote_block_ids"
+
+
+class Unreadable(ValueError):
+    """Tokens or tables that cannot be."""
+
+
+def _present(given: dict[str, Any], name: str, path: str, read: _Reader, tokens: int) -> Any:
+    return None if (value := given.get(name)) is None else read(value, path, tokens)
 
 
 def to_be_handed_over(params: Any) -> dict[str, Any]:
@@ -196,8 +224,8 @@ def _text(value: Any, path: str, tokens: int) -> str:
     return str(value)
 
 
-def _digits(count: int) -> _Reader:
-    form = re.compile(f"[0-9a-f]{{{count}}}")
+def _digits(count: int, least: int | None = None) -> _Reader:
+    form = re.compile(f"[0-9a-f]{{{least or count},{count}}}")
 
     def read(value: Any, path: str, tokens: int) -> str:
         if not isinstance(value, str):
@@ -217,7 +245,7 @@ def _number(least: int, most: int | None = None) -> _Reader:
             raise ValueError(_wrong(path, value, "a whole number"))
         bound = tokens if most is None else most
         if not least <= value <= bound:
-            raise ValueError(_wrong(path, value, f"from {least} to {bound}"))
+            raise Unreadable(_wrong(path, value, f"from {least} to {bound}"))
         return int(value)
 
     return read
@@ -227,27 +255,30 @@ def _tables(value: Any, path: str, tokens: int) -> list[array[int]]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(_wrong(path, value, "a list"))
     if len(value) > _MOST_TABLES:
-        raise ValueError(_wrong(path, value, f"at most {_MOST_TABLES} tables"))
+        raise Unreadable(_wrong(path, value, f"at most {_MOST_TABLES} tables"))
     for table in value:
         if not isinstance(table, (list, tuple, array)):
-            raise ValueError(_wrong(path, table, "a list of block ids for each group"))
+            raise Unreadable(_wrong(path, table, "a list of block ids for each group"))
     # A block has a token at least, and few engines have more than four groups of such blocks.
     count, most = sum(len(table) for table in value), 4 * tokens + 4096
     if count > most:
-        raise ValueError(f"'{path}' names {count} blocks, but {most} are the most for {tokens} tokens")
+        raise Unreadable(f"'{path}' names {count} blocks, but {most} are the most for {tokens} tokens")
     try:
         return [array("I", table) for table in value]
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"'{path}' has something in it that is no block id: {reprlib.repr(str(error))}") from None
+        raise Unreadable(f"'{path}' has something in it that is no block id: {reprlib.repr(str(error))}") from None
 
 
 def _positions(value: Any, path: str, tokens: int) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(_wrong(path, value, "a list"))
     if len(value) > _MOST_TABLES:
-        raise ValueError(_wrong(path, value, f"a list of at most {_MOST_TABLES} positions"))
+        raise Unreadable(_wrong(path, value, f"a list of at most {_MOST_TABLES} positions"))
     read = _number(0)
-    return [read(position, path, tokens) for position in value]
+    try:
+        return [read(position, path, tokens) for position in value]
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
 
 
 def _object(fields: dict[str, _Reader]) -> _Reader:
@@ -268,7 +299,6 @@ _TRACE: dict[str, _Reader] = {"traceparent": _text, "tracestate": _text}
 _FIELDS: dict[str, _Reader] = {
     "do_remote_prefill": _flag,
     "do_remote_decode": _flag,
-    "remote_block_ids": _tables,
     "remote_engine_id": _text,
     "remote_request_id": _text,
     "remote_host": _text,
@@ -284,16 +314,14 @@ _FIELDS: dict[str, _Reader] = {
                 {
                     "engine": _text,
                     "address": _text,
-                    "incarnation": _digits(16),
+                    "incarnation": _digits(16, 1),
                     "request": _text,
-                    "nonce": _digits(16),
+                    "nonce": _digits(16, 1),
                     "term_ms": _number(1, 1 << 32),
                     "epoch": _number(0, (1 << 32) - 1),
                     "seal": _digits(32),
                 }
             ),
-            "tokens": _number(1),
-            "first": _positions,
             "hash": _digits(32),
             "prompt": _object({name: _digits(16) for name in ("tokens", "embeddings", "adapter", "salt", "media")}),
             **_TRACE,
