@@ -73,6 +73,9 @@ def quiet_port():
 class Engine:
     """Ranks that share the four heads of one layer; nothing that it promises ends by itself, unless that is said."""
 
+    #: Of its options, those that are for the ranks, too.
+    trusted = ("key", "key_file", "tls", "insecure")
+
     def __init__(self, name, ranks, tokens, transport="local", **options):
         share = HEADS // ranks
         self.name, self.tokens = name, tokens
@@ -82,7 +85,7 @@ class Engine:
         for rank, pool in enumerate(self.pools):
             heads = (rank * share, (rank + 1) * share)
             facts = draft(name, heads, tokens, pool.ctypes.data, rank=rank, label=f"tp{rank}")
-            trust = {key: options[key] for key in ("key", "key_file", "tls", "insecure") if key in options}
+            trust = {key: options[key] for key in self.trusted if key in options}
             worker = kvferry.Worker(
                 kvferry.Manifest(facts), ranks=ranks, memory=pool, transport=transport, **trust
             )
