@@ -46,8 +46,9 @@ class Options:
     peers: list[str] | None = _option(None, networks=True)
     #: Seconds that P keeps a request's blocks without hearing from D.
     lease: float = _option(30.0, least=0.02)
-    #: The share of P's blocks that may be kept for D at once; beyond it P hands nothing over.
-    lease_share: float = _option(0.9, least=0.01, most=1)
+    #: The share of P's blocks that may be kept for D at once; beyond it P hands nothing over. By default all of them: where D
+    #: is slow, requests wait, and none fails.
+    lease_share: float = _option(1.0, least=0.01, most=1)
     #: Seconds that D may take to shake hands with a new engine.
     handshake: float = _option(10.0, least=1e-3)
     #: Seconds that a request may take to load, from when D has blocks for it.
