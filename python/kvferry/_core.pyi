@@ -226,7 +226,7 @@ class Scheduler:
         key_file: _Path | None = None,
         tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
-        peers: Sequence[str] = (),
+        peers: Sequence[str] = ...,
         lease: float = 30.0,
         longest: float = 1800.0,
     ) -> Scheduler:
@@ -478,7 +478,7 @@ class Worker:
         key_file: _Path | None = None,
         tls: tuple[_Path, _Path, _Path] | None = None,
         insecure: bool = False,
-        peers: Sequence[str] = (),
+        peers: Sequence[str] = ...,
         handshake: float = 10.0,
         concurrent: int = 64,
         least_ahead: float = 0.002,
