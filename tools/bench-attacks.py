@@ -179,6 +179,8 @@ def main():
     if delay is None:
         run(None, None)
         return
+    if "KVFERRY_WIRE" not in os.environ:
+        asked.error("--delay needs kvferry-wire (cargo build --workspace): name the program in KVFERRY_WIRE")
     from wire import Wire
 
     with contextlib.closing(Wire()) as wire:
