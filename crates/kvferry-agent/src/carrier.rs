@@ -7,13 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_plan::cost::Way;
 use kvferry_transport::{
     ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics, Transport,
 };
-use parking_lot::Mutex;
-
-use crate::learned::Learned;
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -57,19 +53,9 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn chosen(&self) -> Option<&Chosen> {
         None
     }
-    /// What its transport takes by how it is read, as far as is known by now.
+    /// What its transport takes by how it is read.
     fn rates(&self) -> Rates {
         Rates { direct: self.price(), packed: None }
-    }
-    /// How many times as much as its transport measured a way takes, as far as is known by now.
-    fn learned(&self, way: Way) -> f64 {
-        let _ = way;
-        1.0
-    }
-    /// A read of this kind takes so long by itself where the rates made one expect something else; both in
-    /// nanoseconds.
-    fn learn(&self, way: Way, expected: f64, took: f64) {
-        let _ = (way, expected, took);
     }
     /// Starts to read. If this or one of its kind panics, it has started nothing.
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
@@ -120,7 +106,6 @@ impl<T: fmt::Debug, M> fmt::Debug for Carried<T, M> {
 struct Connected<T: Transport, M> {
     keeping: Arc<Keeping<T, M>>,
     peer: T::Peer,
-    learned: Mutex<Learned>,
     ended: AtomicBool,
 }
 
@@ -145,8 +130,7 @@ where
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<Box<dyn Source>, Error> {
         let peer = self.0.transport.connect(description, deadline)?;
-        let (learned, ended) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Box::new(Connected { keeping: self.0.clone(), peer, learned, ended }))
+        Ok(Box::new(Connected { keeping: self.0.clone(), peer, ended: AtomicBool::new(false) }))
     }
 
     fn endpoints(&self, description: &[u8]) -> Vec<SocketAddr> {
@@ -168,15 +152,7 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
     }
 
     fn rates(&self) -> Rates {
-        self.learned.lock().apply(self.keeping.transport.rates(&self.peer))
-    }
-
-    fn learned(&self, way: Way) -> f64 {
-        self.learned.lock().factor(way)
-    }
-
-    fn learn(&self, way: Way, expected: f64, took: f64) {
-        self.learned.lock().learn(way, expected, took);
+        self.keeping.transport.rates(&self.peer)
     }
 
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {

@@ -125,18 +125,6 @@ pub enum PeerError {
         /// What this side speaks.
         ours: Version,
     },
-    /// The peer is too old for what is asked.
-    ///
-    /// What to do: upgrade kvferry on the peer's side.
-    #[error("the peer speaks protocol {theirs}: {what} needs {needed}")]
-    TooOld {
-        /// What was asked for.
-        what: &'static str,
-        /// What the two sides agreed on.
-        theirs: Version,
-        /// What is needed.
-        needed: Version,
-    },
     /// The peer says no, and why.
     ///
     /// What to do: change what the peer's reason names.

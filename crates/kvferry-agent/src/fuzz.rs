@@ -13,7 +13,7 @@ use kvferry_plan::BlockTable;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::rules::grant::{Fingerprint, Grant, InFlight, Origin};
+use crate::rules::grant::{Claim, Fingerprint, Grant, InFlight, Origin};
 use crate::rules::lease::{Answer, Consumer, Ended, Frontier, LeaseKey, Loss};
 use crate::wire::door::{Door, Host};
 use crate::wire::message::{
@@ -80,15 +80,14 @@ impl Host for Counting {
         Welcome { engine: "p".to_owned(), incarnation: Incarnation(1), term_ms: 1000 }
     }
 
-    async fn answer(&self, _: &str, _: Version, question: Question) -> Reply {
+    async fn answer(&self, _: &str, question: Question) -> Reply {
         self.0.fetch_add(1, Ordering::Relaxed);
         match question {
             Question::Extend { keys, .. } => {
                 Reply::Leases(keys.iter().map(|_| Answer::NotHeld(Loss::Unknown)).collect())
             }
-            Question::Confirm { .. } => Reply::Lease(Answer::NotHeld(Loss::Unknown)),
-            Question::ConfirmRead { .. } => Reply::Lease(Answer::NotHeld(Loss::NotGranted)),
-            Question::ConfirmFor { origin: wanted, .. } => {
+            Question::Confirm { claim, .. } => {
+                let wanted = claim.origin;
                 Reply::Lease(Answer::NotHeld(Loss::OtherOrigin { granted: None, wanted }))
             }
             Question::Fit { .. } => Reply::NotReady,
@@ -187,7 +186,7 @@ pub fn connections() -> Vec<Vec<u8>> {
     all
 }
 
-fn questions() -> [Question; 14] {
+fn questions() -> [Question; 12] {
     let key = |request: &str| LeaseKey { request: request.to_owned(), nonce: 1 << 40 };
     let incarnation = Incarnation(7);
     let consumer = Consumer { engine: "decode".to_owned(), rank: 1, ranks: 2, attempt: 9 };
@@ -203,19 +202,11 @@ fn questions() -> [Question; 14] {
     [
         Question::Fit { manifest: vec![1; 30], transport: "local".to_owned() },
         Question::Extend { incarnation, keys: vec![key("a"), key("b")] },
-        Question::Confirm { incarnation, key: key("a"), consumer: consumer.clone() },
-        Question::ConfirmRead {
-            incarnation,
-            key: key("a"),
-            consumer: consumer.clone(),
-            read_by: Fingerprint([7; 16]),
-        },
-        Question::ConfirmFor {
+        Question::Confirm {
             incarnation,
             key: key("a"),
             consumer,
-            read_by: Fingerprint([7; 16]),
-            origin: Some(Origin([8; 16])),
+            claim: Claim { read_by: Fingerprint([7; 16]), origin: Some(Origin([8; 16])) },
         },
         Question::Ask {
             incarnation,

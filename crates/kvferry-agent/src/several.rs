@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_plan::cost::Way;
 use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics};
 
 use crate::carrier::{Carrier, Chosen, Source};
@@ -143,14 +142,6 @@ impl Source for Found {
         self.source.rates()
     }
 
-    fn learned(&self, way: Way) -> f64 {
-        self.source.learned(way)
-    }
-
-    fn learn(&self, way: Way, expected: f64, took: f64) {
-        self.source.learn(way, expected, took);
-    }
-
     fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         self.source.read(copies, deadline)
     }
@@ -246,10 +237,6 @@ mod tests {
             Price { launch: 0.0, copy: 0.0, byte: 0.0 }
         }
 
-        fn learned(&self, _: Way) -> f64 {
-            3.0
-        }
-
         fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
             Err(Error::Cancelled)
         }
@@ -306,7 +293,6 @@ mod tests {
         let until = Instant::now() + Duration::from_secs(1);
         let chosen = |ways| {
             let source = carry_several("both", ways).connect(&beside, until).unwrap();
-            assert_eq!(source.learned(Way::Direct), 3.0, "what is known of it is known by its way");
             source.chosen().unwrap().clone()
         };
         let missing = |why: &str| Err(why.to_owned());

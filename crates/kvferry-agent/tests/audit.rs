@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::faulty::{Fault, Switch};
 use common::*;
-use kvferry_agent::{Audit, Failure, Loss, Outcome, Version};
+use kvferry_agent::{Audit, Failure, Loss, Outcome};
 use kvferry_layout::Manifest;
 
 const SOURCE: [u32; 3] = [3, 6, 12];
@@ -278,30 +278,6 @@ fn a_mismatch_says_whose_memory_changes() {
             }
         };
         assert!(said.ends_with(&format!("({words} is changing)")), "{who}: {said}");
-    }
-}
-
-/// A peer of an older minor version has no digests: transfers go on.
-#[test]
-fn a_peer_without_digests_is_read_all_the_same() {
-    for (old, minor) in [("p", 2), ("d", 2)] {
-        let version = Version { major: 1, minor };
-        let recipe = |name: &'static str| {
-            let mut recipe = Recipe::new(name, 1).audit(Audit::ALL);
-            if name == old {
-                (recipe.scheduler.version, recipe.worker.version) = (version, version);
-            }
-            recipe.start()
-        };
-        let (p, d) = (recipe("p"), recipe("d"));
-        for name in ["first", "second"] {
-            let address = p.scheduler.address().to_owned();
-            d.ranks[0].memory.fill(memory::UNTOUCHED);
-            assert_eq!(p.hand_over(&d, name, 9, &address), [Outcome::Done]);
-        }
-        let unable = "kvferry_audits_total{engine=\"d\",rank=\"0\",result=\"unable\"} 2";
-        let metrics = d.ranks[0].worker.metrics();
-        assert!(metrics.lines().any(|line| line == unable), "{metrics}");
     }
 }
 

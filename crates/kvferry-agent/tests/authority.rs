@@ -3,9 +3,8 @@
 
 mod common;
 
-use common::log::Log;
 use common::*;
-use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Origin, Outcome, Version};
+use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Origin, Outcome};
 
 const TOKENS: u64 = 10;
 /// Ours, and those of another request.
@@ -192,37 +191,5 @@ fn one_ticket_at_two_engines_at_once() {
             assert!(*end == Outcome::Done || *end == late, "{end:?}");
         }
         assert_eq!(p.wait_released().why, Ended::Confirmed);
-    }
-}
-
-/// A side of 1.2 neither says nor asks what was read for. It works as before, and each side says so.
-#[test]
-fn a_side_that_does_not_know_origins_works_unbound_and_both_sides_say_so() {
-    let log = Log::start();
-    let old = Version { major: 1, minor: 2 };
-    let said =
-        |log: &Log| (log.lines("which prompt it reads for"), log.lines("which prompt they are"));
-    for (theirs, ours) in [(old, Version::CURRENT), (Version::CURRENT, old)] {
-        let before = said(&log);
-        let mut p = Recipe::new("p-before-origins", 1);
-        (p.scheduler.version, p.worker.version) = (theirs, theirs);
-        let mut d = Recipe::new("d-before-origins", 1);
-        (d.scheduler.version, d.worker.version) = (ours, ours);
-        let (p, d) = (p.start(), d.start());
-        p.prefill(1, &OURS, TOKENS);
-        for name in ["first", "second"] {
-            let grant = granted(&OURS, TOKENS);
-            let ticket = p.scheduler.grant_from(name, grant.clone(), Origin([1; 16])).unwrap();
-            // The limit: nobody notices that it is for another prompt. The tables are still compared.
-            let wanted = Some(Origin([2; 16]));
-            let forged = load("forged", &ticket, forged(TOKENS, 0, &THEIRS), &DESTINATION);
-            d.load(&Load { origin: wanted, ..forged });
-            assert_eq!(d.wait_ends("forged"), [Outcome::Expired(Loss::NotGranted)]);
-            d.load(&Load { origin: wanted, ..load(name, &ticket, grant, &DESTINATION) });
-            assert_eq!(d.wait_ends(name), [Outcome::Done]);
-            assert_eq!(p.wait_released().why, Ended::Confirmed);
-        }
-        let now = said(&log);
-        assert_eq!((now.0 - before.0, now.1 - before.1), (1, 1), "once each: {log:?}");
     }
 }

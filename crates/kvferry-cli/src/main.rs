@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod bench;
-mod costs;
 mod demo;
 mod drain;
 mod explain;

@@ -6,7 +6,6 @@ use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm::{self, verdict};
 use serde_json::{Value, json};
 
-use crate::costs::{self, RatesArgs};
 use crate::failure::Failure;
 use crate::output;
 use crate::report::Answer;
@@ -26,8 +25,6 @@ use crate::text;
 pub(crate) struct Args {
     #[command(flatten)]
     pair: PairArgs,
-    #[command(flatten)]
-    rates: RatesArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -36,24 +33,9 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair)?;
-    let costs = match (&answer, args.rates.read()?) {
-        (Answer::Works { plans, .. }, Some((rates, choice))) => {
-            Some(costs::of(&pair, plans, &rates, choice)?)
-        }
-        _ => None,
-    };
     output::print(&match args.json {
-        true => {
-            let mut json = as_json(&pair, &answer);
-            if let Some(costs) = &costs {
-                json["costs"] = json!(costs);
-            }
-            format!("{json:#}\n")
-        }
-        false => {
-            let costs = costs.as_ref().map_or_else(String::new, |costs| costs::table(costs));
-            heading(&pair) + &conclusion(&pair, &answer) + &costs
-        }
+        true => format!("{:#}\n", as_json(&pair, &answer)),
+        false => heading(&pair) + &conclusion(&pair, &answer),
     });
     answer.end()
 }

@@ -70,15 +70,14 @@ fn the_ways_side_by_side_are_json_and_a_picture() {
         assert!(row["case"].as_str().unwrap().starts_with("qwen3-next"), "{row}");
         assert!(row["copies"].as_u64().unwrap() > 0 && row["bytes"].as_u64().unwrap() > 0, "{row}");
         let way = |name: &str| row[name].as_f64().is_some_and(|ms| ms > 0.0);
-        let ways = ["direct_ms", "over_read_ms", "packed_ms", "full_read_ms", "chosen_ms"];
+        let ways = ["direct_ms", "packed_ms", "full_read_ms", "chosen_ms"];
         assert!(ways.into_iter().all(way), "{row}");
         assert!(row["of_best"].as_f64().unwrap() >= 1.0, "{row}");
-        // What `kvferry plan --direct ... --packed ...` takes.
         let rates = row["rates"].as_array().unwrap();
         assert!(rates.iter().all(|rate| rate.as_array().unwrap().len() == 3), "{row}");
     }
     // A background; for each way a colour, and a bar for each row.
-    assert_eq!(count_in_xml(&svg, "rect"), 1 + 5 + 5 * rows.len());
+    assert_eq!(count_in_xml(&svg, "rect"), 1 + 4 + 4 * rows.len());
     std::fs::remove_file(&svg).unwrap();
 }
 

@@ -2,7 +2,7 @@
 //!
 //! What is read from one source is a sum over the destination's groups, and so is its price: each group
 //! is read one way, and each way that is used at all costs one launch. So the cheapest choice is one of
-//! three: nothing packed, everything packed, or every group by what is cheapest for it alone.
+//! three: nothing packed, everything packed, or every group by what is cheaper for it alone.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,23 +14,20 @@ use crate::summary::Summary;
 /// A way to read a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Way {
-    /// Every copy by itself, and nothing too much.
+    /// Every copy by itself.
     Direct,
-    /// Copy by copy too, but the last blocks whole, where that makes fewer of them.
-    OverRead,
     /// Gathered by the source, moved in one piece, scattered by the destination.
     Packed,
 }
 
 impl Way {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Direct, Self::OverRead, Self::Packed];
+    pub const ALL: [Self; 2] = [Self::Direct, Self::Packed];
 
-    /// Its name: `direct`, `over-read` or `packed`.
+    /// Its name: `direct` or `packed`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
-            Self::OverRead => "over-read",
             Self::Packed => "packed",
         }
     }
@@ -60,78 +57,52 @@ impl FromStr for Choice {
         match (text, way) {
             ("auto", _) => Ok(Self::Auto),
             (_, Some(way)) => Ok(Self::Only(way)),
-            _ => Err(format!(
-                "no lowering is called '{text}': use auto, direct, packed or over-read"
-            )),
+            _ => Err(format!("no lowering is called '{text}': use auto, direct or packed")),
         }
     }
 }
 
-/// What is to be read of one group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
-    /// What is needed.
-    pub exact: Summary,
-    /// The same with the last blocks whole, where that is allowed.
-    pub over: Option<Summary>,
-}
-
-impl Work {
-    /// What one way takes for it, without the launch. `None` where it is not possible.
-    fn takes(&self, rates: &Rates, way: Way) -> Option<f64> {
-        let without_launch =
-            |price: Price, sum: &Summary| Price { launch: 0.0, ..price }.of(sum.copies, sum.bytes);
-        match way {
-            Way::Direct => Some(without_launch(rates.direct, &self.exact)),
-            Way::OverRead => self.over.map(|over| without_launch(rates.direct, &over)),
-            Way::Packed => rates.packed.map(|packed| without_launch(packed, &self.exact)),
-        }
-    }
-
-    /// The cheapest of some ways; the first of them where they are equal.
-    fn cheapest(&self, rates: &Rates, ways: &[Way]) -> Way {
-        let price = |way: &Way| self.takes(rates, *way).unwrap_or(f64::INFINITY);
-        let best = ways.iter().min_by(|a, b| price(a).total_cmp(&price(b)));
-        best.copied().unwrap_or(Way::Direct)
-    }
+/// What one way takes for a group, without the launch. `None` where it is not possible.
+fn takes(rates: &Rates, way: Way, group: &Summary) -> Option<f64> {
+    let price = match way {
+        Way::Direct => rates.direct,
+        Way::Packed => rates.packed?,
+    };
+    Some(Price { launch: 0.0, ..price }.of(group.copies, group.bytes))
 }
 
 /// What it takes to read every group its way, in nanoseconds. `None` where one of them is not possible.
-pub fn cost(rates: &Rates, works: &[Work], ways: &[Way]) -> Option<f64> {
-    let (mut direct, mut packed, mut sum) = (false, false, 0.0);
-    for (work, way) in works.iter().zip(ways) {
-        if work.exact.bytes == 0 {
-            continue;
-        }
-        sum += work.takes(rates, *way)?;
-        direct |= *way != Way::Packed;
-        packed |= *way == Way::Packed;
+pub fn cost(rates: &Rates, groups: &[Summary], ways: &[Way]) -> Option<f64> {
+    let mut sum = 0.0;
+    for (group, way) in groups.iter().zip(ways) {
+        sum += if group.bytes == 0 { 0.0 } else { takes(rates, *way, group)? };
     }
-    if direct {
+    let used = |way| groups.iter().zip(ways).any(|(group, its)| group.bytes > 0 && *its == way);
+    if used(Way::Direct) {
         sum += rates.direct.launch;
     }
-    if packed {
+    if used(Way::Packed) {
         sum += rates.packed?.launch;
     }
     Some(sum)
 }
 
 /// The cheapest way for every group that is read from one source.
-pub fn choose(rates: &Rates, works: &[Work], choice: Choice) -> Vec<Way> {
-    let each = |ways: &[Way]| -> Vec<Way> {
-        works.iter().map(|work| work.cheapest(rates, ways)).collect()
-    };
+pub fn choose(rates: &Rates, groups: &[Summary], choice: Choice) -> Vec<Way> {
+    let all = |way| vec![way; groups.len()];
+    // Where nothing can be packed, the bytes are read all the same.
+    if rates.packed.is_none() {
+        return all(Way::Direct);
+    }
     match choice {
-        // Where it is not possible, the bytes are read all the same.
-        Choice::Only(way) => each(&[way])
-            .into_iter()
-            .zip(works)
-            .map(|(way, work)| if work.takes(rates, way).is_some() { way } else { Way::Direct })
-            .collect(),
+        Choice::Only(way) => all(way),
         Choice::Auto => {
-            let candidates =
-                [each(&[Way::Direct, Way::OverRead]), each(&[Way::Packed]), each(&Way::ALL)];
-            let price = |ways: &Vec<Way>| cost(rates, works, ways).unwrap_or(f64::INFINITY);
+            let each = groups.iter().map(|group| {
+                let [direct, packed] = Way::ALL.map(|way| takes(rates, way, group));
+                if packed < direct { Way::Packed } else { Way::Direct }
+            });
+            let candidates = [all(Way::Direct), all(Way::Packed), each.collect()];
+            let price = |ways: &Vec<Way>| cost(rates, groups, ways).unwrap_or(f64::INFINITY);
             let best = candidates.into_iter().min_by(|a, b| price(a).total_cmp(&price(b)));
             best.unwrap_or_default()
         }
@@ -161,29 +132,23 @@ mod tests {
     }
 
     prop_compose! {
-        fn works()(
-            copies in 0u64..100_000,
-            length in 1u64..100_000,
-            over in prop::option::of((0u64..100_000, 0u64..1 << 20)),
-        ) -> Work {
-            let bytes = copies * length;
-            let over = over.filter(|_| copies > 0);
-            Work { exact: sum(copies, bytes), over: over.map(|(fewer, more)| sum((copies - fewer.min(copies)).max(1), bytes + more)) }
+        fn groups()(copies in 0u64..100_000, length in 1u64..100_000) -> Summary {
+            sum(copies, copies * length)
         }
     }
 
-    fn cheapest(rates: &Rates, works: &[Work]) -> f64 {
+    fn cheapest(rates: &Rates, works: &[Summary]) -> f64 {
         cost(rates, works, &choose(rates, works, Choice::Auto)).unwrap()
     }
 
     proptest! {
         /// The choice is the least of all that there are.
         #[test]
-        fn nothing_is_cheaper(rates in some_rates(), works in prop::collection::vec(works(), 0..5)) {
+        fn nothing_is_cheaper(rates in some_rates(), works in prop::collection::vec(groups(), 0..5)) {
             let chosen = cheapest(&rates, &works);
-            for number in 0..3usize.pow(works.len() as u32) {
+            for number in 0..2usize.pow(works.len() as u32) {
                 let ways: Vec<Way> =
-                    (0..works.len()).map(|at| Way::ALL[number / 3usize.pow(at as u32) % 3]).collect();
+                    (0..works.len()).map(|at| Way::ALL[number >> at & 1]).collect();
                 if let Some(other) = cost(&rates, &works, &ways) {
                     prop_assert!(chosen <= other * (1.0 + 1e-12), "{ways:?}: {other} < {chosen}");
                 }
@@ -194,7 +159,7 @@ mod tests {
         #[test]
         fn more_is_never_cheaper(
             rates in some_rates(),
-            works in prop::collection::vec(works(), 1..4),
+            works in prop::collection::vec(groups(), 1..4),
             which in any::<prop::sample::Index>(),
             more in (0u64..1000, 0u64..1 << 20),
             factor in 1.0..5.0f64,
@@ -202,11 +167,9 @@ mod tests {
         ) {
             let before = cheapest(&rates, &works);
             let mut larger = works.clone();
-            let work = &mut larger[which.index(works.len())];
-            for sum in [Some(&mut work.exact), work.over.as_mut()].into_iter().flatten() {
-                sum.copies += more.0;
-                sum.bytes += more.1;
-            }
+            let group = &mut larger[which.index(works.len())];
+            group.copies += more.0;
+            group.bytes += more.1;
             prop_assert!(cheapest(&rates, &larger) >= before * (1.0 - 1e-12));
             let mut dearer = rates;
             let mut fields: Vec<&mut f64> = vec![];
@@ -220,12 +183,11 @@ mod tests {
 
         /// What is forced is done, where it is possible, and otherwise the bytes are read all the same.
         #[test]
-        fn what_is_forced_is_done(rates in some_rates(), works in prop::collection::vec(works(), 1..4)) {
+        fn what_is_forced_is_done(rates in some_rates(), works in prop::collection::vec(groups(), 1..4)) {
             for way in Way::ALL {
-                for (chosen, work) in choose(&rates, &works, Choice::Only(way)).iter().zip(&works) {
-                    let possible = work.takes(&rates, way).is_some();
-                    prop_assert_eq!(*chosen, if possible { way } else { Way::Direct });
-                }
+                let possible = way == Way::Direct || rates.packed.is_some();
+                let expected = vec![if possible { way } else { Way::Direct }; works.len()];
+                prop_assert_eq!(choose(&rates, &works, Choice::Only(way)), expected);
             }
         }
     }
@@ -235,11 +197,10 @@ mod tests {
         let direct = Price { launch: 20e3, copy: 600.0, byte: 0.3 };
         let packed = Price { launch: 20e3, copy: 20.0, byte: 0.5 };
         let rates = Rates { direct, packed: Some(packed) };
-        let work = |copies, bytes| Work { exact: sum(copies, bytes), over: None };
-        let works = [work(100_000, 100_000 * 512), work(10, 100 << 20)];
+        let works = [sum(100_000, 100_000 * 512), sum(10, 100 << 20)];
         assert_eq!(choose(&rates, &works, Choice::Auto), [Way::Packed, Way::Direct]);
         // A little beside much is not worth a launch of its own.
-        let works = [work(100_000, 100_000 * 512), work(1, 30_000)];
+        let works = [sum(100_000, 100_000 * 512), sum(1, 30_000)];
         assert_eq!(choose(&rates, &works, Choice::Auto), [Way::Packed, Way::Packed]);
         let without = Rates { direct, packed: None };
         assert_eq!(choose(&without, &works, Choice::Auto), [Way::Direct, Way::Direct]);
@@ -252,6 +213,6 @@ mod tests {
             assert_eq!(way.to_string().parse(), Ok(Choice::Only(way)));
         }
         let error = "packing".parse::<Choice>().unwrap_err();
-        assert!(error.contains("'packing'") && error.contains("over-read"), "{error}");
+        assert!(error.contains("'packing'") && error.contains("use auto"), "{error}");
     }
 }

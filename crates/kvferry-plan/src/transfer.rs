@@ -1,10 +1,10 @@
 //! One request, and the copies that serve it.
 
-use kvferry_layout::{ByteCopy, Price};
+use kvferry_layout::ByteCopy;
 
 use crate::compile::{Leftover, Plan};
 use crate::cursor::Cursor;
-use crate::request::{Request, RequestError, Table};
+use crate::request::{Request, RequestError};
 use crate::summary::{Area, Summary};
 use crate::walk::{Entries, Holding, Segments, walk_own_blocks, walk_rest};
 
@@ -21,39 +21,15 @@ pub struct Transfer<'p> {
 impl Plan {
     /// Checks a request and prepares its copies, in time proportional to its blocks.
     pub fn transfer(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, None)
-    }
-
-    /// Like [`transfer`](Self::transfer), but where that is cheaper by the transport's `price`, copies
-    /// take a block that the request ends in as far as both sides' blocks go. What they bring too much
-    /// lies in the [`rest`](Transfer::rest), which must be zeroed after the copies.
-    pub fn over_read(
-        &self,
-        request: &Request<'_>,
-        price: &Price,
-    ) -> Result<Transfer<'_>, RequestError> {
-        self.prepare(request, Some(price))
-    }
-
-    fn prepare(
-        &self,
-        request: &Request<'_>,
-        over_read: Option<&Price>,
-    ) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
         let entries = |law, holding: &Holding| {
             Entries::new(law, &holding.window, request.tokens, request.cached[holding.group])
         };
         let mut segments = Segments::new();
-        for (index, rhythm) in self.rhythms.iter().enumerate() {
+        for rhythm in &self.rhythms {
             let group = rhythm.destination.group;
-            let Entries { first, mut end, .. } = entries(rhythm.law, &rhythm.destination);
+            let Entries { first, end, .. } = entries(rhythm.law, &rhythm.destination);
             let tables = (&request.source[rhythm.source.group], &request.destination[group]);
-            if let Some(price) = over_read
-                && first < end
-            {
-                end = self.worthwhile_end(index, first, end, tables, price)?;
-            }
             rhythm.walk(first, end, tables, &mut segments)?;
             segments.end();
         }
@@ -79,39 +55,6 @@ impl Plan {
             rest.end();
         }
         Ok(Transfer { plan: self, segments, rest })
-    }
-
-    /// Where to stop reading a rhythm's entries `first..end`: there, or at the end of the block that
-    /// they end in where the copies that this saves cost more than the bytes that it adds.
-    fn worthwhile_end(
-        &self,
-        index: usize,
-        first: u64,
-        end: u64,
-        tables: (&Table<'_>, &Table<'_>),
-        price: &Price,
-    ) -> Result<u64, RequestError> {
-        let rhythm = &self.rhythms[index];
-        let last = rhythm.last_block(end);
-        if last.end == end {
-            return Ok(end);
-        }
-        // Copies and bytes of that block, up to here, of this rhythm alone.
-        let cost = |end| {
-            let mut segments = Segments::default();
-            for other in 0..self.rhythms.len() {
-                if other == index {
-                    rhythm.walk(last.start.max(first), end, tables, &mut segments)?;
-                }
-                segments.end();
-            }
-            let sums =
-                self.sources.iter().map(|clusters| Cursor::new(clusters, &segments).summary());
-            Ok(sums.fold((0, 0), |(copies, bytes), sum| (copies + sum.copies, bytes + sum.bytes)))
-        };
-        let (exact, over) = (cost(end)?, cost(last.end)?);
-        let cheaper = price.of(over.0, over.1) <= price.of(exact.0, exact.1);
-        Ok(if cheaper { last.end } else { end })
     }
 }
 

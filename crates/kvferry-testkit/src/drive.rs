@@ -4,7 +4,7 @@ use std::fmt;
 
 use kvferry_layout::{CutLimits, Cutting, Loops, Manifest};
 use kvferry_plan::{
-    ByteCopy, Incompatible, Plan, Price, Request, RequestError, Spread, Summary, Table, Transfer,
+    ByteCopy, Incompatible, Plan, Request, RequestError, Spread, Summary, Table, Transfer,
 };
 
 use crate::draw::{Side, engine};
@@ -130,18 +130,6 @@ pub fn ask(plan: &Plan, sources: usize, request: &OwnedRequest) -> Result<Said, 
     assert_eq!(transfer.copies(sources).count(), 0, "copies from a source that is not there");
     let rest = transfer.rest();
     said.rest = rest.map(|area| Leftover { address: area.address, bytes: area.bytes }).collect();
-    let price = Price { launch: 0.0, copy: 512.0, byte: 0.125 };
-    let over = plan.over_read(&request, &price)?;
-    assert!(over.rest().eq(transfer.rest()), "reading too much changes what is left");
-    let (exact, mut over) = (bytes(&transfer, sources), bytes(&over, sources));
-    // Without what is left: the same bytes from the same places, and none twice.
-    let mut left: Vec<_> = said.rest.iter().map(|area| (area.address, area.bytes)).collect();
-    left.sort_unstable();
-    over.retain(|&(destination, ..)| {
-        let after = left.partition_point(|&(address, _)| address <= destination);
-        after.checked_sub(1).is_none_or(|at| destination - left[at].0 >= left[at].1)
-    });
-    assert!(over == exact, "reading too much reads something else");
     Ok(said)
 }
 
@@ -200,19 +188,6 @@ fn joined(mut copies: Vec<ByteCopy>) -> Vec<ByteCopy> {
         touches
     });
     copies
-}
-
-/// Where every byte goes and comes from, as address there, source rank and address here, in order.
-fn bytes(transfer: &Transfer<'_>, sources: usize) -> Vec<(u64, usize, u64)> {
-    let bytes = |source| {
-        transfer.copies(source).flat_map(move |copy| {
-            (0..copy.bytes).map(move |at| (copy.destination + at, source, copy.source + at))
-        })
-    };
-    let mut bytes: Vec<_> = (0..sources).flat_map(bytes).collect();
-    bytes.sort_unstable();
-    assert!(bytes.is_sorted_by(|a, b| a.0 < b.0), "a byte is written twice");
-    bytes
 }
 
 /// Tables as a plan takes them.

@@ -84,15 +84,13 @@ pub struct InFlight {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Origin(pub [u8; 16]);
 
-/// What a reader says of what it has read, as far as its version lets it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Claim {
-    /// Nothing. No version that is served says so little; the models show what that would lead to.
-    Nothing,
-    /// By which tables, in epochs that are counted from 0.
-    Tables(Fingerprint),
-    /// By which tables, and for what; `None` where its engine does not say.
-    All(Fingerprint, Option<Origin>),
+/// What a reader says of what it has read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    /// By which tables.
+    pub read_by: Fingerprint,
+    /// For what; `None` where its engine does not say.
+    pub origin: Option<Origin>,
 }
 
 impl fmt::Debug for Fingerprint {

@@ -339,26 +339,14 @@ impl Leases {
                     return Answer::NotHeld(Loss::Unknown);
                 }
                 // What still grows nobody can have read.
-                let restarts = lease.restarts();
                 let Some(sealed) = &mut lease.sealed else {
                     return Answer::NotHeld(Loss::NotGranted);
                 };
-                let granted = match claim {
-                    Claim::Nothing => true,
-                    // By a reader that counts epochs from 0.
-                    Claim::Tables(read_by) => {
-                        let counted = Grant { epoch: restarts, ..lease.grant.clone() };
-                        read_by == counted.fingerprint()
-                    }
-                    Claim::All(read_by, _) => read_by == sealed.grant,
-                };
-                if !granted {
+                if claim.read_by != sealed.grant {
                     return Answer::NotHeld(Loss::NotGranted);
                 }
-                if let Claim::All(_, wanted) = claim
-                    && wanted != sealed.origin
-                {
-                    let granted = sealed.origin;
+                if claim.origin != sealed.origin {
+                    let (granted, wanted) = (sealed.origin, claim.origin);
                     return Answer::NotHeld(Loss::OtherOrigin { granted, wanted });
                 }
                 let ranks = sealed.readers.entry(reader).or_default();

@@ -15,7 +15,6 @@ use crate::wire::message::{Card, Question, Reply, ServiceCard, Welcome};
 use crate::wire::news::{Known, News, Sought};
 use crate::wire::task::{Task, TaskReply};
 use crate::wire::ticket::Incarnation;
-use crate::wire::version::Version;
 
 impl Host for Core {
     fn welcome(&self) -> Welcome {
@@ -26,7 +25,7 @@ impl Host for Core {
         }
     }
 
-    async fn answer(&self, who: &str, version: Version, question: Question) -> Reply {
+    async fn answer(&self, who: &str, question: Question) -> Reply {
         match question {
             Question::Fit { manifest, transport } => {
                 let Some(published) = self.published() else { return Reply::NotReady };
@@ -36,16 +35,6 @@ impl Host for Core {
                 match fitted.await {
                     Ok(Ok(cards)) => {
                         info!(who, cards = cards.len(), "shook hands");
-                        if version < Version::ORIGINS {
-                            warn!(
-                                who,
-                                %version,
-                                "a peer will not say which prompt it reads for, because one of the sides is \
-                                 too old: it cannot be told whether a ticket is another request's. Protocol \
-                                 {} or later on both sides tells",
-                                Version::ORIGINS
-                            );
-                        }
                         Reply::Cards { incarnation, cards }
                     }
                     Ok(Err(reason)) => {
@@ -66,14 +55,7 @@ impl Host for Core {
                 });
                 Reply::Leases(answers.collect())
             }
-            Question::Confirm { .. } => Reply::Refused(format!(
-                "protocol {version} confirms nothing without a word on what was read by"
-            )),
-            Question::ConfirmRead { incarnation, key, consumer, read_by } => {
-                self.confirm(who, incarnation, &key, &consumer, Claim::Tables(read_by))
-            }
-            Question::ConfirmFor { incarnation, key, consumer, read_by, origin } => {
-                let claim = Claim::All(read_by, origin);
+            Question::Confirm { incarnation, key, consumer, claim } => {
                 self.confirm(who, incarnation, &key, &consumer, claim)
             }
             Question::Abandon { incarnation, keys } => {
@@ -116,9 +98,6 @@ impl Host for Core {
                 };
                 debug!(who, on, "told to drain, or not to");
                 Reply::Left(self.left())
-            }
-            Question::Follow { .. } if version < Version::FRONTIERS => {
-                Reply::Refused(format!("protocol {version} has no such question"))
             }
             Question::Follow { sought, known } => self.follow(who, sought, &known).await,
         }

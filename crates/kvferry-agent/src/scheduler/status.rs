@@ -197,10 +197,6 @@ pub(super) fn ask(
     runtime.block_on(async {
         let deadline = after(patience).into();
         let link = Link::open(address, &caller, deadline).await?;
-        if matches!(question, Question::Drain { .. }) && link.version() < Version::DRAINS {
-            let (theirs, needed) = (link.version(), Version::DRAINS);
-            return Err(PeerError::TooOld { what: "draining", theirs, needed });
-        }
         link.ask(question, deadline).await
     })
 }
@@ -214,7 +210,7 @@ mod tests {
         let status = |uptime_ms| Status {
             engine: "p".to_owned(),
             incarnation: Incarnation(1),
-            protocol: "1.3".to_owned(),
+            protocol: "1.0".to_owned(),
             uptime_ms,
             ranks: 1,
             draining: false,

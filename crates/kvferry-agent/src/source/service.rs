@@ -19,7 +19,6 @@ use crate::wire::message::{Question, Reply, ServiceCard, Welcome};
 use crate::wire::places::Limits;
 use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::ticket::Incarnation;
-use crate::wire::version::Version;
 use crate::worker::WorkerOptions;
 
 /// A rank that takes tasks.
@@ -87,7 +86,7 @@ impl Host for Service {
         Welcome { engine, incarnation: Incarnation(0), term_ms: 0 }
     }
 
-    async fn answer(&self, who: &str, _: Version, question: Question) -> Reply {
+    async fn answer(&self, who: &str, question: Question) -> Reply {
         match question {
             Question::Ping => Reply::Done,
             Question::Do { token, patience_ms, task: Task::Written { step, known }, .. }

@@ -71,13 +71,8 @@ pub(crate) trait Host: Send + Sync + 'static {
     /// What a peer that has proven itself is told first.
     fn welcome(&self) -> Welcome;
 
-    /// Answers a question that `who` puts in a protocol of this version.
-    fn answer(
-        &self,
-        who: &str,
-        version: Version,
-        question: Question,
-    ) -> impl Future<Output = Reply> + Send;
+    /// Answers a question that `who` puts.
+    fn answer(&self, who: &str, question: Question) -> impl Future<Output = Reply> + Send;
 }
 
 /// One address at which peers come in.
@@ -220,7 +215,7 @@ impl Door {
         debug!(%from, who, %version, "a peer has connected");
         let unread = Arc::new(Notify::new());
         let error = tokio::select! {
-            error = self.listen_to(&stay, (sender, receiver), (&who, version), host, &unread) => error,
+            error = self.listen_to(&stay, (sender, receiver), &who, host, &unread) => error,
             () = unread.notified() => PeerError::Slow("taking an answer"),
             _ = lost => PeerError::Closed,
         };
@@ -248,7 +243,7 @@ impl Door {
         &self,
         stay: &Stay<'_>,
         (sender, mut receiver): (Sender, Receiver),
-        (who, version): (&str, Version),
+        who: &str,
         host: &Arc<H>,
         unread: &Arc<Notify>,
     ) -> PeerError {
@@ -271,7 +266,7 @@ impl Door {
             let waits = question.waits() && aside.len() < ASIDE;
             let (host, sender, name) = (host.clone(), sender.clone(), who.to_owned());
             let mut answer = Box::pin(async move {
-                let reply = host.answer(&name, version, question).await;
+                let reply = host.answer(&name, question).await;
                 let message = encode(&(number, reply));
                 let sent = async { sender.lock().await.send(&message).await };
                 // Whoever asks and does not read would keep it for ever.
@@ -339,7 +334,7 @@ mod tests {
             Welcome { engine: "p".to_owned(), incarnation: Incarnation(1), term_ms: 1000 }
         }
 
-        async fn answer(&self, _: &str, _: Version, question: Question) -> Reply {
+        async fn answer(&self, _: &str, question: Question) -> Reply {
             if question.waits() {
                 sleep(Duration::from_millis(10)).await;
             }

@@ -45,7 +45,6 @@ pub(crate) struct Caller {
 pub(crate) struct Link {
     questions: mpsc::Sender<(Question, oneshot::Sender<Result<Reply, PeerError>>)>,
     closed: Arc<AtomicBool>,
-    version: Version,
     pub(crate) welcome: Arc<Welcome>,
 }
 
@@ -64,16 +63,11 @@ impl Link {
         let stream = timeout_at(deadline, connect(address, &caller.reach)).await;
         let stream = stream.unwrap_or(Err(PeerError::Slow("connecting")))?;
         let greeted = timeout_at(deadline, greet(stream, address, caller)).await;
-        let (sender, receiver, version, welcome) =
+        let (sender, receiver, welcome) =
             greeted.unwrap_or(Err(PeerError::NoGreeting("nothing came in time")))?;
         let (questions, asked) = mpsc::channel(256);
         let closed = Arc::new(AtomicBool::new(false));
-        let link = Self {
-            questions,
-            closed: closed.clone(),
-            version: version.min(caller.version),
-            welcome: Arc::new(welcome),
-        };
+        let link = Self { questions, closed: closed.clone(), welcome: Arc::new(welcome) };
         let keepalive = caller.keepalive;
         tokio::spawn(async move {
             let waiting = Waiting::default();
@@ -87,11 +81,6 @@ impl Link {
             }
         });
         Ok(link)
-    }
-
-    /// What both sides speak.
-    pub(crate) fn version(&self) -> Version {
-        self.version
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -135,7 +124,7 @@ async fn greet(
     stream: TcpStream,
     address: &str,
     caller: &Caller,
-) -> Result<(Sender, Receiver, Version, Welcome), PeerError> {
+) -> Result<(Sender, Receiver, Welcome), PeerError> {
     let ends = stream.local_addr().and_then(|near| Ok((near, stream.peer_addr()?)));
     let (near, far) = ends.map_err(|e| io_error("connecting", &e))?;
     let (mut sender, mut receiver) = channel::open(stream, &caller.trust, address).await?;
@@ -143,10 +132,10 @@ async fn greet(
     // Where that fails, what has been answered says why.
     _ = sender.send(&encode_opening(caller.version, &hello)).await;
     let answer = receiver.greeting().await?;
-    let (version, welcome) = decode_opening(caller.version, &answer)?;
+    let (_, welcome) = decode_opening(caller.version, &answer)?;
     // It has accepted, so that its end is somebody's.
     owner::check(&caller.trust, near, far)?;
-    Ok((sender, receiver, version, welcome))
+    Ok((sender, receiver, welcome))
 }
 
 /// The questions that were not answered yet, by their number.
@@ -302,11 +291,6 @@ impl Links {
     ) -> Result<(Arc<Welcome>, Told), PeerError> {
         let deadline = after(PATIENT_ANSWER).into();
         let link = self.get(address, deadline).await?;
-        if link.version() < Version::FRONTIERS {
-            let (theirs, needed) = (link.version(), Version::FRONTIERS);
-            let what = "following a request while it is computed";
-            return Err(PeerError::TooOld { what, theirs, needed });
-        }
         let told = match link.ask(Question::Follow { sought, known }, deadline).await? {
             Reply::Frontier(news) => Told::News(news),
             Reply::NotReady => Told::NotHeardOf,

@@ -15,7 +15,7 @@ use super::task::{Task, TaskReply, Token};
 use super::ticket::Incarnation;
 use super::version::Version;
 use crate::error::{Misbehaviour, PeerError};
-use crate::rules::grant::{Fingerprint, Grant, Origin};
+use crate::rules::grant::{Claim, Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, LeaseKey};
 
 /// The first message of the side that connected.
@@ -83,26 +83,18 @@ pub(crate) enum Question {
     Fit { manifest: Vec<u8>, transport: String },
     /// These requests are still wanted.
     Extend { incarnation: Incarnation, keys: Vec<LeaseKey> },
-    /// This rank has read what it needs: was the lease held until now? Only 1.1 and older ask like this;
-    /// here to keep the places of those that follow.
-    Confirm { incarnation: Incarnation, key: LeaseKey, consumer: Consumer },
+    /// This rank has read what it needs, and says by what and for what: was the lease held until now?
+    Confirm { incarnation: Incarnation, key: LeaseKey, consumer: Consumer, claim: Claim },
     /// These requests are not wanted any more.
     Abandon { incarnation: Incarnation, keys: Vec<LeaseKey> },
     /// Are you there?
     Ping,
-    /// What are you doing? (since 1.1)
+    /// What are you doing?
     Status,
-    /// Like [`Confirm`](Self::Confirm), and says what was read by. (since 1.2)
-    ConfirmRead {
-        incarnation: Incarnation,
-        key: LeaseKey,
-        consumer: Consumer,
-        read_by: Fingerprint,
-    },
     /// How far is this request? Answered when there is more than is known, at the latest after a while;
-    /// other questions do not wait behind it. (since 1.3)
+    /// other questions do not wait behind it.
     Follow { sought: Sought, known: Known },
-    /// Have one of your ranks do this with what I have read by. (since 1.3)
+    /// Have one of your ranks do this with what I have read by.
     Ask {
         incarnation: Incarnation,
         key: LeaseKey,
@@ -112,20 +104,12 @@ pub(crate) enum Question {
         patience_ms: u64,
         task: Task,
     },
-    /// A scheduler to a rank of its own engine: do this with what was granted. (since 1.3)
+    /// A scheduler to a rank of its own engine: do this with what was granted.
     Do { token: Token, grant: Grant, patience_ms: u64, task: Task },
-    /// You are about to go: promise nothing new; or you are not. (since 1.3)
+    /// You are about to go: promise nothing new; or you are not.
     Drain { on: bool },
-    /// Like [`ConfirmRead`](Self::ConfirmRead), and says what the blocks are wanted for. (since 1.3)
-    ConfirmFor {
-        incarnation: Incarnation,
-        key: LeaseKey,
-        consumer: Consumer,
-        read_by: Fingerprint,
-        origin: Option<Origin>,
-    },
     /// What has one of your ranks written in a step that is in flight for this request, beyond so many
-    /// states? Answered like [`Follow`](Self::Follow). (since 1.3)
+    /// states? Answered like [`Follow`](Self::Follow).
     Written { incarnation: Incarnation, key: LeaseKey, rank: u32, step: u64, known: u32 },
 }
 

@@ -14,15 +14,7 @@ pub struct Version {
 
 impl Version {
     /// What this release speaks.
-    pub const CURRENT: Self = Self { major: 1, minor: 3 };
-    /// From here on a lease can be followed while it grows.
-    pub(crate) const FRONTIERS: Self = Self { major: 1, minor: 3 };
-    /// From here on a confirmation says what the blocks are wanted for.
-    pub(crate) const ORIGINS: Self = Self { major: 1, minor: 3 };
-    /// From here on an engine's ranks can be given tasks.
-    pub(crate) const TASKS: Self = Self { major: 1, minor: 3 };
-    /// From here on a side can be told to drain.
-    pub(crate) const DRAINS: Self = Self { major: 1, minor: 3 };
+    pub const CURRENT: Self = Self { major: 1, minor: 0 };
 
     /// Whether sides that speak these two serve each other.
     pub(crate) fn serves(self, other: Self) -> bool {

@@ -28,7 +28,6 @@ use crate::wire::link::Links;
 use crate::wire::message::{Question, Reply};
 use crate::wire::task::{Task, TaskReply};
 use crate::wire::ticket::Ticket;
-use crate::wire::version::Version;
 
 /// What came of an audit.
 #[derive(Debug)]
@@ -352,9 +351,6 @@ impl Asking<'_> {
             let left = self.deadline.saturating_duration_since(Instant::now());
             let asked = async {
                 let link = links.get(&self.ticket.address, self.deadline.into()).await?;
-                if link.version() < Version::TASKS {
-                    return Ok(Err(link.version()));
-                }
                 let question = Question::Ask {
                     incarnation: self.ticket.incarnation,
                     key: self.ticket.key(),
@@ -363,17 +359,11 @@ impl Asking<'_> {
                     patience_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
                     task: task.clone(),
                 };
-                link.ask(question, self.deadline.into()).await.map(Ok)
+                link.ask(question, self.deadline.into()).await
             };
             let reply = match asked.await {
-                Ok(Ok(Reply::Task(reply))) => reply,
-                Ok(Err(version)) => {
-                    return Err(Trouble::Unable(format!(
-                        "protocol {version} is spoken with it, and digests need {}",
-                        Version::TASKS
-                    )));
-                }
-                Ok(Ok(_)) => return Err(gone("an answer that does not fit".to_owned())),
+                Ok(Reply::Task(reply)) => reply,
+                Ok(_) => return Err(gone("an answer that does not fit".to_owned())),
                 Err(error) => {
                     debug!(%error, "the audit was not answered: asking again");
                     if Instant::now() >= self.deadline {

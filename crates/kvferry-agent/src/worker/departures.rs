@@ -100,10 +100,6 @@ impl Arrival {
     pub(super) fn take(mut self) -> Option<Box<dyn Source>> {
         self.source.take()
     }
-
-    pub(super) fn source(&self) -> Option<&dyn Source> {
-        self.source.as_deref()
-    }
 }
 
 impl Drop for Arrival {

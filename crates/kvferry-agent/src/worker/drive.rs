@@ -21,6 +21,7 @@ use crate::background::after;
 use crate::metrics::Timings;
 use crate::panics::{Watched, broken, caught};
 use crate::rules::failure::Failure;
+use crate::rules::grant::Claim;
 use crate::rules::lease::{Answer, Loss};
 use crate::rules::life::{Action, Event, Life, Stage};
 
@@ -401,8 +402,8 @@ impl Drive {
                 let origin = load.origin;
                 let Some(read_by) = self.growing.as_ref().map(Growing::read_by) else { return };
                 self.spawn(async move {
-                    let read = (read_by, origin);
-                    let answer = core.peers.confirm(&load.ticket, attempt, read, deadline).await;
+                    let claim = Claim { read_by, origin };
+                    let answer = core.peers.confirm(&load.ticket, attempt, claim, deadline).await;
                     answer.map(Step::Answered)
                 });
             }

@@ -167,15 +167,14 @@ impl Moments {
 pub struct Lowerings([bool; Self::NAMES.len()]);
 
 impl Lowerings {
-    const NAMES: [&'static str; 4] = ["direct", "over-read", "packed", "loops"];
+    const NAMES: [&'static str; 3] = ["direct", "packed", "loops"];
 
     /// `None`: loops.
     pub(super) fn add(&mut self, way: Option<Way>) {
         let index = match way {
             Some(Way::Direct) => 0,
-            Some(Way::OverRead) => 1,
-            Some(Way::Packed) => 2,
-            None => 3,
+            Some(Way::Packed) => 1,
+            None => 2,
         };
         self.0[index] = true;
     }

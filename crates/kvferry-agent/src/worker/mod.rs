@@ -22,7 +22,6 @@ mod options;
 mod peers;
 mod places;
 mod rank;
-mod replicas;
 mod report;
 #[cfg(test)]
 mod tests;
@@ -50,7 +49,6 @@ use crate::source::steps::Steps;
 use crate::wire::link::Caller;
 use crate::wire::message::Card;
 use crate::wire::reach::Reach;
-use crate::wire::version::Version;
 
 /// The worker half of an agent. Dropping it cancels what is under way and ends its threads.
 #[derive(Debug)]
@@ -87,14 +85,18 @@ impl Worker {
         let background = Background::start("kvferry-worker")?;
         let steps = Arc::new(Steps::default());
         let mut rank = Rank::new(manifest, options.ranks, carrier, caller.reach.clone());
-        if options.version >= Version::TASKS {
-            let (manifest, carrier) = (rank.manifest.clone(), rank.carrier.clone());
-            match Service::start(&options, manifest, carrier, steps.clone(), &background) {
-                Ok(card) => rank.service = Some(card),
-                // It can be read all the same.
-                Err(error) => {
-                    warn!(%error, "this rank takes no tasks: readers cannot audit what they read");
-                }
+        let service = Service::start(
+            &options,
+            rank.manifest.clone(),
+            rank.carrier.clone(),
+            steps.clone(),
+            &background,
+        );
+        match service {
+            Ok(card) => rank.service = Some(card),
+            // It can be read all the same.
+            Err(error) => {
+                warn!(%error, "this rank takes no tasks: readers cannot audit what they read");
             }
         }
         let aside = background.handle().clone();

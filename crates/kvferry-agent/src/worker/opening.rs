@@ -12,10 +12,17 @@ use tracing::warn;
 
 use super::departures::{Arrival, Departures, Whose};
 use super::rank::Rank;
-use super::replicas::Readable;
 use crate::panics::broken;
 use crate::rules::failure::Failure;
 use crate::wire::message::Card;
+
+/// What is read of an engine, and from whom: all but the plan by source.
+pub(super) struct Readable {
+    pub(super) plan: Plan,
+    pub(super) manifests: Vec<Manifest>,
+    pub(super) ranks: Vec<u32>,
+    pub(super) sources: Vec<Option<Arrival>>,
+}
 
 /// Compiles the plan and connects to every rank that it reads; without ranks that cannot be connected to,
 /// where others hold what they hold.

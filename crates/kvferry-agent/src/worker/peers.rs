@@ -16,25 +16,22 @@ use super::acquaintance::{Acquaintance, Answered};
 use super::departures::{Arrival, Departures, Whose};
 use super::introduced::Introduced;
 use super::load::ReadBy;
-use super::opening::open;
+use super::opening::{Readable, open};
 use super::places::Places;
 use super::rank::Rank;
-use super::replicas::Readable;
 use crate::background::after;
 use crate::carrier::{Chosen, Source};
 use crate::error::{Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
-use crate::panics::broken;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
-use crate::rules::grant::{Fingerprint, Origin};
+use crate::rules::grant::Claim;
 use crate::rules::lease::{Answer, Consumer, Loss};
 use crate::wire::link::{Caller, Links, PATIENT_ANSWER, Told, is_final};
 use crate::wire::message::{Card, Question, Reply};
 use crate::wire::news::{Known, Sought};
 use crate::wire::task::TaskReply;
 use crate::wire::ticket::{Incarnation, Ticket};
-use crate::wire::version::Version;
 
 /// Whether engines are still there is looked at so often.
 const LOOK: Duration = Duration::from_secs(2);
@@ -223,7 +220,7 @@ impl Peers {
         deadline: Instant,
     ) -> Result<Option<SourceEngine>, Failure> {
         let known = acquaintance.is_known();
-        let (version, incarnation, cards) = self.ask_for_cards(address, known, deadline).await?;
+        let (incarnation, cards) = self.ask_for_cards(address, known, deadline).await?;
         let _meeting = match acquaintance.is_in(incarnation, asked) {
             Answered::Known => return Ok(None),
             Answered::New { old, meeting } => {
@@ -237,31 +234,9 @@ impl Peers {
         };
         let whose: Whose = (address.into(), incarnation);
         self.departures.over(&whose).await;
-        let readable = open(&self.rank, &whose, cards, deadline, &self.departures).await?;
-        let (own, how) = (self.rank.manifest.clone(), self.rank.spread());
-        let readable =
-            tokio::task::spawn_blocking(move || readable.without_far_ones(&own, how)).await;
         let Readable { plan, manifests, ranks, sources } =
-            readable.map_err(|_| broken("compiling a plan"))?;
+            open(&self.rank, &whose, cards, deadline, &self.departures).await?;
         let sources: Vec<_> = sources.into_iter().map(|one| one.and_then(Arrival::take)).collect();
-        if version < Version::ORIGINS {
-            warn!(
-                address,
-                %version,
-                "confirmations do not say which prompt they are for, because one of the sides is too old: a \
-                 ticket of another request is believed. Protocol {} or later on both sides checks it",
-                Version::ORIGINS
-            );
-        }
-        if version < Version::FRONTIERS {
-            info!(
-                address,
-                %version,
-                "requests cannot be followed while they are computed, because one of the sides is too old: \
-                 they are read when all of them is complete. Protocol {} or later on both sides follows",
-                Version::FRONTIERS
-            );
-        }
         self.metrics.handshakes.add(1);
         info!(address, %incarnation, sources = sources.len(), "shook hands");
         let read_by = self.read_by(&ranks, &sources);
@@ -305,15 +280,15 @@ impl Peers {
         trials.entry(incarnation).or_default().clone()
     }
 
-    /// Whether the two sides fit: the cards of the ranks to read, and the protocol that is spoken.
+    /// Whether the two sides fit: the cards of the ranks to read.
     async fn ask_for_cards(
         &self,
         address: &str,
         known: bool,
         deadline: Instant,
-    ) -> Result<(Version, Incarnation, Vec<Card>), Failure> {
+    ) -> Result<(Incarnation, Vec<Card>), Failure> {
         if let Some((incarnation, cards)) = self.introduced.get(address) {
-            return Ok((Version::CURRENT, incarnation, cards));
+            return Ok((incarnation, cards));
         }
         let until = deadline.into();
         let mut pause = Duration::from_millis(10);
@@ -335,7 +310,7 @@ impl Peers {
             drop(place);
             match answer {
                 Ok(Reply::Cards { incarnation, cards }) => {
-                    return Ok((link.version(), incarnation, cards));
+                    return Ok((incarnation, cards));
                 }
                 Ok(Reply::Refused(reason)) => return Err(Failure::Refused(reason)),
                 // It starts, or has just gone: try again until the deadline.
@@ -355,7 +330,7 @@ impl Peers {
         &self,
         ticket: &Ticket,
         attempt: u64,
-        (read_by, origin): (Fingerprint, Option<Origin>),
+        claim: Claim,
         deadline: Instant,
     ) -> Option<Answer> {
         if self.introduced.knows(&ticket.address) {
@@ -373,13 +348,7 @@ impl Peers {
                 let link = self.links.get(&ticket.address, deadline.into()).await?;
                 let (incarnation, key) = (ticket.incarnation, ticket.key());
                 let consumer = consumer.clone();
-                let version = link.version();
-                let question = if version >= Version::ORIGINS {
-                    Question::ConfirmFor { incarnation, key, consumer, read_by, origin }
-                } else {
-                    // It cannot tell whether the ticket is this request's.
-                    Question::ConfirmRead { incarnation, key, consumer, read_by }
-                };
+                let question = Question::Confirm { incarnation, key, consumer, claim };
                 link.ask(question, deadline.into()).await
             };
             match asked.await {

@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use crate::common::*;
 use kvferry_agent::{
-    Ended, Error, Following, Left, Loss, LostWhy, Outcome, PeerError, Trust, Version, ask_drain,
-    ask_status,
+    Ended, Error, Following, Left, Loss, LostWhy, Outcome, Trust, ask_drain, ask_status,
 };
 use tokio::signal::unix::SignalKind;
 
@@ -157,16 +156,6 @@ fn no_promise_slips_through() {
         });
         assert_eq!(p.scheduler.left().leases as usize, granted.load(Ordering::SeqCst));
     }
-}
-
-#[test]
-fn an_older_engine_cannot_be_told() {
-    let mut old = Recipe::new("p", 1);
-    old.scheduler.version = Version { major: 1, minor: 2 };
-    let old = old.start();
-    let error = ask_drain(old.scheduler.address(), &Trust::Loopback, LONG, true).unwrap_err();
-    assert!(matches!(error, PeerError::TooOld { what: "draining", .. }), "{error}");
-    assert!(!old.scheduler.draining());
 }
 
 #[test]

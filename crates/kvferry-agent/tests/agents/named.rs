@@ -6,9 +6,7 @@ use std::time::{Duration, Instant};
 use crate::common::*;
 use crate::following::*;
 use kvferry_agent::lease::NotGrown;
-use kvferry_agent::{
-    Ended, Error, Failure, Following, Lost, LostWhy, Outcome, PeerError, Progress, Ticket, Version,
-};
+use kvferry_agent::{Ended, Error, Following, Lost, LostWhy, Outcome, PeerError, Progress, Ticket};
 
 fn named(p: &Engine, name: &str) -> Following {
     Following::Name {
@@ -101,7 +99,7 @@ fn an_engine_that_has_restarted_is_found_by_the_name_of_the_request() {
     assert_eq!(found[0].ticket, Some(before), "{found:?}");
 }
 
-/// P never hears of it, is another engine, or speaks an older protocol: D need not wait for ever.
+/// P never hears of it, or is another engine: D need not wait for ever.
 #[test]
 fn a_name_that_is_never_heard_of_is_lost() {
     let d = Recipe::new("d", 1).start();
@@ -111,21 +109,6 @@ fn a_name_that_is_never_heard_of_is_lost() {
     let never = Lost { ticket: None, follows: follows.clone(), why: LostWhy::NeverHeardOf };
     assert_eq!(lost(&d), [never]);
     d.scheduler.unfollow("r");
-
-    let mut old = Recipe::new("p", 1);
-    old.scheduler.version = Version { major: 1, minor: 2 };
-    let old = old.start();
-    d.scheduler.follow("r", named(&old, "n"), LONG).unwrap();
-    let found = lost(&d);
-    assert!(matches!(&found[0].why, LostWhy::Unreachable(PeerError::TooOld { .. })), "{found:?}");
-    old.prefill(1, &[3], 4);
-    let ticket = old.grant("r", &[3], 4);
-    d.load(&follow("r", &ticket, &[9], 4));
-    let outcome = d.wait_ends("r").remove(0);
-    assert!(
-        matches!(&outcome, Outcome::Failed(Failure::Refused(why)) if why.contains("1.3")),
-        "{outcome:?}"
-    );
 
     let other = Recipe::new("other", 1).start();
     d.scheduler.follow("r", named(&other, "n"), SHORT).unwrap();

@@ -228,11 +228,13 @@ impl World {
             let attempt = if bounds.fault == Fault::NoAttempt { 0 } else { attempt };
             Consumer { engine: "d".into(), rank: rank.into(), ranks: 2, attempt: attempt.into() }
         };
-        let claim = match bounds.fault {
-            Fault::NoFingerprint => Claim::Nothing,
-            Fault::NoOrigin => Claim::Tables(read_by),
-            _ => Claim::All(read_by, Some(origin(swapped))),
-        };
+        let mut claim = Claim { read_by, origin: Some(origin(swapped)) };
+        match (bounds.fault, self.leases.frontier(REQUEST)) {
+            // As if a reader said what P wants to hear.
+            (Fault::NoFingerprint, Some(held)) => claim.read_by = held.grant.fingerprint(),
+            (Fault::NoOrigin, _) => claim.origin = Some(origin(false)),
+            _ => (),
+        }
         let mut answer = self.leases.confirm(&key(grant), &consumer(rank), claim, at(self.now));
         let frontier = self.leases.frontier(REQUEST);
         if bounds.fault == Fault::NoSeal

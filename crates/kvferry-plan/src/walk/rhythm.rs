@@ -1,7 +1,5 @@
 //! From two block tables to segments.
 
-use std::ops::Range;
-
 use kvferry_layout::{Law, Phase};
 
 use crate::request::{RequestError, Side, Table};
@@ -21,17 +19,6 @@ pub(crate) struct Rhythm {
 }
 
 impl Rhythm {
-    /// The entries that share a block of both sides with the one before `end`.
-    pub(crate) fn last_block(&self, end: u64) -> Range<u64> {
-        if !self.phase.is_all() {
-            return end..end;
-        }
-        let blocks = [self.source.entries, self.destination.entries];
-        let start = blocks.map(|entries| (end - 1) / entries * entries);
-        let after = blocks.map(|entries| end.checked_next_multiple_of(entries).unwrap_or(end));
-        start[0].max(start[1])..after[0].min(after[1])
-    }
-
     /// Adds the segments of entries `first..end`.
     pub(crate) fn walk(
         &self,

@@ -60,7 +60,7 @@ pub enum Loss {
     /// There is none yet, and there will be none: the engine is about to go.
     Draining,
     /// It is held, and these are its blocks, but they were computed from something else than what the
-    /// reader has. (since 1.3)
+    /// reader has.
     OtherOrigin {
         /// What they were computed from.
         granted: Option<Origin>,

@@ -1,9 +1,9 @@
 //! How what is read from one source is carried out. The choice is made here, for each source and group
 //! by what its transport takes.
 
-use kvferry_plan::cost::{self, Choice, Way, Work};
+use kvferry_plan::cost::{self, Choice, Way};
 use kvferry_plan::{LoopsError, Plan, Request, RequestError, Table, Transfer};
-use kvferry_transport::{ByteCopy, Loops, Price, Rates};
+use kvferry_transport::{ByteCopy, Loops};
 
 use crate::carrier::Source;
 use crate::worker::load::{Lowerings, Portion};
@@ -11,10 +11,9 @@ use crate::worker::load::{Lowerings, Portion};
 /// What is read from one source in one go, as its transport wants it.
 #[derive(Clone, Debug)]
 pub(super) enum Reads {
-    /// Every copy by itself; of those, some may bring more than is needed.
+    /// Every copy by itself.
     List(Vec<ByteCopy>),
-    /// Loops that the transport walks itself. Copies cost it next to nothing, so it never reads too
-    /// much.
+    /// Loops that the transport walks itself.
     Loops(Loops),
     /// Loops that the source gathers and the transport scatters.
     Packed(Loops),
@@ -35,22 +34,14 @@ impl Reads {
             Self::Loops(loops) | Self::Packed(loops) => loops.runs(),
         }
     }
-
-    /// The way that it is read.
-    pub(super) fn way(&self) -> Way {
-        match self {
-            Self::List(_) | Self::Loops(_) => Way::Direct,
-            Self::Packed(_) => Way::Packed,
-        }
-    }
 }
 
 /// How one source is read.
 #[derive(Clone, Debug)]
 enum Lowering {
     Loops,
-    /// The way of every group, and the transfer that over-reads, where one does.
-    ByGroup(Vec<Way>, usize),
+    /// The way of every group.
+    ByGroup(Vec<Way>),
 }
 
 /// A request against a plan, with the lowering of each source.
@@ -58,9 +49,8 @@ enum Lowering {
 pub(super) struct Lowered<'p> {
     /// For each source; `None` where nothing is read from it.
     chosen: Vec<Option<Lowering>>,
-    /// The first reads nothing too much. In the others the last blocks may be read whole, by a price.
-    transfers: Vec<(Option<Price>, Transfer<'p>)>,
-    /// By which the rest is told, where that is none of those.
+    transfer: Transfer<'p>,
+    /// By which the rest is told, where that is another one.
     own: Option<Transfer<'p>>,
 }
 
@@ -82,61 +72,38 @@ impl<'p> Lowered<'p> {
             source: &source,
             destination: &destination,
         };
-        let mut transfers = vec![(None, plan.transfer(&request)?)];
-        let mut chosen = vec![];
-        for (index, source) in sources.iter().enumerate() {
-            let Some(source) = source else {
-                chosen.push(None);
-                continue;
-            };
+        let transfer = plan.transfer(&request)?;
+        let lowering = |(index, source): (usize, &dyn Source)| {
             if source.executes_loops() {
-                chosen.push(Some(Lowering::Loops));
-                continue;
+                return Lowering::Loops;
             }
-            let rates = source.rates();
-            let mut over = 0;
-            if let Some(price) = over_reads_by(load, &rates, choice) {
-                let known = transfers.iter().position(|(other, _)| *other == Some(price));
-                over = match known {
-                    Some(known) => known,
-                    None => {
-                        transfers.push((Some(price), plan.over_read(&request, &price)?));
-                        transfers.len() - 1
-                    }
-                };
-            }
-            let work = |group| Work {
-                exact: transfers[0].1.summary_of(index, group),
-                over: (over > 0).then(|| transfers[over].1.summary_of(index, group)),
-            };
-            let works: Vec<Work> = (0..transfers[0].1.groups()).map(work).collect();
-            let ways = cost::choose(&rates, &works, choice);
-            chosen.push(Some(Lowering::ByGroup(ways, over)));
-        }
+            let groups = 0..transfer.groups();
+            let groups: Vec<_> = groups.map(|group| transfer.summary_of(index, group)).collect();
+            Lowering::ByGroup(cost::choose(&source.rates(), &groups, choice))
+        };
+        let chosen = sources.iter().enumerate();
+        let chosen = chosen.map(|(index, source)| Some(lowering((index, source.as_deref()?))));
+        let chosen = chosen.collect();
         let own = match load.rest && load.cached != load.before {
             // Blocks that were filled before are the request's own, too.
             true => Some(plan.transfer(&Request { cached: &load.before, ..request })?),
             false => None,
         };
-        Ok(Self { chosen, transfers, own })
+        Ok(Self { chosen, transfer, own })
     }
 
     /// What is read from one source: nothing, or one thing or two.
     pub(super) fn reads(&self, source: usize) -> Result<Vec<Reads>, LoopsError> {
-        let exact = &self.transfers[0].1;
+        let Self { transfer, .. } = self;
         let mut reads = vec![];
         match self.chosen.get(source) {
-            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(exact.loops(source)?)),
-            Some(Some(Lowering::ByGroup(ways, over))) => {
+            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(transfer.loops(source)?)),
+            Some(Some(Lowering::ByGroup(ways))) => {
                 let mut copies = vec![];
-                for (group, way) in ways.iter().enumerate() {
-                    let transfer = match way {
-                        Way::Packed => continue,
-                        Way::Direct => exact,
-                        Way::OverRead => &self.transfers[*over].1,
-                    };
-                    let (filled, more) =
-                        (copies.len(), transfer.summary_of(source, group).copies as usize);
+                let direct = ways.iter().enumerate().filter(|(_, way)| **way == Way::Direct);
+                for (group, _) in direct {
+                    let filled = copies.len();
+                    let more = transfer.summary_of(source, group).copies as usize;
                     copies.resize(filled + more, ByteCopy::default());
                     let written = transfer.copies_of(source, group).fill(&mut copies[filled..]);
                     debug_assert_eq!(written, more, "a summary counts what is yielded");
@@ -144,11 +111,11 @@ impl<'p> Lowered<'p> {
                 reads.push(Reads::List(copies));
                 let packed = |group: usize| ways[group] == Way::Packed;
                 if (0..ways.len()).any(packed) {
-                    reads.push(Reads::Packed(exact.loops_of(source, packed)?));
+                    reads.push(Reads::Packed(transfer.loops_of(source, packed)?));
                 }
             }
             // Nothing should be read from it. If the plan says otherwise, that is an error to be told.
-            Some(None) | None => reads.push(Reads::List(exact.copies(source).collect())),
+            Some(None) | None => reads.push(Reads::List(transfer.copies(source).collect())),
         }
         reads.retain(|reads| reads.copies() > 0);
         Ok(reads)
@@ -159,10 +126,10 @@ impl<'p> Lowered<'p> {
         let mut used = Lowerings::default();
         match self.chosen.get(source) {
             Some(Some(Lowering::Loops)) => used.add(None),
-            Some(Some(Lowering::ByGroup(ways, _))) => {
-                let exact = &self.transfers[0].1;
-                let read = |(group, _): &(usize, &Way)| exact.summary_of(source, *group).copies > 0;
-                ways.iter().enumerate().filter(read).for_each(|(_, way)| used.add(Some(*way)));
+            Some(Some(Lowering::ByGroup(ways))) => {
+                let read = |group| self.transfer.summary_of(source, group).copies > 0;
+                let ways = ways.iter().enumerate().filter(|(group, _)| read(*group));
+                ways.for_each(|(_, way)| used.add(Some(*way)));
             }
             Some(None) | None => {}
         }
@@ -171,20 +138,6 @@ impl<'p> Lowered<'p> {
 
     /// What is left of the request's own blocks: the same, whatever was chosen.
     pub(super) fn rest(&self) -> Vec<kvferry_plan::Area> {
-        self.own.as_ref().unwrap_or(&self.transfers[0].1).rest().collect()
+        self.own.as_ref().unwrap_or(&self.transfer).rest().collect()
     }
-}
-
-/// The price by which the last blocks may be read whole, where that is allowed: what is read beyond the
-/// request's end lands in the rest, which must then be zeroed.
-fn over_reads_by(load: &Portion, rates: &Rates, choice: Choice) -> Option<Price> {
-    let ratio = match choice {
-        _ if !load.rest => return None,
-        Choice::Only(Way::OverRead) => return Some(Price { launch: 0.0, copy: 1.0, byte: 0.0 }),
-        Choice::Only(_) => return None,
-        Choice::Auto => rates.direct.copy / rates.direct.byte,
-    };
-    // To the next power of two, so that sources that are nearly alike share what is prepared.
-    let copy = if ratio > 0.0 { ratio.log2().round().exp2() } else { 0.0 };
-    Some(Price { launch: 0.0, copy, byte: 1.0 })
 }

@@ -1,7 +1,6 @@
 //! The one thread of a worker that hands what is to be read to the transport and watches it arrive.
 //! How it is read is chosen in [`lowering`].
 
-mod lessons;
 mod lowering;
 
 use std::fmt;
@@ -14,7 +13,6 @@ use kvferry_plan::cost::Choice;
 use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
-use self::lessons::{Lesson, Lessons, Taught};
 use self::lowering::{Lowered, Reads};
 use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
@@ -129,12 +127,8 @@ fn live(commands: &Receiver<Command>, choice: Choice) {
 }
 
 fn run(commands: &Receiver<Command>, choice: Choice, readings: &mut Vec<Reading>) {
-    let mut lessons = Lessons::default();
     loop {
         let idle = readings.iter().all(|reading| reading.broken);
-        if idle {
-            lessons.conclude();
-        }
         let command = match idle {
             true => commands.recv().map_err(|_| TryRecvError::Disconnected),
             false => commands.try_recv(),
@@ -143,7 +137,7 @@ fn run(commands: &Receiver<Command>, choice: Choice, readings: &mut Vec<Reading>
             // More may wait: post them before looking at what has arrived.
             Ok(Command::Read(job)) => {
                 let mut reading = Reading::new(job);
-                if !reading.post(choice, &mut lessons) {
+                if !reading.post(choice) {
                     readings.push(reading);
                 }
             }
@@ -157,7 +151,7 @@ fn run(commands: &Receiver<Command>, choice: Choice, readings: &mut Vec<Reading>
             }
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {
-                readings.retain_mut(|reading| !reading.guarded(|one| one.look(&mut lessons)));
+                readings.retain_mut(|reading| !reading.guarded(Reading::look));
                 if let Some(first) = readings.iter_mut().find(|reading| !reading.broken) {
                     first.guarded(Reading::glance);
                 }
@@ -177,8 +171,6 @@ struct Reading {
     /// The transport has panicked when it was asked how a read stands. Nobody can say any more what lands, so that its
     /// blocks stay where they are, and it is not asked again.
     broken: bool,
-    /// For every operation: what is learnt from it once it has ended.
-    lessons: Vec<Option<Lesson<Taught>>>,
 }
 
 impl Reading {
@@ -190,7 +182,6 @@ impl Reading {
             posted: Instant::now(),
             failed: false,
             broken: false,
-            lessons: vec![],
         }
     }
 
@@ -210,19 +201,19 @@ impl Reading {
     }
 
     /// Hands what a job reads to the transport. Answers whether it is over.
-    fn post(&mut self, choice: Choice, lessons: &mut Lessons<Taught>) -> bool {
+    fn post(&mut self, choice: Choice) -> bool {
         // A read that panics has started nothing, as `Source` promises.
-        let posted = caught("starting a read", || self.hand_out(choice, lessons));
+        let posted = caught("starting a read", || self.hand_out(choice));
         self.posted = Instant::now();
         match posted {
-            Ok(Ok(())) => self.guarded(|one| one.look(lessons)),
+            Ok(Ok(())) => self.guarded(Self::look),
             Ok(Err(failure)) | Err(failure) => self.guarded(|one| one.fail(failure)),
         }
     }
 
     /// Source by source.
-    fn hand_out(&mut self, choice: Choice, others: &mut Lessons<Taught>) -> Result<(), Failure> {
-        let Self { job, operations, moved, lessons, .. } = self;
+    fn hand_out(&mut self, choice: Choice) -> Result<(), Failure> {
+        let Self { job, operations, moved, .. } = self;
         let mut began = Instant::now();
         let mut lap = || {
             let lap = began.elapsed();
@@ -243,7 +234,6 @@ impl Reading {
             for reads in all {
                 moved.bytes += reads.bytes();
                 moved.copies += reads.copies();
-                let (copies, bytes, began) = (reads.copies(), reads.bytes(), Instant::now());
                 let posted = match source {
                     Some(source) => match &reads {
                         Reads::List(copies) => source.read(copies, job.deadline),
@@ -258,10 +248,6 @@ impl Reading {
                 };
                 moved.post += lap();
                 operations.push(posted?);
-                let sources = Arc::downgrade(&job.sources);
-                let pupil = Taught { sources, source: index, way: reads.way() };
-                lessons.push(Some(Lesson { pupil, copies, bytes, began }));
-                others.begin();
             }
         }
         Ok(())
@@ -283,21 +269,16 @@ impl Reading {
     }
 
     /// Tells what has changed. Answers whether it is over: nothing will land any more.
-    fn look(&mut self, lessons: &mut Lessons<Taught>) -> bool {
+    fn look(&mut self) -> bool {
         let mut safe = true;
         let mut failure = None;
         self.moved.packed = 0;
-        for (operation, lesson) in self.operations.iter().zip(&mut self.lessons) {
+        for operation in &self.operations {
             let status = operation.poll();
             safe &= status.is_safe();
             if let Status::Done(report) = &status {
                 // What was asked for packed may have come otherwise.
                 self.moved.packed += report.packed;
-            }
-            if let Status::Done(report) = &status
-                && let Some(lesson) = lesson.take()
-            {
-                lessons.end(lesson, report.time_to_post + report.time_on_wire);
             }
             match status {
                 Status::Quarantined(error) | Status::Failed(error) => {

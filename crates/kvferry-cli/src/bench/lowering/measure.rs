@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvferry_demo::own_output;
 use kvferry_layout::BlockPair;
-use kvferry_plan::cost::{self, Choice, Way, Work};
-use kvferry_plan::{ByteCopy, Loops, Price, Rates, Request, Table, Transfer};
+use kvferry_plan::cost::{self, Choice, Way};
+use kvferry_plan::{ByteCopy, Loops, Price, Rates, Request, Summary, Table, Transfer};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{Error, Operation, Status, Transport, carry_out};
 use serde::{Deserialize, Serialize};
@@ -29,7 +29,6 @@ pub(super) struct Row {
     pub(super) bytes: u64,
     pub(super) copies: u64,
     pub(super) direct_ms: f64,
-    pub(super) over_read_ms: f64,
     /// `None` where the transport does not pack.
     pub(super) packed_ms: Option<f64>,
     /// Every block's span in one copy, and what matters taken from it.
@@ -40,20 +39,12 @@ pub(super) struct Row {
     pub(super) of_best: f64,
     /// What the model thought it would take.
     pub(super) expected_ms: f64,
-    /// Nanoseconds of a launch, a copy and a byte, direct and packed, as measured when connecting.
+    /// Nanoseconds of a launch, a copy and a byte, direct and packed, as the transport has them.
     pub(super) rates: (Measured, Option<Measured>),
 }
 
 /// A price, as numbers.
 pub(super) type Measured = (f64, f64, f64);
-
-/// What a choice took over the best of what could be chosen. A choice of one way for everything was measured twice, as
-/// the choice and as that way: the better of the two counts, since the difference says nothing about the choice.
-fn of_best(chosen: &str, chosen_ms: f64, ways: &[(Way, f64)]) -> f64 {
-    let same = ways.iter().filter(|(way, _)| way.name() == chosen).map(|(_, ms)| *ms);
-    let took = same.fold(chosen_ms, f64::min);
-    took / ways.iter().map(|(_, ms)| *ms).fold(took, f64::min)
-}
 
 /// Reads all cases by one transport, and prints a line of JSON for each.
 pub(super) fn run<T: Transport>(
@@ -103,7 +94,7 @@ fn measure<T: Transport>(
     let reader =
         Reader { ready, transport, peer: &peer, rates, request: &request, scratch: &scratch };
 
-    let mut tried = vec![Tried::Way(Way::Direct), Tried::Way(Way::OverRead)];
+    let mut tried = vec![Tried::Way(Way::Direct)];
     tried.extend(rates.packed.map(|_| Tried::Way(Way::Packed)));
     tried.extend([Tried::Full, Tried::Chosen]);
     for way in &tried {
@@ -120,11 +111,8 @@ fn measure<T: Transport>(
     }
     let time =
         |wanted: Tried| tried.iter().zip(&best).find(|(way, _)| **way == wanted).map(|(_, ms)| *ms);
-    let ways = tried.iter().zip(&best).filter_map(|(tried, ms)| match tried {
-        Tried::Way(way) => Some((*way, *ms)),
-        Tried::Full | Tried::Chosen => None,
-    });
-    let ways: Vec<(Way, f64)> = ways.collect();
+    let ways = tried.iter().zip(&best).filter(|(tried, _)| matches!(tried, Tried::Way(_)));
+    let best_ms = ways.map(|(_, ms)| *ms).fold(f64::INFINITY, f64::min);
     let exact = ready.plan.transfer(&request)?;
     let sums = (0..ready.plan.source_count()).map(|source| exact.summary(source));
     let (bytes, copies) = sums.fold((0, 0), |all, sum| (all.0 + sum.bytes, all.1 + sum.copies));
@@ -139,10 +127,9 @@ fn measure<T: Transport>(
         bytes,
         copies,
         direct_ms: time(Tried::Way(Way::Direct)).unwrap_or(f64::NAN),
-        over_read_ms: time(Tried::Way(Way::OverRead)).unwrap_or(f64::NAN),
         packed_ms: time(Tried::Way(Way::Packed)),
         full_read_ms: time(Tried::Full).unwrap_or(f64::NAN),
-        of_best: of_best(&chosen, chosen_ms, &ways),
+        of_best: chosen_ms / best_ms,
         chosen,
         chosen_ms,
         expected_ms: expected / 1e6,
@@ -168,20 +155,17 @@ impl<T: Transport> Reader<'_, T> {
             Tried::Full => return self.read_full(),
         };
         let exact = self.ready.plan.transfer(self.request)?;
-        let over = self.over_read(choice)?;
         let mut operations = vec![];
         for source in 0..self.ready.plan.source_count() {
-            let ways = cost::choose(&self.rates, &works(&exact, over.as_ref(), source), choice);
+            let ways = cost::choose(&self.rates, &groups(&exact, source), choice);
             let mut copies: Vec<ByteCopy> = vec![];
             for (group, way) in ways.iter().enumerate() {
-                let transfer = match (way, &over) {
-                    (Way::Packed, _) => continue,
-                    (Way::OverRead, Some(over)) => over,
-                    (Way::Direct | Way::OverRead, _) => &exact,
-                };
-                let (at, more) = (copies.len(), transfer.summary_of(source, group).copies);
+                if *way == Way::Packed {
+                    continue;
+                }
+                let (at, more) = (copies.len(), exact.summary_of(source, group).copies);
                 copies.resize(at + more as usize, ByteCopy::default());
-                transfer.copies_of(source, group).fill(&mut copies[at..]);
+                exact.copies_of(source, group).fill(&mut copies[at..]);
             }
             if !copies.is_empty() {
                 operations.push(self.transport.read(self.peer, &copies, soon())?);
@@ -194,27 +178,17 @@ impl<T: Transport> Reader<'_, T> {
         operations.iter().try_for_each(done)
     }
 
-    fn over_read(&self, choice: Choice) -> Result<Option<Transfer<'_>>, Failure> {
-        let price = match choice {
-            Choice::Auto => self.rates.direct,
-            Choice::Only(Way::OverRead) => Price { launch: 0.0, copy: 1.0, byte: 0.0 },
-            Choice::Only(_) => return Ok(None),
-        };
-        Ok(Some(self.ready.plan.over_read(self.request, &price)?))
-    }
-
     /// What the model chooses for all sources, and what it thinks that takes.
     fn choice(&self) -> Result<(String, f64), Failure> {
         let exact = self.ready.plan.transfer(self.request)?;
-        let over = self.over_read(Choice::Auto)?;
         let mut names = vec![];
         let mut expected = 0.0;
         for source in 0..self.ready.plan.source_count() {
-            let works = works(&exact, over.as_ref(), source);
-            let ways = cost::choose(&self.rates, &works, Choice::Auto);
-            expected += cost::cost(&self.rates, &works, &ways).unwrap_or(f64::NAN);
-            for (way, work) in ways.iter().zip(&works) {
-                if work.exact.bytes > 0 && !names.contains(&way.name()) {
+            let groups = groups(&exact, source);
+            let ways = cost::choose(&self.rates, &groups, Choice::Auto);
+            expected += cost::cost(&self.rates, &groups, &ways).unwrap_or(f64::NAN);
+            for (way, group) in ways.iter().zip(&groups) {
+                if group.bytes > 0 && !names.contains(&way.name()) {
                     names.push(way.name());
                 }
             }
@@ -306,17 +280,7 @@ impl<T: Transport> Reader<'_, T> {
                 }
             }
         }
-        // What over-reading brings too much lies in the rest, which is zeroed afterwards.
-        let rest: Vec<_> = exact.rest().collect();
-        for (span, expected) in self.ready.memory.iter().zip(&mut expected) {
-            for area in &rest {
-                if let Some(at) = area.address.checked_sub(span.base())
-                    && at < span.bytes() as u64
-                {
-                    span.write(at as usize, &vec![0; area.bytes as usize]);
-                    expected[at as usize..(at + area.bytes) as usize].fill(0);
-                }
-            }
+        for (span, expected) in self.ready.memory.iter().zip(&expected) {
             if span.snapshot() != *expected {
                 return Err("a read is not exact".into());
             }
@@ -325,12 +289,8 @@ impl<T: Transport> Reader<'_, T> {
     }
 }
 
-fn works(exact: &Transfer<'_>, over: Option<&Transfer<'_>>, source: usize) -> Vec<Work> {
-    let work = |group| Work {
-        exact: exact.summary_of(source, group),
-        over: over.map(|over| over.summary_of(source, group)),
-    };
-    (0..exact.groups()).map(work).collect()
+fn groups(exact: &Transfer<'_>, source: usize) -> Vec<Summary> {
+    (0..exact.groups()).map(|group| exact.summary_of(source, group)).collect()
 }
 
 fn borrowed(tables: &[kvferry_plan::BlockTable]) -> Vec<Table<'_>> {
@@ -346,21 +306,4 @@ fn done(operation: &impl Operation) -> Result<(), Failure> {
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_choice_is_compared_with_the_other_ways() {
-        let ways = [(Way::Direct, 6.0), (Way::OverRead, 9.0), (Way::Packed, 8.0)];
-        // The same way twice.
-        assert_eq!(of_best("direct", 7.5, &ways), 1.0);
-        assert_eq!(of_best("direct", 5.0, &ways), 1.0);
-        // Another way, or several, than the best.
-        assert_eq!(of_best("packed", 9.0, &ways), 8.0 / 6.0);
-        assert_eq!(of_best("direct and packed", 7.5, &ways), 1.25);
-        assert_eq!(of_best("direct and packed", 3.0, &ways), 1.0);
-    }
 }

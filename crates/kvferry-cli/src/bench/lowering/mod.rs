@@ -144,33 +144,21 @@ fn absence(transport: &str) -> Option<String> {
 
 fn heading() -> String {
     format!(
-        "{:<6} {:<52} {:>6} {:>8} {:>8}  {:>9} {:>9} {:>9} {:>9}  {:>9} {:<22} {:>7}",
-        "by",
-        "case",
-        "MB",
-        "copies",
-        "mean",
-        "direct",
-        "over-read",
-        "packed",
-        "full",
-        "chosen",
-        "",
-        "of best"
+        "{:<6} {:<52} {:>6} {:>8} {:>8}  {:>9} {:>9} {:>9}  {:>9} {:<22} {:>7}",
+        "by", "case", "MB", "copies", "mean", "direct", "packed", "full", "chosen", "", "of best"
     )
 }
 
 fn line_of(row: &Row) -> String {
     let mean = row.bytes / row.copies.max(1);
     format!(
-        "{:<6} {:<52} {:>6.1} {:>8} {:>8}  {:>9.2} {:>9.2} {:>9} {:>9.2}  {:>9.2} {:<22} {:>7.2}",
+        "{:<6} {:<52} {:>6.1} {:>8} {:>8}  {:>9.2} {:>9} {:>9.2}  {:>9.2} {:<22} {:>7.2}",
         row.transport,
         row.case,
         row.bytes as f64 / 1e6,
         row.copies,
         mean,
         row.direct_ms,
-        row.over_read_ms,
         row.packed_ms.map_or("-".to_owned(), |ms| format!("{ms:.2}")),
         row.full_read_ms,
         row.chosen_ms,
@@ -182,9 +170,8 @@ fn line_of(row: &Row) -> String {
 fn print_conclusion(results: &Results) {
     println!(
         "\ntimes in ms, from block ids to the last byte, best of {} rounds. full: every block's span \
-         as one copy, and what matters taken from it. of best: what was chosen over the best of direct, \
-         over-read and packed; a way that was chosen for everything was measured twice, and its better \
-         time counts",
+         as one copy, and what matters taken from it. of best: what was chosen over the better of direct and \
+         packed",
         results.rounds
     );
     for (transport, why) in &results.absent {

@@ -5,25 +5,14 @@ use super::measure::Row;
 const WIDTH: f64 = 1000.0;
 const LEFT: f64 = 430.0;
 const BAR: f64 = 9.0;
-const GROUP: f64 = 6.0 * BAR;
+const GROUP: f64 = 5.0 * BAR;
 const TOP: f64 = 50.0;
-const WAYS: [(&str, &str); 5] = [
-    ("direct", "#8d99ae"),
-    ("over-read", "#e9c46a"),
-    ("full read", "#b08968"),
-    ("packed", "#2a9d8f"),
-    ("chosen", "#1d3557"),
-];
+const WAYS: [(&str, &str); 4] =
+    [("direct", "#8d99ae"), ("full read", "#b08968"), ("packed", "#2a9d8f"), ("chosen", "#1d3557")];
 
 pub(super) fn draw(rows: &[Row]) -> String {
     let times = |row: &Row| {
-        [
-            Some(row.direct_ms),
-            Some(row.over_read_ms),
-            Some(row.full_read_ms),
-            row.packed_ms,
-            Some(row.chosen_ms),
-        ]
+        [Some(row.direct_ms), Some(row.full_read_ms), row.packed_ms, Some(row.chosen_ms)]
     };
     let all = || rows.iter().flat_map(times).flatten();
     let (least, most) = (all().fold(f64::INFINITY, f64::min), all().fold(0.0, f64::max));
