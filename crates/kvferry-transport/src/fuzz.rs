@@ -130,7 +130,7 @@ fn decode_spans(request: &Request, body: &[u8]) -> bool {
 
 /// What may be gathered fits a slot, and both halves of it are sound.
 fn decode_gather(body: &[u8]) -> bool {
-    let Ok(loops) = gather::decode(body, 0, gather::SLOT_BYTES) else { return false };
+    let Ok(loops) = gather::decode(body, gather::SLOT_BYTES) else { return false };
     let mut again = vec![];
     gather::encode(&loops, &mut again);
     assert_eq!(again, body);
@@ -146,7 +146,7 @@ fn decode_gather(body: &[u8]) -> bool {
 
 /// Good frames to start mutating from.
 pub fn frames() -> Vec<Vec<u8>> {
-    let read = Request { verb: Verb::Read, practice: false, spans: 3, id: 7, bytes: 4196 };
+    let read = Request { verb: Verb::Read, spans: 3, id: 7, bytes: 4196 };
     let mut request = read.encode().to_vec();
     for (address, bytes) in [(0x7f00_0000_1000, 4096), (0x7f00_0000_8000, 99), (1, 1)] {
         put_span(&mut request, address, bytes);
@@ -163,15 +163,11 @@ pub fn frames() -> Vec<Vec<u8>> {
         Hello { nonce: [5; 32] }.encode().to_vec(),
         Challenge { nonce: [5; 32], proof: [6; 32] }.encode().to_vec(),
         request,
-        Request { verb: Verb::Regions, practice: false, spans: 0, id: 8, bytes: 0 }
-            .encode()
-            .to_vec(),
+        Request { verb: Verb::Regions, spans: 0, id: 8, bytes: 0 }.encode().to_vec(),
         answer,
         Answer { verdict: frame::Verdict::Outside, id: 9, bytes: 64 }.encode().to_vec(),
         to_gather(),
-        Request { verb: Verb::Release, practice: false, spans: 0, id: 11, bytes: 1 << 40 }
-            .encode()
-            .to_vec(),
+        Request { verb: Verb::Release, spans: 0, id: 11, bytes: 1 << 40 }.encode().to_vec(),
     ]
 }
 
@@ -189,7 +185,7 @@ fn to_gather() -> Vec<u8> {
     gather::encode(&loops, &mut body);
     let bytes = loops.packed_bytes().unwrap_or_default();
     let spans = body.len() as u32;
-    let header = Request { verb: Verb::Gather, practice: false, spans, id: 10, bytes };
+    let header = Request { verb: Verb::Gather, spans, id: 10, bytes };
     [&header.encode()[..], &body].concat()
 }
 

@@ -84,8 +84,8 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// Ends the connection. Operations under way fail with [`Error::Disconnected`].
     fn disconnect(&self, peer: &Self::Peer);
 
-    /// What this transport takes for reads from the peer, as far as it knows: measured figures of
-    /// the back end, chosen by how bytes get from this peer and by what kind of memory they are in.
+    /// What this transport takes for reads from the peer: constants of the back end for what carries the
+    /// bytes, and for the kind of memory that they are in.
     fn price(&self, peer: &Self::Peer) -> Price;
 
     /// Starts to copy from the peer's memory into this process's. All of it must have arrived by
@@ -124,8 +124,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
         Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
     }
 
-    /// What reads from the peer take, by how they are carried out. Where the back end can, measured
-    /// when the peer was connected to.
+    /// What reads from the peer take, by how they are carried out.
     fn rates(&self, peer: &Self::Peer) -> Rates {
         Rates { direct: self.price(peer), packed: None }
     }

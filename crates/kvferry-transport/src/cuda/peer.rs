@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use kvferry_layout::{Place, Price, Region};
+use kvferry_layout::{Place, Region};
 use parking_lot::Mutex;
 
 use super::driver::Card;
@@ -21,25 +21,18 @@ struct Inner {
     instance: [u8; 16],
     pid: u32,
     rate: Arc<RateWatch>,
-    price: Price,
     /// `None` once disconnected.
     table: Mutex<Option<Arc<Table>>>,
 }
 
 impl CudaPeer {
-    /// Opens the memory that a description names, and has measured what reads of it take.
-    pub(super) fn open(
-        card: &Card,
-        description: &Description,
-        measure: impl FnOnce(&Arc<Table>) -> Price,
-    ) -> Result<Self, Error> {
+    /// Opens the memory that a description names.
+    pub(super) fn open(card: &Card, description: &Description) -> Result<Self, Error> {
         let table = Arc::new(Table::open(card, description, None)?);
-        let price = measure(&table);
         Ok(Self(Arc::new(Inner {
             instance: description.instance,
             pid: description.pid,
             rate: Arc::new(RateWatch::new(Medium::Cards)),
-            price,
             table: Mutex::new(Some(table)),
         })))
     }
@@ -66,11 +59,6 @@ impl CudaPeer {
 
     pub(super) fn table(&self) -> Option<Arc<Table>> {
         self.0.table.lock().clone()
-    }
-
-    /// What reads from it take.
-    pub(super) fn price(&self) -> Price {
-        self.0.price
     }
 
     pub(super) fn rate(&self) -> &Arc<RateWatch> {

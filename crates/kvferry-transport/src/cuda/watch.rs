@@ -1,13 +1,11 @@
 //! The thread that notices the end of launches nobody asks about.
 
-use std::any::Any;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::errand::Errand;
 use super::flight::Flight;
 use crate::contract::Error;
 use crate::shared::thread::{outlive, unless_it_panics};
@@ -31,16 +29,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Watched {
     flights: Vec<Arc<Flight>>,
-    /// Errands that took too long for whoever waited, and what they may still touch.
-    strays: Vec<(Errand, Box<dyn Any + Send>)>,
     asleep: bool,
     closing: bool,
-}
-
-impl Watched {
-    fn is_empty(&self) -> bool {
-        self.flights.is_empty() && self.strays.is_empty()
-    }
 }
 
 impl Watch {
@@ -60,12 +50,6 @@ impl Watch {
         if watched.asleep {
             self.shared.changed.notify_one();
         }
-    }
-
-    /// Keeps something until an errand has ended that nobody waits for any more.
-    pub(super) fn keep(&self, errand: Errand, touched: Box<dyn Any + Send>) {
-        self.shared.watched.lock().strays.push((errand, touched));
-        self.shared.changed.notify_one();
     }
 
     /// What is under way.
@@ -90,28 +74,19 @@ impl Shared {
         let mut idle = 0;
         loop {
             let mut watched = self.watched.lock();
-            idle = if watched.is_empty() { idle + 1 } else { 0 };
+            idle = if watched.flights.is_empty() { idle + 1 } else { 0 };
             // Requests come in bursts: to wake this thread for each would cost its caller microseconds.
-            while idle > STAYS_AWAKE && watched.is_empty() && !watched.closing {
+            while idle > STAYS_AWAKE && watched.flights.is_empty() && !watched.closing {
                 watched.asleep = true;
                 self.changed.wait(&mut watched);
                 watched.asleep = false;
             }
-            if watched.closing && watched.is_empty() {
+            if watched.closing && watched.flights.is_empty() {
                 return;
             }
             drop(watched);
             std::thread::sleep(PERIOD);
-            let flights = {
-                let mut watched = self.watched.lock();
-                let ended = |stray: &mut (Errand, _)| stray.0.outcome().is_some();
-                let ended: Vec<_> = watched.strays.extract_if(.., ended).collect();
-                let flights = watched.flights.clone();
-                drop(watched);
-                // To give memory back may take as long as whatever the card is doing.
-                drop(ended);
-                flights
-            };
+            let flights = self.watched.lock().flights.clone();
             // One that panics is left to those who poll it.
             let look = |flight: &Arc<Flight>| {
                 unless_it_panics("a launch", || flight.landed_or_lost()).unwrap_or(true)

@@ -12,12 +12,10 @@ use crate::contract::{Error, Side};
 use crate::shared::chunks::Chunk;
 use crate::shared::custody::Custody;
 use crate::shared::spans::Spans;
-use crate::shared::trial;
 use crate::tcp::{self, Client, PeerRegions};
 
-/// What a read takes through the kernel, where it could not be measured: as it was between two processes of a virtual
-/// machine, November 2026.
-const USUAL: Price = Price { launch: 4_000.0, copy: 250.0, byte: 0.15 };
+/// What a read takes through the kernel: as it was between two processes of a virtual machine, November 2026.
+pub(super) const PRICE: Price = Price { launch: 4_000.0, copy: 250.0, byte: 0.15 };
 
 #[derive(Debug)]
 pub(super) struct Direct {
@@ -25,7 +23,6 @@ pub(super) struct Direct {
     /// Answers for its regions.
     client: Arc<Client>,
     regions: Mutex<Arc<PeerRegions>>,
-    price: Price,
     closed: AtomicBool,
 }
 
@@ -36,14 +33,8 @@ impl Direct {
         deadline: Instant,
     ) -> Result<Self, Error> {
         let regions = client.regions(deadline)?;
-        let price = measure(&process, &regions.spans).unwrap_or(USUAL);
         let regions = Mutex::new(Arc::new(regions));
-        Ok(Self { process, client, regions, price, closed: AtomicBool::new(false) })
-    }
-
-    /// What reads take.
-    pub(super) fn price(&self) -> Price {
-        self.price
+        Ok(Self { process, client, regions, closed: AtomicBool::new(false) })
     }
 
     pub(super) fn regions(&self) -> Arc<PeerRegions> {
@@ -96,28 +87,6 @@ impl Direct {
             }
         }
     }
-}
-
-/// What reads take, by reading a little of a region of the peer's. `None` where none is long enough, or is just going.
-fn measure(process: &Process, spans: &Spans) -> Option<Price> {
-    const LONG: u64 = 128 << 10;
-    let theirs = spans.0.iter().find(|region| region.bytes >= LONG)?.base;
-    let mut memory = vec![0u8; LONG as usize];
-    let ours = memory.as_mut_ptr() as u64;
-    let (mut to, mut from) = (vec![], vec![]);
-    trial::price(LONG, |count, bytes| {
-        let entries = |base: u64| {
-            (0..count).map(move |number| tcp::entry(base + number * trial::stride(bytes), bytes))
-        };
-        to.clear();
-        from.clear();
-        to.extend(entries(ours));
-        from.extend(entries(theirs));
-        let began = Instant::now();
-        // SAFETY: all that is written lies in `memory`, which nobody else knows and nobody looks into.
-        unsafe { process.read(&mut to, &mut from, count * bytes).ok()? };
-        Some(began.elapsed().as_nanos() as f64)
-    })
 }
 
 fn check(chunk: &Chunk, spans: &Spans) -> Result<(), Error> {

@@ -204,7 +204,7 @@ impl Transport for Local {
 
     fn price(&self, peer: &LocalPeer) -> Price {
         match &peer.0.direct {
-            Ok(direct) => direct.price(),
+            Ok(_) => direct::PRICE,
             Err(_) => self.tcp.price(&peer.0.tcp),
         }
     }
@@ -235,7 +235,7 @@ impl Transport for Local {
     fn rates(&self, peer: &LocalPeer) -> Rates {
         let over_tcp = self.tcp.rates(&peer.0.tcp);
         match &peer.0.direct {
-            Ok(direct) => Rates { direct: direct.price(), ..over_tcp },
+            Ok(_) => Rates { direct: direct::PRICE, ..over_tcp },
             Err(_) => over_tcp,
         }
     }
@@ -246,7 +246,7 @@ impl Transport for Local {
         loops: &Loops,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
-        if peer.0.direct.is_ok() && self.tcp.rates(&peer.0.tcp).packed.is_none() {
+        if peer.0.direct.is_ok() && !peer.0.tcp.0.packs() {
             return self.read_loops(peer, loops, deadline);
         }
         self.tcp.read_packed(&peer.0.tcp, loops, deadline)

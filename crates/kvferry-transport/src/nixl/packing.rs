@@ -21,32 +21,31 @@ use kvferry_layout::{ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
 
 use super::peer::{Inner, NixlPeer};
 use super::state::State;
-use crate::contract::{Error, Instance, InvalidFrame, Operation, Status};
+use crate::contract::{Error, Instance, InvalidFrame};
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::random::random;
 use crate::shared::rate::RateWatch;
-use crate::shared::staging::{Full, Slot, Use};
-use crate::shared::trial;
+use crate::shared::staging::{Full, Use};
 use crate::shared::yard::Yards;
 use crate::tcp::{
-    Address, Bounds, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Measured, Room, Secret,
-    Server, gather,
+    Address, Bounds, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Room, Secret, Server,
+    gather,
 };
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
 const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX };
 /// Of a card's memory, parts of so many bytes at least, however fast they begin.
 const LEAST_PART: u64 = 4 << 20;
-/// What gathering or scattering takes on a card that could not be measured: as it was on one H200, November 2026.
+/// What gathering or scattering takes on a card: as it was on one H200, November 2026.
 const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
-/// Nanoseconds for a byte that CPUs move twice more, at least: what was measured is in their caches, and what is
-/// packed is not. (0.16 to 0.24 between two processes of a virtual machine, November 2026.)
-const MOVED_TWICE: f64 = 0.2;
+/// The same of CPUs, for one of the two sides: with these the better way was chosen in all 13 rows over NIXL of
+/// docs/measured/lowering-2026-11-18.json.
+const CPU: Price = Price { launch: 0.0, copy: 10.0, byte: 0.15 };
+/// What it takes to ask the peer's server.
+const ASKING: f64 = 50_000.0;
 /// How long to wait for the peer's server: without it, reads are direct.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long to wait for memory to measure with.
-const SLOT_PATIENCE: Duration = Duration::from_millis(50);
 /// Marks the end of a description that tells of a server.
 const MARK: &[u8; 8] = b"kvfy-pck";
 
@@ -56,7 +55,8 @@ pub(super) struct Control {
     server: Server,
     secret: Secret,
     advertise: Option<IpAddr>,
-    staging: Region,
+    /// Bytes of the host's memory to pack into.
+    host: u64,
 }
 
 impl Control {
@@ -67,14 +67,14 @@ impl Control {
         advertise: Option<IpAddr>,
     ) -> Result<Option<Self>, Error> {
         let host = state.yards.of(Place::Host).and_then(|yard| yard.staging.region());
-        let Some(staging) = host else { return Ok(None) };
+        let Some(Region { bytes: host, .. }) = host else { return Ok(None) };
         let secret = Secret { instance: state.instance, token: random()? };
         let (regions, generation) = (state.desk.regions.clone(), Arc::new(AtomicU64::new(0)));
         let yards = state.yards.clone();
         let bounds = Bounds::of_this_process();
         let fetched = Delivery::Fetched;
         let server = Server::start(bind, bounds, secret, regions, generation, yards, fetched)?;
-        Ok(Some(Self { server, secret, advertise, staging }))
+        Ok(Some(Self { server, secret, advertise, host }))
     }
 
     /// How many connections its port turned away.
@@ -91,13 +91,12 @@ impl Control {
             None => {}
         }
         let mut out = self.secret.token.to_vec();
-        out.extend(self.staging.base.to_le_bytes());
-        out.extend(self.staging.bytes.to_le_bytes());
+        out.extend(self.host.to_le_bytes());
         put_block(&mut out, address.to_string().as_bytes());
         if let Some((_, yard)) = yards.card()
             && let Some(region) = yard.staging.region()
         {
-            for number in [region.base, region.bytes, yard.staging.slot_bytes()] {
+            for number in [region.bytes, yard.staging.slot_bytes()] {
                 out.extend(number.to_le_bytes());
             }
         }
@@ -112,14 +111,13 @@ impl Control {
 pub(super) struct Told {
     address: Address,
     host: Pool,
-    /// Of the card that packs; older versions have none.
+    /// Of the card that packs.
     card: Option<Pool>,
 }
 
 /// A peer's memory to pack into.
 #[derive(Clone, Copy, Debug)]
 struct Pool {
-    base: u64,
     bytes: u64,
     /// Of a slot.
     slot: u64,
@@ -145,17 +143,13 @@ impl Told {
             let (nixl, told) = rest.split_at(at);
             let mut fields = Fields(told);
             let secret = Secret { instance, token: fields.array()? };
-            let (base, bytes) = (fields.u64()?, fields.u64()?);
-            let host = Pool { base, bytes, slot: gather::SLOT_BYTES };
+            let host = Pool { bytes: fields.u64()?, slot: gather::SLOT_BYTES };
             let at = std::str::from_utf8(fields.block()?).ok()?.parse().ok()?;
             let card = match fields.0.is_empty() {
                 true => None,
-                false => {
-                    let (base, bytes, slot) = (fields.u64()?, fields.u64()?, fields.u64()?);
-                    Some(Pool { base, bytes, slot })
-                }
+                false => Some(Pool { bytes: fields.u64()?, slot: fields.u64()? }),
             };
-            let told = Self { address: Address { secret, at }, host, card };
+            let told = Self { address: Address { secret, at, packs: true }, host, card };
             fields.0.is_empty().then_some((nixl, told))
         };
         match split() {
@@ -226,21 +220,10 @@ impl Packer {
                 return None;
             }
         };
-        // That a server is told of means that there is memory to pack into: none may be free just now.
-        let Some(measured) = client.measured().copied() else {
-            let at = told.address.at;
-            directly(&format!("its server for packing at {at} did not answer when it was tried"));
-            return None;
-        };
         let slot = ours.staging.slot_bytes().min(theirs.slot);
-        let long = if on_cards == (false, false) { 128 << 10 } else { slot };
-        let into = || ours.staging.take(Use::Own, SLOT_PATIENCE).ok();
-        let direct = into().and_then(|slot| measure(state, peer, (theirs, slot), long, deadline));
-        let direct = direct.unwrap_or_else(|| peer.price(on_cards.0));
         let lanes = lanes.count as u64;
-        // Of a peer's card nothing is known: it is taken to be like ours.
-        let card = ours.price().unwrap_or(CARD);
-        let packed = packed_price(&direct, &measured, &card, on_cards, slot * lanes);
+        let direct = peer.price(on_cards.0);
+        let packed = packed_price(&direct, on_cards, slot * lanes);
         let rates = Rates { direct, packed: Some(packed) };
         Some(Self { client, rates, on_cards, slot, lanes })
     }
@@ -280,25 +263,10 @@ fn part(bytes: u64, lanes: u64, direct: &Price, most: u64) -> u64 {
     bytes.div_ceil(bytes.div_ceil(asked).max(1)).max(1)
 }
 
-/// What packing takes, by what direct reads take and what was measured of the CPUs and of a card. `at_once` bytes
-/// are on their way at a time.
-fn packed_price(
-    direct: &Price,
-    measured: &Measured,
-    card: &Price,
-    on_cards: (bool, bool),
-    at_once: u64,
-) -> Price {
-    // What gathering and scattering adds to a byte does not depend on who moves it. Both sides were measured
-    // together.
-    let added = match (measured.direct, measured.packed) {
-        (Some(tcp), Some(packed)) => (packed.byte - tcp.byte).max(MOVED_TWICE),
-        _ => MOVED_TWICE,
-    };
-    let copy = measured.packed.map_or(20.0, |packed| packed.copy);
-    let cpu = Price { launch: 0.0, copy: copy / 2.0, byte: added / 2.0 };
-    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { *card } else { cpu });
-    let launch = measured.round_trip + direct.launch + from.launch + to.launch;
+/// What packing takes, by what direct reads take. `at_once` bytes are on their way at a time.
+fn packed_price(direct: &Price, on_cards: (bool, bool), at_once: u64) -> Price {
+    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { CARD } else { CPU });
+    let launch = ASKING + direct.launch + from.launch + to.launch;
     // Every part is asked for and fetched, a few of them at a time.
     let at_once = match on_cards {
         (false, false) => 4 * gather::LIMITS.bytes,
@@ -306,40 +274,6 @@ fn packed_price(
     };
     let part = launch / at_once as f64;
     Price { launch, copy: from.copy + to.copy, byte: direct.byte + from.byte + to.byte + part }
-}
-
-/// What reads from the peer take, from its memory to pack into to a slot of ours, with a long read of so
-/// many bytes.
-fn measure(
-    state: &Arc<State>,
-    peer: &NixlPeer,
-    (theirs, slot): (Pool, Slot),
-    long: u64,
-    deadline: Instant,
-) -> Option<Price> {
-    if theirs.bytes < long || slot.bytes() < long || long < trial::LEAST_LONG {
-        return None;
-    }
-    let mut slot = Some(slot);
-    trial::price(long, |count, bytes| {
-        let to = slot.as_ref()?.address();
-        let copy = |number| {
-            let at = number * trial::stride(bytes);
-            ByteCopy { source: theirs.base + at, destination: to + at, bytes }
-        };
-        let copies: Vec<ByteCopy> = (0..count).map(copy).collect();
-        let began = Instant::now();
-        let operation = state.read_uncounted(peer, &copies, deadline).ok()?;
-        match operation.wait(deadline) {
-            Status::Done(_) => Some(began.elapsed().as_nanos() as f64),
-            Status::Failed(_) => None,
-            Status::InProgress | Status::Quarantined(_) => {
-                operation.cancel();
-                state.forsaken.lock().push(Forsaken::fetched(operation, slot.take()?));
-                None
-            }
-        }
-    })
 }
 
 /// Fetches by NIXL what a peer has gathered.
@@ -432,19 +366,13 @@ mod tests {
     #[test]
     fn cards_pack_short_runs_and_read_long_ones() {
         let direct = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
-        let measured = Measured { round_trip: 50_000.0, packs: true, ..Measured::default() };
-        let packed = packed_price(&direct, &measured, &CARD, (true, true), 128 << 20);
+        let packed = packed_price(&direct, (true, true), 128 << 20);
         let (llama, bytes) = (40_960, 336 << 20);
         assert!(packed.of(llama, bytes) * 100.0 < direct.of(llama, bytes), "{packed:?}");
         assert!(packed.of(80, 671 << 20) > direct.of(80, 671 << 20), "{packed:?}");
-        // The CPU's part is what was measured of it, on the side that has host memory.
-        let mixed = packed_price(&direct, &measured, &CARD, (true, false), 128 << 20);
+        // CPUs move a byte and a run more slowly than a card.
+        let mixed = packed_price(&direct, (true, false), 128 << 20);
         assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
-        // A card that is slow to begin is worth it later.
-        let slow = Price { launch: 100.0 * CARD.launch, ..CARD };
-        let slow = packed_price(&direct, &measured, &slow, (true, true), 128 << 20);
-        assert!(direct.of(100, MIB) > packed.of(100, MIB), "{packed:?}");
-        assert!(direct.of(100, MIB) < slow.of(100, MIB), "{slow:?}");
     }
 
     #[test]
@@ -470,24 +398,23 @@ mod tests {
     #[test]
     fn what_is_told_is_read() {
         let instance = Instance([3; 16]);
-        let mut told = Secret { instance, token: [7; 32] }.token.to_vec();
-        told.extend([0x1000_u64, 1 << 20].iter().flat_map(|number| number.to_le_bytes()));
+        let mut told = vec![7; 32];
+        told.extend((1_u64 << 20).to_le_bytes());
         put_block(&mut told, b"127.0.0.1:5000");
         let framed = |told: &[u8]| {
             let length = (told.len() as u32).to_le_bytes();
             [b"metadata", told, &length, MARK].concat()
         };
-        // As older versions say it: no card.
-        let older = framed(&told);
-        let (metadata, read) = Told::split(&older, instance);
+        let without = framed(&told);
+        let (metadata, read) = Told::split(&without, instance);
         assert_eq!(metadata, b"metadata");
         let read = read.expect("it tells of a server");
-        assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.base == 0x1000));
-        told.extend([0x9000_u64, 256, 32].iter().flat_map(|number| number.to_le_bytes()));
-        let newer = framed(&told);
-        let card = Told::split(&newer, instance).1.and_then(|told| told.pool(true));
-        assert!(card.is_some_and(|card| (card.base, card.bytes, card.slot) == (0x9000, 256, 32)));
-        // Half of a number is of no version.
+        assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.bytes == 1 << 20));
+        told.extend([256_u64, 32].iter().flat_map(|number| number.to_le_bytes()));
+        let with = framed(&told);
+        let card = Told::split(&with, instance).1.and_then(|told| told.card);
+        assert!(card.is_some_and(|card| (card.bytes, card.slot) == (256, 32)));
+        // Half of a number is nothing.
         told.pop();
         assert!(Told::split(&framed(&told), instance).1.is_none());
     }

@@ -80,12 +80,9 @@ impl NixlPeer {
         self.spans().0.iter().any(|region| region.place != Place::Host)
     }
 
-    /// What reads from it took when that was measured, and what they take elsewhere.
+    /// What reads from it take: `gpu` says whether any of ours is on a card.
     pub(super) fn price(&self, gpu: bool) -> Price {
-        match self.packer(gpu) {
-            Some(packer) => packer.rates.direct,
-            None => price(gpu || self.is_on_gpu(), self.0.rate.medium()),
-        }
+        price(gpu || self.is_on_gpu(), self.0.rate.medium())
     }
 
     /// How it is asked to pack, where it was met with the same kinds of memory as there are now: `gpu` says

@@ -8,10 +8,9 @@ use crate::shared::rate::Medium;
 /// between two processes on one H200, November 2026: see the tests.
 const GPU: Price = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
 
-/// Host memory of this host (UCX reads it through the kernel): `examples/price`, the best of four
-/// runs on a virtual machine with two busy cores, November 2026. Over UCX's own TCP it was 27 µs,
-/// 2.3 µs and 0.59 ns.
-const HOST: Price = Price { launch: 10_000.0, copy: 2_300.0, byte: 0.24 };
+/// Host memory of this host (UCX reads it through the kernel), as in docs/measured/lowering-2026-11-18.json: a virtual
+/// machine with two cores. Over UCX's own TCP it was 27 µs, 2.3 µs and 0.59 ns.
+const HOST: Price = Price { launch: 10_000.0, copy: 1_550.0, byte: 0.24 };
 
 /// Host memory over an RDMA card, without the bytes: NVIDIA's users report a twentieth of `cuda_ipc`
 /// for a copy (vllm#55434). Not measured here.

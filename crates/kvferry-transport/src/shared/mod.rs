@@ -14,7 +14,6 @@ pub(crate) mod region;
 pub(crate) mod spans;
 pub(crate) mod staging;
 pub(crate) mod thread;
-pub(crate) mod trial;
 pub(crate) mod walk;
 pub(crate) mod yard;
 

@@ -4,21 +4,16 @@
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvferry_layout::{Loops, Place, Price};
+use kvferry_layout::{Loops, Place};
 use parking_lot::Mutex;
 
-use super::staging::{Staging, Use};
-use super::{trial, walk};
+use super::staging::Staging;
+use super::walk;
 use crate::contract::{Error, StagingStatistics};
 use crate::cuda::errand::Errand;
 use crate::cuda::porter::Porter;
-
-/// Of a trial: what a card moves in about the time that a launch takes.
-const LONG: u64 = 8 << 20;
-/// How long to wait for memory to try with, and for a card that has much else to do.
-const PATIENCE: Duration = Duration::from_millis(50);
 
 /// The yards of one transport.
 #[derive(Debug)]
@@ -112,33 +107,6 @@ impl Yard {
                 tracing::warn!(
                     "short runs are read one by one, because {porter:?} refuses: {error}"
                 );
-            }
-        })
-    }
-
-    /// What moving bytes within the card takes, by trying it within a slot. `None` where the CPU moves them, where no
-    /// slot is free, and where the card has too much else to do to be measured.
-    pub(crate) fn price(&self) -> Option<Price> {
-        self.porter.as_ref()?;
-        let slot = self.staging.take(Use::Own, PATIENCE).ok()?;
-        let (from, half) = (slot.address(), slot.bytes() / 2);
-        let long = LONG.min(half);
-        if long < trial::LEAST_LONG {
-            return None;
-        }
-        let (mut slot, until) = (Some(slot), Instant::now() + PATIENCE);
-        trial::price(long, |count, bytes| {
-            let loops = trial::loops((from, from + half), count, bytes)?;
-            slot.as_ref()?;
-            let began = Instant::now();
-            // SAFETY: both halves are the slot's, which is kept until this has ended.
-            let moving = unsafe { self.start(&loops).ok()? };
-            match moving.wait(until) {
-                Some(outcome) => outcome.ok().map(|()| began.elapsed().as_nanos() as f64),
-                None => {
-                    self.keep(moving, Box::new(slot.take()));
-                    None
-                }
             }
         })
     }

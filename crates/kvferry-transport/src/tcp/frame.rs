@@ -6,9 +6,6 @@
 //! header and the spans it asks for (address and length, both of the server's memory), or the loops that
 //! the server is to gather (`gather`). An [`Answer`] is followed by the bytes. All numbers are
 //! little-endian. Every field is checked before anything is done with it.
-//!
-//! Gathering and practising came later than the rest. A server that does not know them ends the
-//! connection: a client tries once, before anything depends on it.
 
 use kvferry_layout::Region;
 
@@ -122,8 +119,6 @@ pub(crate) enum Verb {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) verb: Verb,
-    /// Addresses are those of the server's practice memory, from 0 on: to measure, and no more.
-    pub(crate) practice: bool,
     /// How many spans follow; to gather, how many bytes.
     pub(crate) spans: u32,
     /// The client's number for it.
@@ -137,7 +132,7 @@ impl Request {
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
-        out.extend([self.verb as u8, u8::from(self.practice), 0, 0]);
+        out.extend([self.verb as u8, 0, 0, 0]);
         out.extend(self.spans.to_le_bytes());
         out.extend(self.id.to_le_bytes());
         out.extend(self.bytes.to_le_bytes());
@@ -146,7 +141,7 @@ impl Request {
 
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, InvalidFrame> {
         let mut fields = Fields(bytes);
-        let [verb, practice, reserved @ ..] = fields.array::<4>().ok_or(InvalidFrame::Cut)?;
+        let [verb, reserved @ ..] = fields.array::<4>().ok_or(InvalidFrame::Cut)?;
         let verb = match verb {
             1 => Verb::Read,
             2 => Verb::Regions,
@@ -154,7 +149,7 @@ impl Request {
             4 => Verb::Release,
             other => return Err(InvalidFrame::Operation(other)),
         };
-        if reserved != [0; 2] || practice > u8::from(matches!(verb, Verb::Read | Verb::Gather)) {
+        if reserved != [0; 3] {
             return Err(InvalidFrame::Reserved);
         }
         let spans = fields.u32().ok_or(InvalidFrame::Cut)?;
@@ -172,7 +167,7 @@ impl Request {
         if bytes > longest {
             return Err(InvalidFrame::Length(bytes));
         }
-        Ok(Self { verb, practice: practice == 1, spans, id, bytes })
+        Ok(Self { verb, spans, id, bytes })
     }
 
     /// How many bytes of spans or loops follow the header.
@@ -334,7 +329,7 @@ mod tests {
         /// What is encoded decodes to itself, or was over a limit.
         #[test]
         fn requests_come_back(verb in verbs(), spans in 0u32..1100, id in any::<u64>(), bytes in 0u64..1 << 27) {
-            let request = Request { verb, practice: false, spans, id, bytes };
+            let request = Request { verb, spans, id, bytes };
             match Request::decode(&request.encode()) {
                 Ok(back) => prop_assert_eq!(back, request),
                 Err(InvalidFrame::Count { spans: n, fewest, most }) => {
@@ -357,7 +352,6 @@ mod tests {
             }
             let mut header = Request {
                 verb: Verb::Read,
-                practice: false,
                 spans: lengths.len() as u32,
                 id: 7,
                 bytes: lengths.iter().map(|l| l.1).sum(),

@@ -47,8 +47,8 @@ pub(crate) fn encode(loops: &Loops, out: &mut Vec<u8>) {
 /// The most bytes that any request may gather: what a card moves at once.
 pub(crate) const MOST_PACKED: u64 = 64 << 20;
 
-/// Reads it. `base` is added to the start of every nest, and `most` bytes may be gathered.
-pub(crate) fn decode(bytes: &[u8], base: u64, most: u64) -> Result<Loops, InvalidFrame> {
+/// Reads it. `most` bytes may be gathered.
+pub(crate) fn decode(bytes: &[u8], most: u64) -> Result<Loops, InvalidFrame> {
     let mut fields = Fields(bytes);
     let mut small = |most: usize| {
         let number = fields.u32().ok_or(InvalidFrame::Cut)? as usize;
@@ -81,8 +81,6 @@ pub(crate) fn decode(bytes: &[u8], base: u64, most: u64) -> Result<Loops, Invali
             let mut number = || fields.u64().ok_or(InvalidFrame::Cut);
             *repeat = Loop { count: number()?, source: number()?, destination: 0 };
         }
-        let too_far = LoopsError::TooFar { source_start: start, destination: 0 };
-        let start = start.checked_add(base).ok_or(InvalidFrame::Loops(too_far))?;
         let added = loops.add_nest((start, 0), run, (block, 0), &inner[..depth], table);
         added.map_err(InvalidFrame::Loops)?;
     }
@@ -111,19 +109,17 @@ mod tests {
         let mut bytes = vec![];
         encode(&some(), &mut bytes);
         assert!(bytes.len() < 200, "{} bytes", bytes.len());
-        let there = decode(&bytes, 10, SLOT_BYTES).unwrap();
+        let there = decode(&bytes, SLOT_BYTES).unwrap();
         let runs = |loops: &Loops| {
             loops.copies().map(|copy| (copy.source, copy.bytes)).collect::<Vec<_>>()
         };
-        let shifted: Vec<(u64, u64)> =
-            runs(&some()).iter().map(|&(at, run)| (at + 10, run)).collect();
-        assert_eq!(runs(&there), shifted);
+        assert_eq!(runs(&there), runs(&some()));
         assert_eq!(there.packed_bytes(), some().packed_bytes());
         for cut in 0..bytes.len() {
-            assert!(decode(&bytes[..cut], 0, SLOT_BYTES).is_err());
+            assert!(decode(&bytes[..cut], SLOT_BYTES).is_err());
         }
         bytes.push(0);
-        assert!(decode(&bytes, 0, SLOT_BYTES).is_err());
+        assert!(decode(&bytes, SLOT_BYTES).is_err());
     }
 
     #[test]
@@ -133,15 +129,17 @@ mod tests {
         large.add_nest((0, 0), SLOT_BYTES + 1, (0, 0), &[], table).unwrap();
         let mut bytes = vec![];
         encode(&large, &mut bytes);
-        assert_eq!(decode(&bytes, 0, SLOT_BYTES), Err(InvalidFrame::Length(SLOT_BYTES + 1)));
+        assert_eq!(decode(&bytes, SLOT_BYTES), Err(InvalidFrame::Length(SLOT_BYTES + 1)));
         // Counts that nothing follows.
         let many = [u32::MAX.to_le_bytes(), 1u32.to_le_bytes()].concat();
-        assert_eq!(decode(&many, 0, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
+        assert_eq!(decode(&many, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
         let pairs = [1u32.to_le_bytes(), 1u32.to_le_bytes(), u32::MAX.to_le_bytes()].concat();
-        assert_eq!(decode(&pairs, 0, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
-        // Starts that wrap round.
+        assert_eq!(decode(&pairs, SLOT_BYTES), Err(InvalidFrame::Length(u32::MAX.into())));
+        // A start beyond which nothing fits.
         let mut bytes = vec![];
         encode(&some(), &mut bytes);
-        assert!(matches!(decode(&bytes, u64::MAX - 100, SLOT_BYTES), Err(InvalidFrame::Loops(_))));
+        let at = bytes.windows(8).position(|window| window == 5000_u64.to_le_bytes()).unwrap();
+        bytes[at..at + 8].copy_from_slice(&(u64::MAX - 100).to_le_bytes());
+        assert!(matches!(decode(&bytes, SLOT_BYTES), Err(InvalidFrame::Loops(_))));
     }
 }

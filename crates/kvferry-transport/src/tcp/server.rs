@@ -15,7 +15,6 @@ use socket2::SockRef;
 
 use super::door::{Bounds, Door};
 use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
-use super::practice::Practice;
 use super::proof::Secret;
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
@@ -45,7 +44,6 @@ pub(super) struct Shared {
     generation: Arc<dyn Generation>,
     yards: Arc<Yards>,
     delivery: Delivery,
-    practice: Practice,
     turned_away: AtomicU64,
     pub(super) mentions: Mutex<Mentions>,
     state: Mutex<State>,
@@ -145,7 +143,6 @@ impl Server {
         yards: Arc<Yards>,
         delivery: Delivery,
     ) -> Result<Self, Error> {
-        let practice = Practice::new()?;
         let listener = TcpListener::bind(bind)
             .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
         let (turned_away, mentions, state) = Default::default();
@@ -157,7 +154,6 @@ impl Server {
             generation,
             yards,
             delivery,
-            practice,
             turned_away,
             mentions,
             state,
@@ -311,7 +307,7 @@ impl Shared {
                 Verb::Read => {
                     frame::spans(&request, &body, &mut spans)?;
                     // Held until the bytes are sent.
-                    let _holds = match self.readable(&request, &mut spans, Place::Host) {
+                    let _holds = match self.readable(&mut spans, Place::Host) {
                         Ok(holds) => holds,
                         Err(address) => {
                             let refused =
@@ -342,7 +338,7 @@ impl Shared {
                             None
                         }
                     };
-                    let fetched = self.delivery == Delivery::Fetched && !request.practice;
+                    let fetched = self.delivery == Delivery::Fetched;
                     entries.clear();
                     match slot {
                         Some(slot) if fetched => {
@@ -386,15 +382,7 @@ impl Shared {
 
     /// Checks the spans of a request and holds the regions they lie in. Otherwise the address that
     /// lies outside.
-    fn readable(
-        &self,
-        request: &Request,
-        spans: &mut [(u64, u64)],
-        place: Place,
-    ) -> Result<Vec<Hold>, u64> {
-        if request.practice {
-            return self.practice.place(spans).map(|()| vec![]);
-        }
+    fn readable(&self, spans: &mut [(u64, u64)], place: Place) -> Result<Vec<Hold>, u64> {
         self.regions.serve(spans, place).map_err(|error| match error {
             Error::OutsideRegion { address, .. } => address,
             _ => 0,
@@ -410,8 +398,7 @@ impl Shared {
         spans: &mut Vec<(u64, u64)>,
         answer: &mut Answer,
     ) -> Result<Option<Slot>, End> {
-        let base = if request.practice { self.practice.base() } else { 0 };
-        let loops = gather::decode(body, base, self.yards.most())?;
+        let loops = gather::decode(body, self.yards.most())?;
         if loops.packed_bytes() != Some(request.bytes) {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
@@ -419,12 +406,11 @@ impl Shared {
         spans.clear();
         for nest in loops.nests() {
             let (read, _) = nest.extents().ok_or(InvalidFrame::Length(nest.run))?;
-            spans.push((read.start - base, read.end - read.start));
+            spans.push((read.start, read.end - read.start));
         }
-        let known = || self.regions.spans().place(spans.iter().copied());
-        let place = if request.practice { None } else { known() }.unwrap_or(Place::Host);
+        let place = self.regions.spans().place(spans.iter().copied()).unwrap_or(Place::Host);
         // Held until it is gathered.
-        let holds = match self.readable(request, spans, place) {
+        let holds = match self.readable(spans, place) {
             Ok(holds) => holds,
             Err(address) => {
                 (answer.verdict, answer.bytes) = (Verdict::Outside, address);

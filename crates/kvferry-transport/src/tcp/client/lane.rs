@@ -166,8 +166,7 @@ impl<'a> LaneThread<'a> {
             Work::Operation(operation) => self.send_chunk(stream, operation),
             Work::Question(question) => {
                 let id = self.number_request();
-                let header =
-                    Request { verb: Verb::Regions, practice: false, spans: 0, id, bytes: 0 };
+                let header = Request { verb: Verb::Regions, spans: 0, id, bytes: 0 };
                 self.on_the_way.push_back(OnTheWay::Question(question, id));
                 socket::send_bytes(stream, &header.encode()).map_err(lost)
             }
@@ -215,7 +214,7 @@ impl<'a> LaneThread<'a> {
         };
         let id = self.number_request();
         self.frame.clear();
-        let header = |verb, spans, bytes| Request { verb, practice: false, spans, id, bytes };
+        let header = |verb, spans, bytes| Request { verb, spans, id, bytes };
         match &chunk.piece {
             Piece::Copies(copies) => {
                 let spans = copies.len() as u32;
@@ -303,7 +302,7 @@ impl<'a> LaneThread<'a> {
                 };
                 let id = self.number_request();
                 let verb = Verb::Release;
-                let header = Request { verb, practice: false, spans: 0, id, bytes: answer.bytes };
+                let header = Request { verb, spans: 0, id, bytes: answer.bytes };
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
                 socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
             }

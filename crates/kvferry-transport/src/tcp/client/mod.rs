@@ -7,19 +7,17 @@
 
 mod fetching;
 mod lane;
-mod measure;
 mod state;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
 use self::lane::LaneThread;
-pub(crate) use self::measure::Measured;
 pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
@@ -41,6 +39,8 @@ pub(crate) struct Client {
 pub(crate) struct Address {
     pub(crate) secret: Secret,
     pub(crate) at: SocketAddr,
+    /// Whether it has memory to pack into.
+    pub(crate) packs: bool,
 }
 
 impl Client {
@@ -60,7 +60,7 @@ impl Client {
             work: parking_lot::Condvar::new(),
             lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
             gathers: lanes.gathers,
-            measured: OnceLock::new(),
+            packs: address.packs,
             fetch,
         });
         let open = || {
@@ -70,21 +70,9 @@ impl Client {
                 error => error,
             })
         };
-        let mut first = open()?;
-        match measure::measure(&first, deadline) {
-            Ok(measured) => {
-                let _ = state.measured.set(measured);
-            }
-            Err(error) => {
-                // An older server ends the connection.
-                let peer = address.secret.instance;
-                tracing::info!("{peer} does not pack, and its reads were not measured: {error}");
-                first = open()?;
-            }
-        }
+        let mut first = Some(open()?);
         let threads = Mutex::default();
         let client = Arc::new(Self { rate: Arc::new(rate), state, threads });
-        let mut first = Some(first);
         for lane in 0..client.state.lanes.len() {
             let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
                 let state = client.state.clone();
@@ -117,9 +105,9 @@ impl Client {
         self.state.secret.instance
     }
 
-    /// What reads took at the start, where the peer lets one measure.
-    pub(crate) fn measured(&self) -> Option<&Measured> {
-        self.state.measured.get()
+    /// Whether the peer has memory to pack into.
+    pub(crate) fn packs(&self) -> bool {
+        self.state.packs
     }
 
     /// Hands over an operation.

@@ -3,15 +3,14 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use kvferry_layout::{ByteCopy, Loops, Place};
 use parking_lot::{Condvar, Mutex};
 
-use super::measure::Measured;
 use crate::contract::{Error, InvalidFrame, Operation};
 use crate::shared::Transfer;
 use crate::shared::chunks::{Chunk, Chunked};
@@ -63,7 +62,7 @@ pub(super) struct State {
     /// See [`Lanes`].
     pub(super) gathers: usize,
     /// What reads took when the first connection was opened.
-    pub(super) measured: OnceLock<Measured>,
+    pub(super) packs: bool,
     /// How what was gathered is fetched, where it does not come on the connection.
     pub(super) fetch: Option<Arc<dyn Fetch>>,
 }

@@ -115,6 +115,7 @@ fn described(secret: &Secret, listener: &TcpListener) -> Vec<u8> {
     description.extend(secret.instance.0);
     description.extend(secret.token);
     put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    description.push(0);
     description
 }
 
@@ -132,7 +133,7 @@ fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<TcpStream> {
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {
     let bytes = spans.iter().map(|span| span.1).sum();
-    let header = Request { verb, practice: false, spans: spans.len() as u32, id, bytes };
+    let header = Request { verb, spans: spans.len() as u32, id, bytes };
     let mut out = header.encode().to_vec();
     for &(address, bytes) in spans {
         put_span(&mut out, address, bytes);

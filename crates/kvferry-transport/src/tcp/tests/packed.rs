@@ -1,16 +1,14 @@
 //! What packing does when it cannot be done.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Loop, Loops, Place};
 
 use super::super::frame::{Answer, Challenge, Hello, Request, Verb};
 use super::super::{Tcp, TcpOptions, TcpPeer, gather, parse};
-use super::{OPEN, PAGE, Victim, described, soon};
+use super::{OPEN, PAGE, Victim, soon};
 use crate::contract::{Operation, Report, Status, Transport};
 use crate::memory::HostMemory;
 use crate::shared::staging::Use;
@@ -137,7 +135,7 @@ fn who_keeps_a_slot_keeps_nobody_else_out() {
     let (spans, bytes) = (body.len() as u32, part.packed_bytes().unwrap());
     // More than any socket takes.
     for id in 0..200 {
-        let header = Request { verb: Verb::Gather, practice: false, spans, id, bytes };
+        let header = Request { verb: Verb::Gather, spans, id, bytes };
         greedy.write_all(&[&header.encode()[..], &body].concat()).unwrap();
     }
     let until = Instant::now() + Duration::from_secs(20);
@@ -187,22 +185,6 @@ fn a_peer_that_is_busy_when_it_is_connected_to_packs() {
     assert_eq!(report.packed, report.bytes);
 }
 
-#[test]
-fn rates_are_measured_when_a_peer_is_connected_to() {
-    let (source, reader) = (End::new(32 << 20, 7), End::new(0, 1));
-    let began = Instant::now();
-    let peer = reader.connect(&source.transport.describe().unwrap());
-    let took = began.elapsed();
-    assert!(took < Duration::from_secs(10), "it took {took:?}");
-    let rates = reader.transport.rates(&peer);
-    let packed = rates.packed.expect("the peer packs");
-    // Which is the cheaper is for the bench to say: a busy machine measures anything.
-    for price in [packed, rates.direct] {
-        assert!(price.launch > 0.0 && price.copy > 0.0 && price.byte > 0.0, "{rates:?}");
-    }
-    wait_until_nothing_is_staged(&source);
-}
-
 /// A connection that was let in.
 fn greeted(transport: &Tcp) -> TcpStream {
     let address = parse(&transport.describe().unwrap()).unwrap();
@@ -215,66 +197,6 @@ fn greeted(transport: &Tcp) -> TcpStream {
     let proof = address.secret.prove(super::End::Client, &hello, &nonce);
     stream.write_all(&proof).unwrap();
     stream
-}
-
-/// Stands in for a server of before packing: it passes everything on, but ends a connection on which
-/// somebody wants to practise or to gather.
-fn older(server: &Tcp) -> (Vec<u8>, Arc<AtomicUsize>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = parse(&server.describe().unwrap()).unwrap();
-    let description = described(&address.secret, &listener);
-    let ended = Arc::new(AtomicUsize::new(0));
-    let count = ended.clone();
-    std::thread::spawn(move || {
-        for client in listener.incoming() {
-            let (client, count) = (client.unwrap(), count.clone());
-            let server = TcpStream::connect(address.at).unwrap();
-            std::thread::spawn(move || {
-                let _ = pass_on(client, server, &count);
-            });
-        }
-    });
-    (description, ended)
-}
-
-fn pass_on(
-    mut client: TcpStream,
-    mut server: TcpStream,
-    ended: &AtomicUsize,
-) -> std::io::Result<()> {
-    let (mut back, mut to) = (server.try_clone()?, client.try_clone()?);
-    std::thread::spawn(move || std::io::copy(&mut back, &mut to));
-    let mut greeting = [0; Hello::BYTES];
-    client.read_exact(&mut greeting)?;
-    server.write_all(&greeting)?;
-    let mut proof = [0; 32];
-    client.read_exact(&mut proof)?;
-    server.write_all(&proof)?;
-    loop {
-        let mut header = [0; Request::BYTES];
-        client.read_exact(&mut header)?;
-        if header[0] > 2 || header[1] != 0 {
-            ended.fetch_add(1, Ordering::SeqCst);
-            server.shutdown(std::net::Shutdown::Both)?;
-            return client.shutdown(std::net::Shutdown::Both);
-        }
-        let spans = u32::from_le_bytes([header[4], header[5], header[6], header[7]]) as usize;
-        let mut body = vec![0; spans * 16];
-        client.read_exact(&mut body)?;
-        server.write_all(&[&header[..], &body].concat())?;
-    }
-}
-
-#[test]
-fn an_older_server_is_read_directly() {
-    let (source, reader) = (End::new(32 << 20, 7), End::new(0, 1));
-    let (description, ended) = older(&source.transport);
-    let peer = reader.connect(&description);
-    assert!(reader.transport.rates(&peer).packed.is_none());
-    let loops = every_other(source.memory.base(), &reader);
-    check(&reader.transport.read_packed(&peer, &loops, soon()).unwrap(), &reader, 7, 1);
-    assert_eq!(ended.load(Ordering::SeqCst), 1, "it was tried once, and never again");
-    assert_eq!(source.transport.staging().packed, 0);
 }
 
 /// A client that asks for what it may not have gets nothing of it.
@@ -290,7 +212,7 @@ fn gathering_reaches_only_what_is_registered() {
         let mut body = vec![];
         gather::encode(&loops, &mut body);
         let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
-        let header = Request { verb: Verb::Gather, practice: false, spans, id: 1, bytes };
+        let header = Request { verb: Verb::Gather, spans, id: 1, bytes };
         let mut stream = greeted(&victim.transport);
         stream.write_all(&[&header.encode()[..], &body].concat()).unwrap();
         super::rest(stream)

@@ -30,7 +30,7 @@ fn to_gather(open: u64, id: u64) -> Vec<u8> {
     let mut body = vec![];
     gather::encode(&loops, &mut body);
     let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
-    let header = Request { verb: Verb::Gather, practice: false, spans, id, bytes };
+    let header = Request { verb: Verb::Gather, spans, id, bytes };
     [&header.encode()[..], &body].concat()
 }
 
