@@ -450,7 +450,7 @@ class Ending:
 
     @property
     def lowerings(self) -> list[str]:
-        """How it was read: `direct`, `over-read`, `packed`, `loops`."""
+        """How it was read: `direct`, `packed`, `loops`."""
 
     @property
     def read_by(self) -> list[tuple[int, str, str]]:
@@ -495,7 +495,7 @@ class Worker:
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`, for what
         packs for peers, and for tasks that the engine's own scheduler hands to this rank. What takes less than
         `least_ahead` seconds is not read ahead of the end of a source's computation. `lowering` says how
-        peers are read: `auto` (whatever is cheapest), or always `direct`, `packed` or `over-read`. `audit` is
+        peers are read: `auto` (whatever is cheapest), or always `direct` or `packed`. `audit` is
         the fraction of requests that are compared with what the source holds before they are used: 0 is none,
         1 is all; unless it is 0, the first ones of every pair of engines are. Kernels on a GPU take `gpu_sms` of its
         multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. With `nixl` and `gpu`,

@@ -76,7 +76,7 @@ class Options:
     #: While P computes, D reads ahead whatever takes at least so many seconds; less waits for more.
     least_ahead: float = _option(0.002, least=0)
     #: How D reads: by what is cheapest, or always in one way.
-    lowering: str = _option("auto", one_of=("auto", "direct", "packed", "over-read"))
+    lowering: str = _option("auto", one_of=("auto", "direct", "packed"))
     #: Multiprocessors of a GPU that kernels which move blocks may take at most; 0: as many as are of use.
     gpu_sms: int = _option(0, least=0)
     #: Those kernels, compiled beforehand for a machine without NVRTC.
