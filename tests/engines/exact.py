@@ -39,11 +39,7 @@ def unbound(*engines):
 
 
 def bind(engine, bound):
-    try:
-        from kvferry.vllm.origin import Origins
-    except ImportError:
-        # A release that spoke protocol 1.2: there, and with it, a ticket serves any prompt.
-        return
+    from kvferry.vllm.origin import Origins
 
     if bound:
         Origins.of, Origins.facts = Origins.given
