@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use kvferry_transport::nixl;
+use kvferry_nixl;
 
 /// Get NIXL, the transfer library for RDMA, NVLink and GPU memory.
 #[derive(Debug, Args)]

@@ -14,8 +14,8 @@ use kvferry_agent::{
     WorkerOptions, carry,
 };
 use kvferry_layout::Manifest;
+use kvferry_nixl::{Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
-use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Region, Transport};
 use parking_lot::Mutex;

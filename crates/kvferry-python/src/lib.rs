@@ -48,7 +48,7 @@ mod _core {
 /// Waits until no kernel is compiled, and lets none be compiled any more.
 #[pyfunction]
 fn finish(py: Python<'_>) {
-    py.detach(|| kvferry_transport::cuda::nvrtc::finish(Duration::from_secs(20)));
+    py.detach(|| kvferry_cuda::nvrtc::finish(Duration::from_secs(20)));
 }
 
 /// The version of this build.

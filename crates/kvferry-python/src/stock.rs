@@ -4,8 +4,8 @@ use std::ffi::CString;
 
 use kvferry_agent::{Error, Incarnation, IntroducedRank};
 use kvferry_layout as layout;
+use kvferry_nixl::{self, NixlOptions, describe_foreign};
 use kvferry_transport::Instance;
-use kvferry_transport::nixl::{self, NixlOptions, describe_foreign};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvferry_agent::{Carrier, Error, carry_several, carry_with};
+use kvferry_cuda::{Cuda, CudaOptions};
 use kvferry_layout::{self as layout, Place};
+use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::Transport;
-use kvferry_transport::cuda::{Cuda, CudaOptions};
 use kvferry_transport::local::{Local, LocalOptions};
-use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use pyo3::prelude::*;
 

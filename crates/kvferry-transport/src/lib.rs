@@ -26,13 +26,12 @@
 //! conformance suite (`tests/conformance`).
 
 mod contract;
-pub mod cuda;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod local;
 pub mod memory;
-pub mod nixl;
-mod shared;
+#[doc(hidden)]
+pub mod shared;
 pub mod strangers;
 pub mod tcp;
 

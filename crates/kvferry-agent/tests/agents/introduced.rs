@@ -3,8 +3,8 @@
 use crate::common::*;
 use kvferry_agent::{Audit, Error, Failure, Incarnation, IntroducedRank, Outcome, Ticket};
 use kvferry_layout::Manifest;
+use kvferry_nixl::describe_foreign;
 use kvferry_transport::Instance;
-use kvferry_transport::nixl::describe_foreign;
 
 const LIFE: Incarnation = Incarnation(7);
 /// Nobody listens there.

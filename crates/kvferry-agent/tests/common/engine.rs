@@ -13,8 +13,8 @@ use kvferry_layout::{
     Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
     Window,
 };
+use kvferry_nixl::{Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
-use kvferry_transport::nixl::{Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{Price, Transport};
 
@@ -153,7 +153,7 @@ impl Recipe {
                 By::Nixl => {
                     // On a fresh machine it is not there yet.
                     if std::env::var_os("KVFERRY_NIXL").is_none() {
-                        kvferry_transport::nixl::install(None).unwrap();
+                        kvferry_nixl::install(None).unwrap();
                     }
                     let transport = Nixl::new(&NixlOptions::default()).unwrap();
                     // SAFETY: as above.

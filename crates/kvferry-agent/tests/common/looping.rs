@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use kvferry_agent::{Carrier, Source};
+use kvferry_cuda::carry_out;
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::cuda::carry_out;
 use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
 
 use super::memory::look;

@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_transport::nixl::capi::{Agent, AgentSettings, Nixl, Prepared, Span};
+use kvferry_nixl::capi::{Agent, AgentSettings, Nixl, Prepared, Span};
 use kvferry_transport::{ByteCopy, Place, nixl};
 
 use super::Failure;
@@ -132,9 +132,9 @@ impl Drop for Bare {
 
 #[cfg(test)]
 mod tests {
+    use kvferry_nixl::{Nixl, NixlOptions};
     use kvferry_transport::Transport;
     use kvferry_transport::memory::HostMemory;
-    use kvferry_transport::nixl::{Nixl, NixlOptions};
 
     use super::*;
     use crate::bench::memory;

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use clap::Args;
-use kvferry_transport::nixl;
+use kvferry_nixl;
 use serde::Serialize;
 
 use super::Failure;

@@ -125,7 +125,8 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn system(what: impl Into<String>, error: &io::Error) -> Self {
+    #[doc(hidden)]
+    pub fn system(what: impl Into<String>, error: &io::Error) -> Self {
         Self::System { what: what.into(), kind: error.kind(), code: error.raw_os_error() }
     }
 }

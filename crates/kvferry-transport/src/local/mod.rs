@@ -229,7 +229,7 @@ impl Transport for Local {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(self.tcp.desk(), program, deadline)
+        look::digest(self.tcp.desk(), None, program, deadline)
     }
 
     fn rates(&self, peer: &LocalPeer) -> Rates {

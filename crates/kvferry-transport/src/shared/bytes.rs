@@ -2,38 +2,38 @@
 
 /// Takes fields off the front of a slice. Every read checks what is left.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
+pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
-    pub(crate) fn take(&mut self, bytes: usize) -> Option<&'a [u8]> {
+    pub fn take(&mut self, bytes: usize) -> Option<&'a [u8]> {
         let (front, rest) = self.0.split_at_checked(bytes)?;
         self.0 = rest;
         Some(front)
     }
 
-    pub(crate) fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+    pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (front, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
         Some(*front)
     }
 
-    pub(crate) fn u32(&mut self) -> Option<u32> {
+    pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_le_bytes)
     }
 
-    pub(crate) fn u64(&mut self) -> Option<u64> {
+    pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_le_bytes)
     }
 
     /// A `u32` length and that many bytes.
-    pub(crate) fn block(&mut self) -> Option<&'a [u8]> {
+    pub fn block(&mut self) -> Option<&'a [u8]> {
         let bytes = self.u32()?;
         self.take(bytes as usize)
     }
 }
 
 /// Appends a `u32` length and the bytes.
-pub(crate) fn put_block(out: &mut Vec<u8>, block: &[u8]) {
+pub fn put_block(out: &mut Vec<u8>, block: &[u8]) {
     out.extend((block.len() as u32).to_le_bytes());
     out.extend(block);
 }

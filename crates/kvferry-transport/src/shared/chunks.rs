@@ -13,7 +13,7 @@ use crate::contract::Error;
 const MAX_RETRIES: u32 = 32;
 
 /// An operation and what is left of it to hand out.
-pub(crate) struct Chunked {
+pub struct Chunked {
     custody: Arc<Custody>,
     work: Work,
     state: Mutex<State>,
@@ -28,7 +28,7 @@ enum Work {
 
 /// What a thread gets to do at a time.
 #[derive(Debug)]
-pub(crate) enum Piece {
+pub enum Piece {
     Copies(Vec<ByteCopy>),
     /// To be packed.
     Packed(Loops),
@@ -48,29 +48,29 @@ struct State {
 
 /// A part of an operation, in the hands of one thread.
 #[derive(Debug)]
-pub(crate) struct Chunk {
-    pub(crate) piece: Piece,
-    pub(crate) bytes: u64,
+pub struct Chunk {
+    pub piece: Piece,
+    pub bytes: u64,
     part: Part,
 }
 
 impl Chunked {
-    pub(crate) fn new(custody: Arc<Custody>, copies: Vec<ByteCopy>) -> Arc<Self> {
+    pub fn new(custody: Arc<Custody>, copies: Vec<ByteCopy>) -> Arc<Self> {
         Arc::new(Self { custody, work: Work::Copies(copies), state: Mutex::default() })
     }
 
     /// An operation that is packed, in parts of this size.
-    pub(crate) fn packed(custody: Arc<Custody>, loops: Loops, limits: CutLimits) -> Arc<Self> {
+    pub fn packed(custody: Arc<Custody>, loops: Loops, limits: CutLimits) -> Arc<Self> {
         Arc::new(Self { custody, work: Work::Packed(loops, limits), state: Mutex::default() })
     }
 
-    pub(crate) fn custody(&self) -> &Arc<Custody> {
+    pub fn custody(&self) -> &Arc<Custody> {
         &self.custody
     }
 
     /// Hands out the next chunk, of at most `max_copies` copies and `max_bytes` bytes or one to be
     /// packed, and whether more is left. `None` when nothing is left to hand out, or the operation has ended.
-    pub(crate) fn take(&self, max_copies: usize, max_bytes: u64) -> Option<(Chunk, bool)> {
+    pub fn take(&self, max_copies: usize, max_bytes: u64) -> Option<(Chunk, bool)> {
         let part = self.custody.take()?;
         let mut state = self.state.lock();
         let piece = state.returned.pop().or_else(|| match &self.work {
@@ -97,7 +97,7 @@ impl Chunked {
     /// A chunk was not carried out, and nothing of it can land any more. Whether it will be tried
     /// again; otherwise the operation has ended, with `error` if not before. Without an error it was
     /// our own doing, and is tried again however often it happens.
-    pub(crate) fn try_again(&self, chunk: Chunk, error: Option<&Error>) -> bool {
+    pub fn try_again(&self, chunk: Chunk, error: Option<&Error>) -> bool {
         let mut state = self.state.lock();
         state.retries += u32::from(error.is_some());
         if let Some(error) = error
@@ -115,7 +115,7 @@ impl Chunked {
 
     /// The peer cannot pack a chunk just now: it is handed out again, as copies, at most so many at a
     /// time. Whether it will be, as in [`try_again`](Self::try_again).
-    pub(crate) fn unpack(&self, chunk: Chunk, max_copies: usize) -> bool {
+    pub fn unpack(&self, chunk: Chunk, max_copies: usize) -> bool {
         let Chunk { piece, part, .. } = chunk;
         let mut copies: Vec<ByteCopy> = vec![];
         match piece {
@@ -172,7 +172,7 @@ impl State {
 
 impl Chunk {
     /// Its copies, where it is not to be packed.
-    pub(crate) fn copies(&self) -> &[ByteCopy] {
+    pub fn copies(&self) -> &[ByteCopy] {
         match &self.piece {
             Piece::Copies(copies) => copies,
             Piece::Packed(_) => &[],
@@ -180,7 +180,7 @@ impl Chunk {
     }
 
     /// All of it is in place.
-    pub(crate) fn in_place(self) {
+    pub fn in_place(self) {
         match self.piece {
             Piece::Copies(_) => self.part.in_place(self.bytes),
             Piece::Packed(_) => self.part.packed_in_place(self.bytes),
@@ -188,7 +188,7 @@ impl Chunk {
     }
 
     /// It failed for good, and nothing of it can land any more.
-    pub(crate) fn fail(self, error: Error) {
+    pub fn fail(self, error: Error) {
         self.part.fail(error);
     }
 }

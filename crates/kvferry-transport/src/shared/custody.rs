@@ -30,7 +30,7 @@ pub struct Transfer(Arc<Custody>);
 
 impl Transfer {
     /// The call that started the operation returns now.
-    pub(crate) fn posted(custody: Arc<Custody>) -> Self {
+    pub fn posted(custody: Arc<Custody>) -> Self {
         custody.state.lock().posted.get_or_insert_with(Instant::now);
         Self(custody)
     }
@@ -58,28 +58,28 @@ impl Drop for Transfer {
 }
 
 /// Makes the threads of a back end let go of an operation that was stopped.
-pub(crate) trait Interrupt: Send + Sync {
+pub trait Interrupt: Send + Sync {
     /// `id` was stopped: wake whatever waits on a peer for its sake.
     fn interrupt(&self, id: u64);
 }
 
 /// What a new operation is made of.
-pub(crate) struct Order {
+pub struct Order {
     /// Copies asked for.
-    pub(crate) asked: u64,
+    pub asked: u64,
     /// Copies that are left after merging, and their bytes.
-    pub(crate) copies: u64,
-    pub(crate) bytes: u64,
-    pub(crate) holds: Vec<Hold>,
-    pub(crate) deadline: Instant,
-    pub(crate) began: Instant,
+    pub copies: u64,
+    pub bytes: u64,
+    pub holds: Vec<Hold>,
+    pub deadline: Instant,
+    pub began: Instant,
     /// Without one, stopped operations simply wait until their parts are settled.
-    pub(crate) interrupt: Option<Weak<dyn Interrupt>>,
+    pub interrupt: Option<Weak<dyn Interrupt>>,
     pub(crate) counters: Arc<Counters>,
-    pub(crate) rate: Arc<RateWatch>,
+    pub rate: Arc<RateWatch>,
 }
 
-pub(crate) struct Custody {
+pub struct Custody {
     id: u64,
     order: Order,
     /// The outcome is an error: threads look here between parts.
@@ -106,11 +106,11 @@ struct State {
 
 /// Custody of a part of an operation: its holder may move bytes.
 #[must_use = "a part that is not settled keeps its regions for good"]
-pub(crate) struct Part(Arc<Custody>);
+pub struct Part(Arc<Custody>);
 
 impl Custody {
     /// Opens an operation. One without bytes is done at once.
-    pub(crate) fn open(mut order: Order) -> Arc<Self> {
+    pub fn open(mut order: Order) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         order.counters.start();
         let state = State {
@@ -138,26 +138,26 @@ impl Custody {
         custody
     }
 
-    pub(crate) fn id(&self) -> u64 {
+    pub fn id(&self) -> u64 {
         self.id
     }
 
-    pub(crate) fn deadline(&self) -> Instant {
+    pub fn deadline(&self) -> Instant {
         self.order.deadline
     }
 
     /// Whether there are no bytes to move at all.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.order.bytes == 0
     }
 
     /// Whether it has ended with an error.
-    pub(crate) fn is_stopped(&self) -> bool {
+    pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::SeqCst)
     }
 
     /// Custody of a part. `None` when the operation has ended: nothing may be started for it.
-    pub(crate) fn take(self: &Arc<Self>) -> Option<Part> {
+    pub fn take(self: &Arc<Self>) -> Option<Part> {
         let mut state = self.state.lock();
         if state.outcome.is_some() {
             return None;
@@ -167,12 +167,12 @@ impl Custody {
     }
 
     /// Something that was to be moved in one piece is read in so many copies instead.
-    pub(crate) fn count_copies(&self, copies: u64) {
+    pub fn count_copies(&self, copies: u64) {
         self.state.lock().more_copies += copies;
     }
 
     /// Ends the operation with an error, unless it has ended already.
-    pub(crate) fn stop(&self, error: Error) {
+    pub fn stop(&self, error: Error) {
         {
             let mut state = self.state.lock();
             if state.outcome.is_some() {
@@ -184,7 +184,7 @@ impl Custody {
         self.interrupt();
     }
 
-    pub(crate) fn status(&self) -> Status {
+    pub fn status(&self) -> Status {
         self.state.lock().status()
     }
 
@@ -266,12 +266,12 @@ impl State {
 impl Part {
     /// So many bytes are in place, and nothing more of this part lands. With the last of an
     /// operation's bytes the operation is done.
-    pub(crate) fn in_place(self, bytes: u64) {
+    pub fn in_place(self, bytes: u64) {
         self.landed(bytes, 0);
     }
 
     /// The same for bytes that the peer packed.
-    pub(crate) fn packed_in_place(self, bytes: u64) {
+    pub fn packed_in_place(self, bytes: u64) {
         self.landed(bytes, bytes);
     }
 
@@ -289,7 +289,7 @@ impl Part {
 
     /// Nothing of this part was put in place, or what was is of no account, and nothing more of it
     /// lands. It may be taken again.
-    pub(crate) fn give_back(self) {
+    pub fn give_back(self) {
         let custody = &self.0;
         let mut state = custody.state.lock();
         state.held -= 1;
@@ -297,7 +297,7 @@ impl Part {
     }
 
     /// This part has failed for good, and with it the operation. Nothing more of this part lands.
-    pub(crate) fn fail(self, error: Error) {
+    pub fn fail(self, error: Error) {
         let custody = &self.0;
         let first = {
             let mut state = custody.state.lock();
@@ -315,7 +315,7 @@ impl Part {
     }
 
     /// The operation that this is a part of.
-    pub(crate) fn custody(&self) -> &Arc<Custody> {
+    pub fn custody(&self) -> &Arc<Custody> {
         &self.0
     }
 }
@@ -338,12 +338,12 @@ impl fmt::Debug for Part {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+pub mod tests {
     use super::*;
     use proptest::prelude::*;
 
     /// An operation of so many bytes that holds one region.
-    pub(crate) fn open(bytes: u64, counters: &Arc<Counters>) -> Arc<Custody> {
+    pub fn open(bytes: u64, counters: &Arc<Counters>) -> Arc<Custody> {
         let now = Instant::now();
         Custody::open(Order {
             asked: 1,

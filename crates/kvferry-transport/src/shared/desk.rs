@@ -12,38 +12,36 @@ use super::rate::RateWatch;
 use super::region::Regions;
 use super::spans::Spans;
 use crate::contract::{Error, RegionId, Side, Statistics};
-use crate::cuda::digest::Lookers;
 
 /// What every back end has: its regions, its counters, and the thread that keeps deadlines.
 #[derive(Debug)]
-pub(crate) struct Desk {
-    pub(crate) regions: Arc<Regions>,
-    pub(crate) lookers: Lookers,
+pub struct Desk {
+    pub regions: Arc<Regions>,
     counters: Arc<Counters>,
     deadlines: Deadlines,
 }
 
 /// An operation that may be carried out.
 #[derive(Debug)]
-pub(crate) struct Opened {
-    pub(crate) custody: Arc<Custody>,
+pub struct Opened {
+    pub custody: Arc<Custody>,
     /// What there is to copy, checked and merged.
-    pub(crate) copies: Vec<ByteCopy>,
+    pub copies: Vec<ByteCopy>,
     /// Whether any of it goes to a GPU.
-    pub(crate) on_gpu: bool,
+    pub on_gpu: bool,
 }
 
 /// An operation that is carried out in one go, however many copies were asked for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Whole {
-    pub(crate) asked: u64,
-    pub(crate) bytes: u64,
-    pub(crate) began: Instant,
+pub struct Whole {
+    pub asked: u64,
+    pub bytes: u64,
+    pub began: Instant,
 }
 
 impl Whole {
     /// What loops amount to from now on, and the spans (address, bytes) that they write.
-    pub(crate) fn of(loops: &Loops) -> Result<(Self, Vec<(u64, u64)>), Error> {
+    pub fn of(loops: &Loops) -> Result<(Self, Vec<(u64, u64)>), Error> {
         let began = Instant::now();
         let written = loops.nests().map(|nest| {
             let (address, bytes) = (nest.destination, nest.run);
@@ -57,17 +55,16 @@ impl Whole {
 }
 
 impl Desk {
-    pub(crate) fn new() -> Result<Self, Error> {
+    pub fn new() -> Result<Self, Error> {
         Ok(Self {
             regions: Arc::default(),
-            lookers: Lookers::default(),
             counters: Arc::default(),
             deadlines: Deadlines::start()?,
         })
     }
 
     /// Registers a region for a back end that only knows host memory.
-    pub(crate) fn insert_host(&self, name: &str, region: Region) -> Result<RegionId, Error> {
+    pub fn insert_host(&self, name: &str, region: Region) -> Result<RegionId, Error> {
         match region.place {
             Place::Host => self.regions.insert(region),
             Place::Gpu(n) => Err(Error::Unsupported(format!(
@@ -78,7 +75,7 @@ impl Desk {
 
     /// Checks copies from the peer's memory (`theirs`) into registered memory of this process, and
     /// opens an operation for them. Whoever calls carries it out; one without bytes is done already.
-    pub(crate) fn open(
+    pub fn open(
         &self,
         copies: &[ByteCopy],
         theirs: &Spans,
@@ -90,7 +87,7 @@ impl Desk {
     }
 
     /// The same for an operation that is a part of another, which is counted by itself.
-    pub(crate) fn open_uncounted(
+    pub fn open_uncounted(
         &self,
         copies: &[ByteCopy],
         theirs: &Spans,
@@ -127,7 +124,7 @@ impl Desk {
 
     /// Opens an operation that is not a list of copies. What it reads, the caller has checked; what
     /// it writes (address, bytes) is checked here.
-    pub(crate) fn open_whole(
+    pub fn open_whole(
         &self,
         whole: &Whole,
         written: &[(u64, u64)],
@@ -157,7 +154,7 @@ impl Desk {
         custody
     }
 
-    pub(crate) fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> Statistics {
         self.counters.read()
     }
 }

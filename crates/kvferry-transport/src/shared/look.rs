@@ -1,5 +1,6 @@
 //! Looking at one's own registered memory, on the host or on a card.
 
+use std::fmt;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program, host};
@@ -8,9 +9,25 @@ use kvferry_layout::Place;
 use super::desk::Desk;
 use crate::contract::Error;
 
-/// The digests of a program's parts, in registered memory.
-pub(crate) fn digest(
+/// Looks at the memory of cards.
+pub trait CardDigest: fmt::Debug + Send + Sync {
+    /// The digests of a program's parts, in the memory of that card. Waits for them.
+    ///
+    /// # Safety
+    ///
+    /// Every extent of the program must be memory of the card, and stay so until this has ended.
+    unsafe fn digest(
+        &self,
+        card: u32,
+        program: &Program,
+        deadline: Instant,
+    ) -> Result<Vec<Digest>, Error>;
+}
+
+/// The digests of a program's parts, in registered memory. What is on a card, `cards` looks at.
+pub fn digest(
     desk: &Desk,
+    cards: Option<&dyn CardDigest>,
     program: &Program,
     deadline: Instant,
 ) -> Result<Vec<Digest>, Error> {
@@ -23,14 +40,17 @@ pub(crate) fn digest(
     }
     let extents: Vec<(u64, u64)> = program.extents().collect();
     let _holds = desk.regions.hold(&extents)?;
-    if let Place::Gpu(card) = place {
-        let unable = |error| Error::Unsupported(format!("looking at GPU {card}: {error}"));
-        let looker = desk.lookers.of(card).map_err(unable)?;
-        // SAFETY: as below, of a card's memory.
-        return unsafe { looker.digest(program, deadline) };
+    match (place, cards) {
+        // SAFETY: every extent lies in a registered region of that place, which is held: whoever registered it
+        // promised that it stays mapped, and nobody can take it back meanwhile.
+        (Place::Gpu(card), Some(cards)) => unsafe { cards.digest(card, program, deadline) },
+        (Place::Gpu(card), None) => Err(Error::Unsupported(format!(
+            "looking at GPU {card}: this transport knows host memory alone"
+        ))),
+        (Place::Host, _) => {
+            // SAFETY: as above, of host memory.
+            let digests = unsafe { host::digest(program, &|| Instant::now() >= deadline) };
+            digests.ok_or(Error::DeadlinePassed)
+        }
     }
-    // SAFETY: every extent lies in a registered region of host memory, which is held: whoever
-    // registered it promised that it stays mapped, and nobody can take it back meanwhile.
-    let digests = unsafe { host::digest(program, &|| Instant::now() >= deadline) };
-    digests.ok_or(Error::DeadlinePassed)
 }

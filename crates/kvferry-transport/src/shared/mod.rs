@@ -1,21 +1,22 @@
 //! What the back ends are built from.
 
-pub(crate) mod bytes;
-pub(crate) mod chunks;
+pub mod bytes;
+pub mod chunks;
 mod counters;
-pub(crate) mod custody;
+pub mod custody;
 mod deadlines;
-pub(crate) mod desk;
-pub(crate) mod look;
+pub mod desk;
+pub mod look;
 mod merge;
-pub(crate) mod random;
-pub(crate) mod rate;
-pub(crate) mod region;
-pub(crate) mod spans;
-pub(crate) mod staging;
-pub(crate) mod thread;
-pub(crate) mod walk;
-pub(crate) mod yard;
+pub mod python;
+pub mod random;
+pub mod rate;
+pub mod region;
+pub mod spans;
+pub mod staging;
+pub mod thread;
+pub mod walk;
+pub mod yard;
 
 pub use custody::Transfer;
 pub use walk::carry_out;

@@ -20,7 +20,7 @@ const LOOKED_AT: u32 = 4;
 
 /// What carries the bytes, and so what rate would be absurd.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Medium {
+pub enum Medium {
     /// Memory of this host.
     Memory,
     /// GPUs of this host, and what is between them.
@@ -33,7 +33,7 @@ pub(crate) enum Medium {
 
 impl Medium {
     /// Nanoseconds for a byte at the card's rate, where there is a card that tells it.
-    pub(crate) fn byte(self) -> Option<f64> {
+    pub fn byte(self) -> Option<f64> {
         match self {
             Self::Network(rate) | Self::Nixl(rate) => rate.map(|rate| 1e9 / rate),
             Self::Memory | Self::Cards => None,
@@ -79,7 +79,7 @@ impl Medium {
     }
 
     /// The fastest RDMA port of this host, if there is one.
-    pub(crate) fn fastest_rdma() -> Option<f64> {
+    pub fn fastest_rdma() -> Option<f64> {
         // A port's `rate` reads like "400 Gb/sec (4X NDR)".
         files(Path::new("/sys/class/infiniband"), "ports")
             .flat_map(|ports| files(&ports, "rate"))
@@ -90,7 +90,7 @@ impl Medium {
     }
 
     /// The fastest network card of this host, as far as the drivers tell.
-    pub(crate) fn fastest_card() -> Option<f64> {
+    pub fn fastest_card() -> Option<f64> {
         files(Path::new("/sys/class/net"), "speed")
             .filter_map(|speed| fs::read_to_string(speed).ok())
             .filter_map(|text| text.trim().parse::<f64>().ok())
@@ -111,7 +111,7 @@ fn files(directory: &Path, name: &'static str) -> impl Iterator<Item = PathBuf> 
 
 /// Looks at the first sizeable transfers from one peer.
 #[derive(Debug)]
-pub(crate) struct RateWatch {
+pub struct RateWatch {
     medium: Medium,
     gpu: AtomicBool,
     long: Best,
@@ -155,21 +155,21 @@ impl Default for RateWatch {
 }
 
 impl RateWatch {
-    pub(crate) fn new(medium: Medium) -> Self {
+    pub fn new(medium: Medium) -> Self {
         Self { medium, gpu: AtomicBool::new(false), long: Best::default(), short: Best::default() }
     }
 
     /// What carries the bytes.
-    pub(crate) fn medium(&self) -> Medium {
+    pub fn medium(&self) -> Medium {
         self.medium
     }
 
     /// From now on GPU memory is involved.
-    pub(crate) fn gpu(&self) {
+    pub fn gpu(&self) {
         self.gpu.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn observe(&self, report: &Report) {
+    pub fn observe(&self, report: &Report) {
         match self.judge(report) {
             Some(Verdict::Slow(text)) => tracing::warn!("transfers are slow: {text}"),
             Some(Verdict::Short(text)) => {

@@ -12,11 +12,11 @@ use super::spans::Spans;
 use crate::contract::{Error, RegionId, Side};
 
 /// Keeps a region from being deregistered while it is held.
-pub(crate) type Hold = Arc<()>;
+pub type Hold = Arc<()>;
 
 /// The registered regions of one transport, sorted by address and free of overlaps.
 #[derive(Debug, Default)]
-pub(crate) struct Regions {
+pub struct Regions {
     entries: RwLock<Vec<Entry>>,
     next: AtomicU64,
 }
@@ -32,7 +32,7 @@ struct Entry {
 }
 
 impl Regions {
-    pub(crate) fn insert(&self, region: Region) -> Result<RegionId, Error> {
+    pub fn insert(&self, region: Region) -> Result<RegionId, Error> {
         let Some(end) = region.end().filter(|_| region.bytes > 0) else {
             return Err(Error::Unsupported(format!(
                 "a region of {} bytes at {:#x} is not a span of memory",
@@ -63,7 +63,7 @@ impl Regions {
     /// region stays and the answer is [`Error::RegionBusy`]. `gone` runs once the region is out of
     /// the list. What is being served from it is waited for until `deadline` too; after that
     /// `evict` is called once, which must make the servers let go.
-    pub(crate) fn remove(
+    pub fn remove(
         &self,
         id: RegionId,
         deadline: Instant,
@@ -105,13 +105,13 @@ impl Regions {
         Ok(entry.region)
     }
 
-    pub(crate) fn spans(&self) -> Spans {
+    pub fn spans(&self) -> Spans {
         let entries = self.entries.read();
         Spans(entries.iter().map(|entry| entry.region).collect())
     }
 
     /// Checks and merges the copies of one operation, and holds the local regions they touch.
-    pub(crate) fn admit(&self, copies: &[ByteCopy], peer: &Spans) -> Result<Admitted, Error> {
+    pub fn admit(&self, copies: &[ByteCopy], peer: &Spans) -> Result<Admitted, Error> {
         // The holds are taken before the check: what was checked cannot go away afterwards.
         let (local, all) = {
             let entries = self.entries.read();
@@ -131,7 +131,7 @@ impl Regions {
 
     /// Checks that each of `spans` (address, bytes) lies in one registered region, and holds those
     /// regions for an operation of this process.
-    pub(crate) fn hold(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
+    pub fn hold(&self, spans: &[(u64, u64)]) -> Result<Vec<Hold>, Error> {
         let entries = self.entries.read();
         let regions = Spans(entries.iter().map(|entry| entry.region).collect());
         let mut touched = vec![false; entries.len()];
@@ -147,7 +147,7 @@ impl Regions {
 
     /// Checks that each of `spans` (address, bytes) lies in registered memory of a place, and holds the
     /// regions they touch. A span may cross from one region into the next when they touch.
-    pub(crate) fn serve(&self, spans: &[(u64, u64)], place: Place) -> Result<Vec<Hold>, Error> {
+    pub fn serve(&self, spans: &[(u64, u64)], place: Place) -> Result<Vec<Hold>, Error> {
         let entries = self.entries.read();
         let mut holds: Vec<Hold> = Vec::new();
         let mut last = usize::MAX;
@@ -174,13 +174,13 @@ impl Regions {
 }
 
 /// Copies that may be posted.
-pub(crate) struct Admitted {
+pub struct Admitted {
     /// Checked and merged.
-    pub(crate) copies: Vec<ByteCopy>,
+    pub copies: Vec<ByteCopy>,
     /// The local regions they touch.
-    pub(crate) holds: Vec<Hold>,
+    pub holds: Vec<Hold>,
     /// Whether any of those lies on a GPU.
-    pub(crate) on_gpu: bool,
+    pub on_gpu: bool,
 }
 
 #[cfg(test)]

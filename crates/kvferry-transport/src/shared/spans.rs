@@ -6,16 +6,16 @@ use crate::contract::Error;
 
 /// Sorted spans without overlaps: what a side has registered, as the other side knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Spans(pub(crate) Vec<Region>);
+pub struct Spans(pub Vec<Region>);
 
 impl Spans {
     /// Spans for a side that checks for itself.
-    pub(crate) fn everything() -> Self {
+    pub fn everything() -> Self {
         Self(vec![Region::host(0, u64::MAX)])
     }
 
     /// Sorts and checks what a peer said of itself.
-    pub(crate) fn from_peer(mut regions: Vec<Region>) -> Result<Self, Error> {
+    pub fn from_peer(mut regions: Vec<Region>) -> Result<Self, Error> {
         regions.sort_unstable_by_key(|region| region.base);
         let mut last = 0;
         for region in &regions {
@@ -33,7 +33,7 @@ impl Spans {
 
     /// The place that all of some spans (address, bytes) lie in, judged by their first and last bytes.
     /// `None` where they lie in several, or outside.
-    pub(crate) fn place(&self, spans: impl IntoIterator<Item = (u64, u64)>) -> Option<Place> {
+    pub fn place(&self, spans: impl IntoIterator<Item = (u64, u64)>) -> Option<Place> {
         let (mut common, mut hint) = (None, 0);
         for (address, bytes) in spans {
             for at in [address, address.checked_add(bytes.checked_sub(1)?)?] {
@@ -48,7 +48,7 @@ impl Spans {
     }
 
     /// Which span holds all of the bytes; `hint` is tried first.
-    pub(crate) fn find(&self, address: u64, bytes: u64, hint: usize) -> Option<usize> {
+    pub fn find(&self, address: u64, bytes: u64, hint: usize) -> Option<usize> {
         let end = address.checked_add(bytes)?;
         let holds = |region: &Region| region.base <= address && end <= region.base + region.bytes;
         if self.0.get(hint).is_some_and(holds) {

@@ -26,7 +26,7 @@ const GLANCE: Duration = Duration::from_millis(10);
 
 /// What a slot is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
+pub enum Use {
     /// To pack for a peer.
     Peer,
     /// To fetch what a peer has packed.
@@ -35,7 +35,7 @@ pub(crate) enum Use {
 
 /// Why there is no slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Full {
+pub enum Full {
     /// All are in use, and come back: another time there will be one.
     Moving,
     /// There are none at all, or none has come back for long.
@@ -44,7 +44,7 @@ pub(crate) enum Full {
 
 /// A pool of slots of one block of memory, of which the system only gives what is used.
 #[derive(Debug)]
-pub(crate) struct Staging {
+pub struct Staging {
     slot_bytes: u64,
     base: u64,
     place: Place,
@@ -67,7 +67,7 @@ struct State {
 
 /// A slot in use; dropping it gives it back.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub struct Slot {
     pool: Arc<Staging>,
     number: u32,
 }
@@ -75,7 +75,7 @@ pub(crate) struct Slot {
 impl Staging {
     /// A pool of at most `bytes` bytes in slots of `slot_bytes`. With fewer bytes than a slot there
     /// is nothing to be had.
-    pub(crate) fn new(bytes: u64, slot_bytes: u64) -> Result<Arc<Self>, Error> {
+    pub fn new(bytes: u64, slot_bytes: u64) -> Result<Arc<Self>, Error> {
         let slots = u32::try_from(bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
         let bytes = u64::from(slots) * slot_bytes;
         if slots == 0 {
@@ -88,11 +88,7 @@ impl Staging {
     }
 
     /// A pool of slots in memory of any kind, which is kept for as long as the pool.
-    pub(crate) fn over(
-        region: Region,
-        slot_bytes: u64,
-        memory: Option<Box<dyn Any + Send>>,
-    ) -> Arc<Self> {
+    pub fn over(region: Region, slot_bytes: u64, memory: Option<Box<dyn Any + Send>>) -> Arc<Self> {
         let slots = u32::try_from(region.bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
         let bytes = u64::from(slots) * slot_bytes;
         let statistics = StagingStatistics { bytes, ..StagingStatistics::default() };
@@ -113,17 +109,17 @@ impl Staging {
     }
 
     /// Bytes of a slot.
-    pub(crate) fn slot_bytes(&self) -> u64 {
+    pub fn slot_bytes(&self) -> u64 {
         self.slot_bytes
     }
 
     /// A slot, once one is free, or why there was none before `patience` had passed.
-    pub(crate) fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
+    pub fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
         self.take_while(what_for, patience, &|| true)
     }
 
     /// The same for as long as one is wanted.
-    pub(crate) fn take_while(
+    pub fn take_while(
         self: &Arc<Self>,
         what_for: Use,
         patience: Duration,
@@ -169,23 +165,23 @@ impl Staging {
     }
 
     /// All of it, to be registered where others are to read it.
-    pub(crate) fn region(&self) -> Option<Region> {
+    pub fn region(&self) -> Option<Region> {
         let bytes = self.state.lock().statistics.bytes;
         (bytes > 0).then_some(Region { base: self.base, bytes, place: self.place })
     }
 
-    pub(crate) fn statistics(&self) -> StagingStatistics {
+    pub fn statistics(&self) -> StagingStatistics {
         self.state.lock().statistics
     }
 }
 
 impl Slot {
     /// Address of its first byte. Nobody else uses the slot, and no reference to it exists.
-    pub(crate) fn address(&self) -> u64 {
+    pub fn address(&self) -> u64 {
         self.pool.base + u64::from(self.number) * self.pool.slot_bytes
     }
 
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.pool.slot_bytes
     }
 }

@@ -11,7 +11,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// The life of a thread; what panics in it is lost, and it goes on with the rest.
-pub(crate) fn outlive(what: &'static str, mut life: impl FnMut()) {
+pub fn outlive(what: &'static str, mut life: impl FnMut()) {
     let mut pause = FIRST_PAUSE;
     while unless_it_panics(what, &mut life).is_none() {
         thread::sleep(pause);
@@ -20,7 +20,7 @@ pub(crate) fn outlive(what: &'static str, mut life: impl FnMut()) {
 }
 
 /// Does something; `None` where it panics. What the panic says has gone to the standard error already.
-pub(crate) fn unless_it_panics<T>(what: &'static str, done: impl FnOnce() -> T) -> Option<T> {
+pub fn unless_it_panics<T>(what: &'static str, done: impl FnOnce() -> T) -> Option<T> {
     // Locks are free again, and what was left half done under them is not looked at but to end it.
     let done = catch_unwind(AssertUnwindSafe(done)).ok();
     if done.is_none() {

@@ -11,16 +11,16 @@ use crate::shared::bytes::Fields;
 
 /// How much one request may gather. Large enough to hide what a request costs, small enough to stay in
 /// a cache between being gathered and sent.
-pub(crate) const LIMITS: CutLimits = CutLimits { bytes: 256 << 10, nests: 256, pairs: 1 << 14 };
+pub const LIMITS: CutLimits = CutLimits { bytes: 256 << 10, nests: 256, pairs: 1 << 14 };
 
 /// Bytes of a buffer for that: nests start at multiples of 16.
-pub(crate) const SLOT_BYTES: u64 = LIMITS.bytes + 16 * LIMITS.nests as u64;
+pub const SLOT_BYTES: u64 = LIMITS.bytes + 16 * LIMITS.nests as u64;
 
 /// The most bytes of a request.
-pub(crate) const MAX_BYTES: usize = 8 + LIMITS.nests * (4 + 32 + MAX_LOOPS * 16) + LIMITS.pairs * 4;
+pub const MAX_BYTES: usize = 8 + LIMITS.nests * (4 + 32 + MAX_LOOPS * 16) + LIMITS.pairs * 4;
 
 /// Writes the source's half of loops.
-pub(crate) fn encode(loops: &Loops, out: &mut Vec<u8>) {
+pub fn encode(loops: &Loops, out: &mut Vec<u8>) {
     out.extend((loops.tables() as u32).to_le_bytes());
     out.extend((loops.nests().len() as u32).to_le_bytes());
     for table in 0..loops.tables() {
@@ -45,10 +45,10 @@ pub(crate) fn encode(loops: &Loops, out: &mut Vec<u8>) {
 }
 
 /// The most bytes that any request may gather: what a card moves at once.
-pub(crate) const MOST_PACKED: u64 = 64 << 20;
+pub const MOST_PACKED: u64 = 64 << 20;
 
 /// Reads it. `most` bytes may be gathered.
-pub(crate) fn decode(bytes: &[u8], most: u64) -> Result<Loops, InvalidFrame> {
+pub fn decode(bytes: &[u8], most: u64) -> Result<Loops, InvalidFrame> {
     let mut fields = Fields(bytes);
     let mut small = |most: usize| {
         let number = fields.u32().ok_or(InvalidFrame::Cut)? as usize;

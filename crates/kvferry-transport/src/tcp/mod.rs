@@ -41,7 +41,8 @@ use crate::shared::yard::Yards;
 mod client;
 mod door;
 pub(crate) mod frame;
-pub(crate) mod gather;
+#[doc(hidden)]
+pub mod gather;
 pub(crate) mod greeting;
 mod proof;
 mod server;
@@ -49,10 +50,15 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, PeerRegions, Room};
-pub(crate) use door::Bounds;
-pub(crate) use proof::Secret;
-pub(crate) use server::{Delivery, Generation, Server};
+pub(crate) use client::PeerRegions;
+#[doc(hidden)]
+pub use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, Room};
+#[doc(hidden)]
+pub use door::Bounds;
+#[doc(hidden)]
+pub use proof::Secret;
+#[doc(hidden)]
+pub use server::{Delivery, Generation, Server};
 pub(crate) use socket::entry;
 
 /// How a [`Tcp`] transport is set up.
@@ -253,7 +259,7 @@ impl Transport for Tcp {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.desk, program, deadline)
+        look::digest(&self.desk, None, program, deadline)
     }
 
     fn rates(&self, peer: &TcpPeer) -> Rates {

@@ -14,9 +14,11 @@ use crate::contract::Instance;
 
 /// What a server's description tells of it.
 #[derive(Clone, Copy)]
-pub(crate) struct Secret {
-    pub(crate) instance: Instance,
-    pub(crate) token: Token,
+pub struct Secret {
+    /// Who the server is.
+    pub instance: Instance,
+    /// What both ends prove that they know.
+    pub token: Token,
 }
 
 impl fmt::Debug for Secret {
@@ -28,19 +30,19 @@ impl fmt::Debug for Secret {
 
 /// Which end proves: a proof of one is none of the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub enum End {
     Server,
     Client,
 }
 
 impl Secret {
     /// The proof of one end, over all that was said so far.
-    pub(crate) fn prove(&self, end: End, hello: &[u8; Hello::BYTES], nonce: &Nonce) -> Proof {
+    pub fn prove(&self, end: End, hello: &[u8; Hello::BYTES], nonce: &Nonce) -> Proof {
         self.mac(end, hello, nonce).finalize().into_bytes().into()
     }
 
     /// Whether a proof is right; takes the same time wherever it is wrong.
-    pub(crate) fn is_proven(
+    pub fn is_proven(
         &self,
         end: End,
         hello: &[u8; Hello::BYTES],

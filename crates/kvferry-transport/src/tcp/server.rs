@@ -29,8 +29,9 @@ const STAGING_PATIENCE: Duration = Duration::from_millis(50);
 /// How long a card may take to gather before its peer is told to read directly.
 const GATHER_PATIENCE: Duration = Duration::from_secs(10);
 
+/// Serves registered memory at one port.
 #[derive(Debug)]
-pub(crate) struct Server {
+pub struct Server {
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
 }
@@ -51,7 +52,7 @@ pub(super) struct Shared {
 
 /// How what was gathered gets to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Delivery {
+pub enum Delivery {
     /// On the connection.
     Sent,
     /// By another transport: the peer is told the slot, reads it, and says so. Until then the slot is
@@ -63,7 +64,7 @@ pub(crate) enum Delivery {
 const MAX_KEPT: usize = 8;
 
 /// Counts the changes of the registered regions.
-pub(crate) trait Generation: std::fmt::Debug + Send + Sync {
+pub trait Generation: std::fmt::Debug + Send + Sync {
     /// How often they have changed.
     fn get(&self) -> u64;
 }
@@ -134,7 +135,8 @@ impl From<InvalidFrame> for End {
 }
 
 impl Server {
-    pub(crate) fn start(
+    /// Starts to listen.
+    pub fn start(
         bind: SocketAddr,
         bounds: Bounds,
         secret: Secret,
@@ -166,7 +168,8 @@ impl Server {
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
-    pub(crate) fn address(&self) -> Result<SocketAddr, Error> {
+    /// Where it listens.
+    pub fn address(&self) -> Result<SocketAddr, Error> {
         self.shared
             .listener
             .local_addr()
@@ -174,7 +177,7 @@ impl Server {
     }
 
     /// How many connections were turned away, whoever came with them.
-    pub(crate) fn turned_away(&self) -> u64 {
+    pub fn turned_away(&self) -> u64 {
         self.shared.turned_away.load(Ordering::Relaxed)
     }
 
@@ -184,7 +187,7 @@ impl Server {
     }
 
     /// Ends every connection; clients that still want something connect again.
-    pub(crate) fn cut_all(&self) {
+    pub fn cut_all(&self) {
         for connection in self.shared.state.lock().connections.values() {
             let _ = connection.stream.shutdown(Shutdown::Both);
         }

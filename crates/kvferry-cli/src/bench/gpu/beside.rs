@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use kvferry_cuda::CudaOptions;
+use kvferry_cuda::driver::{Card, Kernel, Module, Stream};
+use kvferry_cuda::nvrtc;
+use kvferry_nixl::Nixl;
 use kvferry_transport::Transport;
-use kvferry_transport::cuda::CudaOptions;
-use kvferry_transport::cuda::driver::{Card, Kernel, Module, Stream};
-use kvferry_transport::cuda::nvrtc;
-use kvferry_transport::nixl::Nixl;
 use serde::Serialize;
 
 use super::Failure;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use kvferry_cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_layout::Loops;
 use kvferry_plan::{ByteCopy, Plan, Request, Table};
-use kvferry_transport::cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_cuda::driver::Card;
+use kvferry_cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_layout::{BlockPair, Manifest, Place, Region};
 use kvferry_plan::{ByteCopy, Loops, Plan, Price, Rates, Request};
-use kvferry_transport::cuda::driver::Card;
-use kvferry_transport::cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
@@ -358,7 +358,7 @@ impl Bench {
         let copies: Vec<ByteCopy> = loops.copies().collect();
         self.checker.poison(&memory)?;
         let (mut by_loops, mut by_list) = (vec![], vec![]);
-        let done = |operation: kvferry_transport::cuda::CudaTransfer| match operation.wait(soon()) {
+        let done = |operation: kvferry_cuda::CudaTransfer| match operation.wait(soon()) {
             Status::Done(_) => Ok(()),
             other => Err(format!("a transfer ended as {other:?}")),
         };

@@ -2,9 +2,9 @@
 
 use std::ffi::c_void;
 
+use kvferry_cuda::driver::{Card, Kernel, Mapped, Module, Stream};
+use kvferry_cuda::nvrtc;
 use kvferry_plan::ByteCopy;
-use kvferry_transport::cuda::driver::{Card, Kernel, Mapped, Module, Stream};
-use kvferry_transport::cuda::nvrtc;
 
 use super::Failure;
 

@@ -16,10 +16,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use kvferry_cuda::driver::Card;
+use kvferry_cuda::mappings;
 use kvferry_demo::own_output;
-use kvferry_transport::cuda::driver::Card;
-use kvferry_transport::cuda::mappings;
-use kvferry_transport::nixl;
+use kvferry_nixl;
 use serde::Serialize;
 
 use beside::Beside;

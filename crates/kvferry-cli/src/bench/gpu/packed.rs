@@ -3,10 +3,10 @@
 
 use std::time::Instant;
 
+use kvferry_cuda::CudaOptions;
 use kvferry_layout::{Place, Region};
+use kvferry_nixl::{Nixl, NixlOptions, NixlPeer};
 use kvferry_plan::{Loops, Request};
-use kvferry_transport::cuda::CudaOptions;
-use kvferry_transport::nixl::{Nixl, NixlOptions, NixlPeer};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 

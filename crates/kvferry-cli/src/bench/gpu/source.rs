@@ -1,10 +1,10 @@
 //! The process that is read.
 
+use kvferry_cuda::driver::Card;
+use kvferry_cuda::{Cuda, CudaOptions};
 use kvferry_layout::{Place, Region};
+use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::Transport;
-use kvferry_transport::cuda::driver::Card;
-use kvferry_transport::cuda::{Cuda, CudaOptions};
-use kvferry_transport::nixl::{CardPacking, Nixl, NixlOptions};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;

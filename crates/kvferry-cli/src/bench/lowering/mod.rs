@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use clap::Args;
+use kvferry_nixl::{self, Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
-use kvferry_transport::nixl::{self, Nixl, NixlOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use serde::Serialize;
 

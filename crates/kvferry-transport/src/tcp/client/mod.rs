@@ -18,7 +18,8 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use self::lane::LaneThread;
-pub(crate) use self::state::{Fetch, Fetched, Forsaken, Lanes, PeerRegions, Room};
+pub(crate) use self::state::PeerRegions;
+pub use self::state::{Fetch, Fetched, Forsaken, Lanes, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
@@ -27,26 +28,30 @@ use crate::shared::custody::Interrupt;
 use crate::shared::rate::RateWatch;
 use crate::shared::thread::outlive;
 
+/// Connections to one server.
 #[derive(Debug)]
-pub(crate) struct Client {
-    pub(crate) rate: Arc<RateWatch>,
+pub struct Client {
+    /// What is said of slow transfers from it.
+    pub rate: Arc<RateWatch>,
     state: Arc<State>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 /// What a client needs to know of a server.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Address {
-    pub(crate) secret: Secret,
-    pub(crate) at: SocketAddr,
+pub struct Address {
+    /// What opens the door.
+    pub secret: Secret,
+    /// Where it listens.
+    pub at: SocketAddr,
     /// Whether it has memory to pack into.
-    pub(crate) packs: bool,
+    pub packs: bool,
 }
 
 impl Client {
     /// Opens the first connection, and starts the lanes. With `fetch`, what the peer gathers does not
     /// come on the connection, but is fetched.
-    pub(crate) fn open(
+    pub fn open(
         address: Address,
         lanes: Lanes,
         rate: RateWatch,
@@ -101,17 +106,18 @@ impl Client {
         Ok(client)
     }
 
-    pub(crate) fn instance(&self) -> Instance {
+    /// Who the server is.
+    pub fn instance(&self) -> Instance {
         self.state.secret.instance
     }
 
     /// Whether the peer has memory to pack into.
-    pub(crate) fn packs(&self) -> bool {
+    pub fn packs(&self) -> bool {
         self.state.packs
     }
 
     /// Hands over an operation.
-    pub(crate) fn post(&self, operation: Arc<Chunked>) {
+    pub fn post(&self, operation: Arc<Chunked>) {
         let mut queue = self.state.queue.lock();
         if queue.closing {
             drop(queue);
@@ -124,7 +130,7 @@ impl Client {
     }
 
     /// Asks the peer for its regions.
-    pub(crate) fn regions(&self, deadline: Instant) -> Result<PeerRegions, Error> {
+    pub fn regions(&self, deadline: Instant) -> Result<PeerRegions, Error> {
         let (to, answer) = crossbeam_channel::bounded(1);
         {
             let mut queue = self.state.queue.lock();
@@ -140,7 +146,7 @@ impl Client {
     }
 
     /// Ends all operations, connections and threads. Nothing lands after this.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         self.state.queue.lock().closing = true;
         self.state.fail_all(&Error::Disconnected);
         self.state.work.notify_all();

@@ -31,9 +31,9 @@ const LAST_PAUSE: Duration = Duration::from_millis(200);
 
 /// A peer's regions, and how often they had changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PeerRegions {
-    pub(crate) generation: u64,
-    pub(crate) spans: Spans,
+pub struct PeerRegions {
+    pub generation: u64,
+    pub spans: Spans,
 }
 
 /// A question for the peer's regions.
@@ -69,15 +69,16 @@ pub(super) struct State {
 
 /// How many connections a client has.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Lanes {
-    pub(crate) count: usize,
+pub struct Lanes {
+    /// Connections.
+    pub count: usize,
     /// Parts that each may have asked the peer to gather. With one, a peer that waits for a slot on a
     /// connection keeps none for it, so that peers never wait for each other.
-    pub(crate) gathers: usize,
+    pub gathers: usize,
 }
 
 /// Another transport, which moves what the peer has gathered.
-pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
+pub trait Fetch: std::fmt::Debug + Send + Sync {
     /// Takes memory of our own for what the peer is to gather of the loops, as soon as there is some.
     fn room(
         &self,
@@ -102,18 +103,22 @@ pub(crate) trait Fetch: std::fmt::Debug + Send + Sync {
 /// Memory of our own for a part that is to be fetched. It is taken before the peer is asked, so that nothing is
 /// gathered in vain, and nobody waits with a slot of the peer's in hand.
 #[derive(Debug)]
-pub(crate) struct Room {
-    pub(crate) slot: Slot,
-    pub(crate) yards: Arc<Yards>,
+pub struct Room {
+    /// The memory.
+    pub slot: Slot,
+    /// Where it is from.
+    pub yards: Arc<Yards>,
     /// Of the slot, and of where it belongs.
-    pub(crate) place: Place,
+    pub place: Place,
 }
 
 /// What is being fetched, and where to.
 #[derive(Debug)]
-pub(crate) struct Fetched {
-    pub(crate) operation: Transfer,
-    pub(crate) room: Room,
+pub struct Fetched {
+    /// The read.
+    pub operation: Transfer,
+    /// Where it is read to.
+    pub room: Room,
 }
 
 impl Fetched {
@@ -136,7 +141,7 @@ impl Fetched {
 /// What nobody waits for any more, and what it may still touch. Dropping it gives that back: only where
 /// nothing runs any more.
 #[derive(Debug)]
-pub(crate) struct Forsaken {
+pub struct Forsaken {
     operation: Option<Transfer>,
     moving: Option<Moving>,
     slot: Option<Slot>,
@@ -145,7 +150,7 @@ pub(crate) struct Forsaken {
 
 impl Forsaken {
     /// What was being fetched to a slot.
-    pub(crate) fn fetched(operation: Transfer, slot: Slot) -> Self {
+    pub fn fetched(operation: Transfer, slot: Slot) -> Self {
         Self { operation: Some(operation), moving: None, slot: Some(slot), chunk: None }
     }
 
@@ -160,7 +165,7 @@ impl Forsaken {
     }
 
     /// Whether nothing touches it any more.
-    pub(crate) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.operation.as_ref().is_none_or(|operation| operation.poll().is_safe())
             && self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some())
     }

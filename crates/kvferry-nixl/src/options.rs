@@ -1,0 +1,137 @@
+//! How a transport is set up.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use super::capi::AgentSettings;
+use kvferry_cuda::driver;
+use kvferry_transport::tcp::gather;
+
+/// Slots that are made to fit are multiples of this many bytes.
+const PAGE: u64 = 4096;
+
+/// How a [`Nixl`](super::Nixl) transport is set up.
+#[derive(Clone, Debug)]
+pub struct NixlOptions {
+    /// The library, or the wheel's directory. Without: see [`find()`](super::find()). Its code runs in this process: name
+    /// none that others may write, nor take it from anybody else.
+    pub library: Option<PathBuf>,
+    /// Folders of Python packages of the process that this runs in (its `site-packages`), to look
+    /// for the wheel in before anything else is searched. A Python package knows its own for sure,
+    /// where this library has to guess.
+    pub site_packages: Vec<PathBuf>,
+    /// The plugin that moves bytes.
+    pub plugin: String,
+    /// Its parameters.
+    pub parameters: Vec<(String, String)>,
+    /// Where the server listens that peers ask to pack, and the address to give to them where that is
+    /// another one. Port 0 means any free one. An address of no host in particular without one to give
+    /// means that peers read every run by itself.
+    pub control: (SocketAddr, Option<IpAddr>),
+    /// Bytes of host memory to pack into for peers, and to fetch what peers packed, at most. Without any,
+    /// nothing is packed.
+    pub staging: u64,
+    /// How the memory of a card is packed.
+    pub card: CardPacking,
+    /// Pause between two rounds of NIXL's progress thread, in microseconds. 0 burns a core.
+    pub progress_delay_us: u64,
+}
+
+/// How the memory of a card is packed for peers, and what peers packed is put in its place.
+#[derive(Clone, Debug)]
+pub struct CardPacking {
+    /// Bytes of the card's memory to pack into and to fetch to, at most, and at most an eighth of what nobody
+    /// has when a transport first gets to know the card. Without any, the runs of GPU memory are read one by
+    /// one.
+    pub staging: u64,
+    /// Bytes that are packed at a time, at most: a slot of that memory, of which there are at least four.
+    pub slot: u64,
+    /// How many of them a peer is asked for at once.
+    pub lanes: usize,
+    /// As of [`CudaOptions::sms`](kvferry_cuda::CudaOptions::sms).
+    pub sms: Option<u32>,
+    /// As of [`CudaOptions::kernel`](kvferry_cuda::CudaOptions::kernel).
+    pub kernel: Option<PathBuf>,
+}
+
+impl Default for CardPacking {
+    fn default() -> Self {
+        // A transfer costs NIXL 100 µs however long it is, in which an H200 moves 150 MB.
+        Self { staging: 512 << 20, slot: 64 << 20, lanes: 8, sms: None, kernel: None }
+    }
+}
+
+impl CardPacking {
+    /// The least [`staging`](Self::staging) that something can be packed into.
+    pub const LEAST_STAGING: u64 = 4 * gather::SLOT_BYTES.next_multiple_of(PAGE);
+
+    /// Bytes to take of a card of whose memory so many are free, and of a slot of those. Where they are few,
+    /// there are at least four slots all the same, so that packing, moving and unpacking overlap. `None` where
+    /// they are too few to pack into.
+    pub(super) fn fitted(&self, free: u64) -> Option<(u64, u64)> {
+        let bytes = self.staging.min(free / 8);
+        let slot = self.slot.min(gather::MOST_PACKED).min(bytes / 4 / PAGE * PAGE);
+        (slot >= gather::SLOT_BYTES).then(|| (bytes / slot * slot, slot))
+    }
+}
+
+impl Default for NixlOptions {
+    fn default() -> Self {
+        let parameters = [
+            // Without this a dead peer is never reported.
+            ("ucx_error_handling_mode", "peer"),
+            // Without these a post on one host does the whole copy in the calling thread.
+            ("num_threads", "1"),
+            ("split_batch_size", "1"),
+            // Without this UCX reads another process's GPU memory in software where it sees no
+            // NVLink, one card included: 0.5 GB/s instead of 1,800 on an H200.
+            ("engine_config", "CUDA_IPC_ENABLE_GET_ZCOPY=on"),
+        ];
+        Self {
+            library: None,
+            site_packages: Vec::new(),
+            plugin: "UCX".to_owned(),
+            parameters: parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec(),
+            control: ((Ipv4Addr::LOCALHOST, 0).into(), None),
+            staging: 32 << 20,
+            card: CardPacking::default(),
+            progress_delay_us: 1000,
+        }
+    }
+}
+
+impl NixlOptions {
+    /// The same as NIXL's own interface takes it.
+    pub fn settings(&self) -> AgentSettings {
+        AgentSettings {
+            progress_delay_us: self.progress_delay_us,
+            plugin: self.plugin.clone(),
+            parameters: self.parameters.clone(),
+            cards_are_host: driver::is_a_stand_in(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_leaves_room_on_the_card() {
+        let card = CardPacking::default();
+        let mib = 1 << 20;
+        for (free, bytes, slot) in
+            [(140 << 10, 512, 64), (4 << 10, 512, 64), (2400, 256, 64), (1600, 200, 50), (64, 8, 2)]
+        {
+            let fitted = Some((bytes * mib, slot * mib));
+            assert_eq!(card.fitted(free * mib), fitted, "{free} MiB are free");
+        }
+        assert_eq!(card.fitted(mib), None);
+        let few = CardPacking { staging: 5 * mib, ..card };
+        assert_eq!(few.fitted(u64::MAX), Some((5 * mib, 5 * mib / 4)));
+        let least = CardPacking { staging: CardPacking::LEAST_STAGING, ..few };
+        assert!(least.fitted(u64::MAX).is_some());
+        let less = CardPacking { staging: CardPacking::LEAST_STAGING - 1, ..least };
+        assert_eq!(less.fitted(u64::MAX), None);
+    }
+}
