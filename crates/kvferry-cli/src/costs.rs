@@ -13,8 +13,8 @@ use crate::text::{self, Columns};
 #[derive(Debug, clap::Args)]
 pub(crate) struct RatesArgs {
     /// What reading takes, in nanoseconds: an operation, a copy, a byte. Shows what every way to read
-    /// would take, and which is chosen. These are measured, as 'rates', by 'kvferry bench lowering --json'
-    /// for host memory and by 'kvferry bench gpu --json' for a GPU's (rows: cuda; packed: nixl).
+    /// would take, and which is chosen. These are measured, as 'rates', by 'kvferry-bench lowering --json'
+    /// for host memory and by 'kvferry-bench gpu --json' for a GPU's (rows: cuda; packed: nixl).
     #[arg(long, value_name = "LAUNCH,COPY,BYTE")]
     direct: Option<String>,
     /// What packing takes likewise; left out, the pair cannot pack.

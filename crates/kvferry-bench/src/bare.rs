@@ -137,7 +137,7 @@ mod tests {
     use kvferry_transport::nixl::{Nixl, NixlOptions};
 
     use super::*;
-    use crate::bench::memory;
+    use crate::memory;
 
     const BYTES: usize = 1 << 16;
     const SEED: u64 = 0x0123_4567_89ab_cdef;

@@ -1,4 +1,4 @@
-//! `kvferry bench gpu`: real plans of real models between two processes on one card.
+//! `kvferry-bench gpu`: real plans of real models between two processes on one card.
 
 mod beside;
 mod case;

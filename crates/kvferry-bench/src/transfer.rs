@@ -1,4 +1,4 @@
-//! `kvferry bench transfer`: how fast bytes get from one process to another.
+//! `kvferry-bench transfer`: how fast bytes get from one process to another.
 
 use std::fs;
 use std::io::IsTerminal;
