@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 
 program=${KVFERRY_GPU_TRANSFER:-}
 if [ -z "$program" ]; then
-    cargo build --release -p kvferry-transport --example gpu_transfer
+    cargo build --release -p kvferry-bench --example gpu_transfer
     program=${CARGO_TARGET_DIR:-target}/release/examples/gpu_transfer
 fi
 exec timeout 300 "$program" "$@"

@@ -6,7 +6,7 @@
 #   bench        real plans of real models through the cuda back end, between two processes on one card: every
 #                byte is checked, and the time stands beside that of the card's own copy; hand-offs, as long as the
 #                card has room for; packing over nixl and NIXL alone, where NIXL is found (it says so where not); what a
-#                decode engine's steps lose while loads come in (`kvferry bench gpu`; `--save FILE` keeps the figures)
+#                decode engine's steps lose while loads come in (`kvferry-bench gpu`; `--save FILE` keeps the figures)
 #   digest       digests of memory on the card: compared with the host's, and how fast (the example `gpu_digest`)
 #   transfer     GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
 #   vllm         two vLLM engines on the card, every token checked (tools/check-gpu-vllm.sh)
@@ -14,7 +14,7 @@
 #   tools/check-gpu.sh                all five
 #   tools/check-gpu.sh bench [...]    one of them; what follows are its own options
 #
-# KVFERRY              a kvferry program that was built elsewhere; without it, it is built here
+# KVFERRY_BENCH        a kvferry-bench program that was built elsewhere; without it, it is built here
 # KVFERRY_CONFORMANCE  likewise, the program of the conformance suite
 # KVFERRY_GPU_DIGEST   likewise, the example gpu_digest
 # KVFERRY_NVRTC        NVRTC's library or its directory, where it is not found by itself
@@ -41,23 +41,23 @@ conformance() {
     if [ -n "${KVFERRY_CONFORMANCE:-}" ]; then
       timeout 580 "$KVFERRY_CONFORMANCE" "$part" "$@" || return
     else
-      cargo test -p kvferry-transport --test conformance -- "$part" "$@" || return
+      cargo test -p kvferry-conformance --test conformance -- "$part" "$@" || return
     fi
   done
   return $unchecked
 }
 bench() {
-  local program=${KVFERRY:-}
+  local program=${KVFERRY_BENCH:-}
   if [ -z "$program" ]; then
-    cargo build --release -p kvferry-cli || return
-    program=${CARGO_TARGET_DIR:-target}/release/kvferry
+    cargo build --release -p kvferry-bench || return
+    program=${CARGO_TARGET_DIR:-target}/release/kvferry-bench
   fi
-  timeout 580 "$program" bench gpu "$@"
+  timeout 580 "$program" gpu "$@"
 }
 digest() {
   local program=${KVFERRY_GPU_DIGEST:-}
   if [ -z "$program" ]; then
-    cargo build --release -p kvferry-transport --example gpu_digest || return
+    cargo build --release -p kvferry-bench --example gpu_digest || return
     program=${CARGO_TARGET_DIR:-target}/release/examples/gpu_digest
   fi
   timeout 300 "$program"

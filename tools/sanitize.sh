@@ -22,5 +22,5 @@ export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 TSAN_OPTIONS=halt_on_error=0
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/$kind-sanitizer
 # A target of its own: the compiler's own plug-ins are built without.
 cargo test --locked --target "$host" -p kvferry-transport --lib -- --skip requests::
-cargo test --locked --target "$host" -p kvferry-transport --test conformance -- "$@"
+cargo test --locked --target "$host" -p kvferry-conformance --test conformance -- "$@"
 cargo test --locked --target "$host" -p kvferry-agent --lib --test attacks

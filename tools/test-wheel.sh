@@ -16,6 +16,6 @@ for wheel in "$work"/wheels/*.whl; do
   printf '%s: %s KiB, installs and works without Rust\n' "$(basename "$wheel")" $(($(stat -c %s "$wheel") / 1024))
 done
 
-cargo package --workspace --exclude kvferry-testkit --exclude kvferry-docs --exclude kvferry-python \
+cargo package --workspace --exclude kvferry-bench --exclude kvferry-testkit --exclude kvferry-docs --exclude kvferry-python \
   --locked --quiet --no-verify --target-dir "$work/target"
 printf '%s crates packed\n' "$(ls "$work"/target/package/*.crate | wc -l)"

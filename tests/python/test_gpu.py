@@ -14,12 +14,14 @@ from handmade import draft
 from kvferry.vllm.options import Options
 
 HERE = pathlib.Path(__file__).parent
-STAND_INS = HERE.parents[1] / "crates/kvferry-transport/tests/conformance"
+STAND_INS = HERE.parents[1] / "crates/kvferry-conformance/src"
+#: What carries out the kernel on the CPU.
+KERNEL = HERE.parents[1] / "crates/kvferry-cuda/src"
 MIB = 1 << 20
 
 
 def build(source, library, *options):
-    command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", *options, "-o", library]
+    command = ["cc", "-std=gnu11", "-O1", "-shared", "-fPIC", "-pthread", *options, "-I", KERNEL, "-o", library]
     subprocess.run([*command, STAND_INS / source], check=True)
     return str(library)
 

@@ -54,3 +54,81 @@ def test_whoever_uses_what_changed_is_linted_and_what_changed_is_tested():
     everything = {"a", "b", "c", "d"}
     assert changed.crates(["Cargo.lock"], packages) == (everything, everything)
     assert changed.targets(package("a", tests=["conformance", "exact"])) == ["--lib", "--test=exact"]
+
+
+def test_what_is_built_for_tests_alone_is_not_shipped(tmp_path):
+    source = """\
+//! What it is for.
+
+#[cfg(test)]
+mod beside;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod hostile;
+mod kept;
+
+struct Kept {
+    #[cfg(test)]
+    seen: usize,
+    a: usize,
+}
+
+impl Kept {
+    #[cfg(test)]
+    fn count(&self) -> usize {
+        let it = Self { a: 1 };
+        it.a
+    }
+
+    fn used() {
+        #[cfg(test)]
+        assert_eq!(1, 1, "as a test wants it");
+        #[cfg(target_arch = "x86_64")]
+        work();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    fn it() {}
+}
+"""
+    lines = tool("lines")
+    left = [line.strip() for line in lines.shipped(source)[0] if line.strip()]
+    assert left == [
+        "//! What it is for.",
+        "mod kept;",
+        "struct Kept {",
+        "a: usize,",
+        "}",
+        "impl Kept {",
+        "fn used() {",
+        '#[cfg(target_arch = "x86_64")]',
+        "work();",
+        "}",
+        "}",
+    ]
+
+    def file(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    file("src/room/mod.rs", source)
+    for name in ("room/beside.rs", "room/hostile/mod.rs", "room/hostile/deep.rs", "room/page.js", "room/host.c"):
+        file(f"src/{name}", "one line\n")
+    before = lines.of_crate(tmp_path)
+    assert before == len(lines.shipped(source)[0])
+    file("src/room/kept.rs", "one line\n#[cfg(test)]\nmod apart;\n")
+    file("src/room/kept/apart.rs", "one line\n")
+    file("src/room/kept/used.rs", "one line\n")
+    file("src/copy.cu", "two\nlines\n")
+    file("tests/it.rs", "one line\n")
+    assert lines.of_crate(tmp_path) == before + 1 + 1 + 2
+
+
+def test_the_sum_is_of_all_crates(capsys):
+    tool("lines").main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    counts = {name: int(count.replace(",", "")) for name, count in rows}
+    assert counts.pop("all") == sum(counts.values())
+    assert {"python", "kvferry-plan"} < counts.keys() and "kvferry-testkit" not in counts

@@ -191,8 +191,8 @@ tested = Path("tools/vllm-env.sh").read_text()
 [vllm, nixl, router] = re.search(r"^vllm=(\S+) .*nixl=(\S+) router=(\S+)$", tested, re.M).groups()
 if re.findall(r"^ARG NIXL=(\S+)$", Path("deploy/Containerfile").read_text(), re.M) != [nixl]:
     problems.append(f"deploy/Containerfile does not install NIXL {nixl}")
-if f'VERSION: &str = "{nixl}"' not in Path("crates/kvferry-transport/src/nixl/find.rs").read_text():
-    problems.append(f"crates/kvferry-transport/src/nixl/find.rs asks for another NIXL than {nixl}")
+if f'VERSION: &str = "{nixl}"' not in Path("crates/kvferry-nixl/src/find.rs").read_text():
+    problems.append(f"crates/kvferry-nixl/src/find.rs asks for another NIXL than {nixl}")
 for path in Path("deploy").rglob("*"):
     if path.is_file():
         text = path.read_text()

@@ -1,12 +1,12 @@
 //! `kvferry demo`: prefill and decode engines as real processes, and every byte checked.
 
 use std::io::IsTerminal;
-use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use kvferry_demo::{Options, TransportKind};
 use kvferry_models::Topology;
 
+use crate::failure::Failure;
 use crate::output;
 
 /// Hand requests over between prefill and decode engines on this machine, and check every byte.
@@ -73,7 +73,7 @@ fn audit(text: &str) -> Result<f64, String> {
 }
 
 impl Demo {
-    pub(crate) fn run(self) -> ExitCode {
+    pub(crate) fn run(self) -> Result<(), Failure> {
         let options = Options {
             model: self.model,
             prefill: self.prefill,
@@ -90,19 +90,12 @@ impl Demo {
             seed: self.seed,
             progress: !self.json && std::io::stderr().is_terminal(),
         };
-        match kvferry_demo::run(&options) {
-            Ok(report) => {
-                if self.json {
-                    output::print(&format!("{}\n", report.json()));
-                } else {
-                    output::print(&report.text());
-                }
-                if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-            }
-            Err(problem) => {
-                eprintln!("error: {problem}");
-                ExitCode::FAILURE
-            }
+        let report = kvferry_demo::run(&options).map_err(Failure::input)?;
+        if self.json {
+            output::print(&format!("{}\n", report.json()));
+        } else {
+            output::print(&report.text());
         }
+        if report.is_good() { Ok(()) } else { Err(Failure::Said(1)) }
     }
 }

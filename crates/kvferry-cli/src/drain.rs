@@ -1,12 +1,13 @@
 //! `kvferry drain`: tell a running agent that it is about to go, and wait until it can.
 
-use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use kvferry_agent::{Left, ask_drain};
 
+use crate::failure::Failure;
+use crate::output;
 use crate::reach::Reach;
 use crate::text;
 
@@ -41,26 +42,16 @@ const PAUSE: Duration = Duration::from_millis(250);
 const NOT_EMPTY: u8 = 3;
 
 impl Drain {
-    pub(crate) fn run(self) -> ExitCode {
-        match self.ask() {
-            Ok(code) => code,
-            Err(problem) => {
-                eprintln!("error: {problem}");
-                ExitCode::FAILURE
-            }
-        }
-    }
-
-    fn ask(self) -> Result<ExitCode, String> {
+    pub(crate) fn run(self) -> Result<(), Failure> {
         let trust = self.reach.trust()?;
         let ask = |on| {
             ask_drain(&self.reach.address, &trust, self.reach.patience(), on)
-                .map_err(|error| format!("{} does not answer: {error}", self.reach.address))
+                .map_err(|error| self.reach.silent(&error))
         };
         if self.undo {
             let left = ask(false)?;
             self.end(left, || "it hands over again".to_owned());
-            return Ok(ExitCode::SUCCESS);
+            return Ok(());
         }
         let began = Instant::now();
         let mut shown = None;
@@ -68,14 +59,14 @@ impl Drain {
             let left = ask(true)?;
             if left.is_empty() {
                 self.end(left, || "drained: nothing is left".to_owned());
-                return Ok(ExitCode::SUCCESS);
+                return Ok(());
             }
             if began.elapsed() >= Duration::from_secs(self.wait) {
                 self.end(left, || format!("not drained yet: {}", said(left)));
-                return Ok(if self.wait == 0 { ExitCode::SUCCESS } else { NOT_EMPTY.into() });
+                return if self.wait == 0 { Ok(()) } else { Err(Failure::Said(NOT_EMPTY)) };
             }
             if shown != Some(left) && !self.json {
-                crate::output::print(&format!("drains: {}\n", said(left)));
+                output::print(&format!("drains: {}\n", said(left)));
                 shown = Some(left);
             }
             sleep(PAUSE);
@@ -87,7 +78,7 @@ impl Drain {
             true => serde_json::json!({ "leases": left.leases, "holds": left.holds }).to_string(),
             false => says(),
         };
-        crate::output::print(&(line + "\n"));
+        output::print(&(line + "\n"));
     }
 }
 

@@ -1,7 +1,6 @@
 //! How a command ends.
 
 use std::fmt::Display;
-use std::process::ExitCode;
 
 /// Why a command did not end well.
 #[derive(Debug)]
@@ -10,6 +9,8 @@ pub(crate) enum Failure {
     Input(String),
     /// The pair does not fit.
     Refused(String),
+    /// It has been said why; the command ends with this code.
+    Said(u8),
 }
 
 impl Failure {
@@ -20,23 +21,24 @@ impl Failure {
 }
 
 /// Says on standard error what went wrong, in one line, and picks the exit code.
-pub(crate) fn exit(result: Result<(), Failure>) -> ExitCode {
+pub(crate) fn exit(result: Result<(), Failure>) -> u8 {
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(Failure::Input(problem)) => {
             eprintln!("error: {problem}");
-            ExitCode::from(1)
+            1
         }
         Err(Failure::Refused(reason)) => {
             eprintln!("refused: {reason}");
-            ExitCode::from(2)
+            2
         }
+        Err(Failure::Said(code)) => code,
     }
 }
 
 /// Ends for a command line that could not be read, or that asked for help.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+pub(crate) fn usage(error: &clap::Error) -> u8 {
     // Nothing is left to do when standard output or error is closed.
     let _ = error.print();
-    ExitCode::from(u8::from(error.use_stderr()))
+    u8::from(error.use_stderr())
 }

@@ -1,10 +1,12 @@
 //! `kvferry nixl`: get NVIDIA's transfer library.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use kvferry_nixl;
+use kvferry_nixl as nixl;
+
+use crate::failure::Failure;
+use crate::output;
 
 /// Get NIXL, the transfer library for RDMA, NVLink and GPU memory.
 #[derive(Debug, Args)]
@@ -26,20 +28,13 @@ enum Command {
 }
 
 impl Nixl {
-    pub(crate) fn run(self) -> ExitCode {
-        let found = match self.command {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let library = match self.command {
             Command::Install { python } => nixl::install(python.as_deref()),
             Command::Where => nixl::find(None),
         };
-        match found {
-            Ok(library) => {
-                crate::output::print(&format!("{}\n", library.display()));
-                ExitCode::SUCCESS
-            }
-            Err(error) => {
-                eprintln!("error: {error}");
-                ExitCode::FAILURE
-            }
-        }
+        let library = library.map_err(Failure::input)?;
+        output::print(&format!("{}\n", library.display()));
+        Ok(())
     }
 }

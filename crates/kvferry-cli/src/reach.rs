@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kvferry_agent::{Key, Tls, TlsFiles, Trust};
+use kvferry_agent::{Key, PeerError, Tls, TlsFiles, Trust};
+
+use crate::failure::Failure;
 
 // Not a doc comment: it would take the place of the command's own.
 // Where an agent is, and what it trusts.
@@ -35,11 +37,12 @@ impl Reach {
     }
 
     /// What proves to the agent that it may answer, once the address is one.
-    pub(crate) fn trust(&self) -> Result<Trust, String> {
+    pub(crate) fn trust(&self) -> Result<Trust, Failure> {
         let has_port =
             self.address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
         if !has_port {
-            return Err(format!("'{}' is not an address: give host:port", self.address));
+            let problem = format!("'{}' is not an address: give host:port", self.address);
+            return Err(Failure::input(problem));
         }
         let tls = (&self.tls_certificate, &self.tls_key, &self.tls_authority);
         let trust = match (&self.key_file, tls) {
@@ -54,6 +57,11 @@ impl Reach {
             }
             _ => Trust::from_environment(),
         };
-        trust.map_err(|error| error.to_string())
+        trust.map_err(Failure::input)
+    }
+
+    /// It could not be asked.
+    pub(crate) fn silent(&self, error: &PeerError) -> Failure {
+        Failure::input(format!("{} does not answer: {error}", self.address))
     }
 }

@@ -1,10 +1,10 @@
 //! `kvferry status`: ask a running agent what it is doing.
 
-use std::process::ExitCode;
-
 use clap::Args;
 use kvferry_agent::ask_status;
 
+use crate::failure::Failure;
+use crate::output;
 use crate::reach::Reach;
 use crate::text;
 
@@ -22,28 +22,15 @@ pub(crate) struct Status {
 }
 
 impl Status {
-    pub(crate) fn run(self) -> ExitCode {
-        match self.ask() {
-            Ok(text) => {
-                crate::output::print(&text);
-                ExitCode::SUCCESS
-            }
-            Err(problem) => {
-                eprintln!("error: {problem}");
-                ExitCode::FAILURE
-            }
-        }
-    }
-
-    fn ask(self) -> Result<String, String> {
+    pub(crate) fn run(self) -> Result<(), Failure> {
         let trust = self.reach.trust()?;
         let status = ask_status(&self.reach.address, &trust, self.reach.patience())
-            .map_err(|error| format!("{} does not answer: {error}", self.reach.address))?;
-        if self.json {
-            let json = serde_json::to_string_pretty(&status).map_err(|error| error.to_string())?;
-            return Ok(json + "\n");
-        }
-        Ok(told(&status))
+            .map_err(|error| self.reach.silent(&error))?;
+        output::print(&match self.json {
+            true => serde_json::to_string_pretty(&status).map_err(Failure::input)? + "\n",
+            false => told(&status),
+        });
+        Ok(())
     }
 }
 

@@ -8,7 +8,7 @@ use kvferry_plan::{BlockTable, Table};
 
 /// How a request's blocks lie in a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Spread {
+pub enum Spread {
     /// No two that follow each other in a table follow each other in memory: what a busy engine's
     /// tables look like.
     Scattered,
@@ -17,7 +17,8 @@ pub(crate) enum Spread {
 }
 
 impl Spread {
-    pub(crate) fn word(self) -> &'static str {
+    /// What it is called.
+    pub fn word(self) -> &'static str {
         match self {
             Self::Scattered => "scattered",
             Self::Contiguous => "contiguous",
@@ -27,16 +28,16 @@ impl Spread {
 
 /// A pool is too small for a request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TooFew {
+pub struct TooFew {
     /// Blocks that the request takes, those that mark dead entries included.
-    pub(crate) needed: u64,
+    pub needed: u64,
     /// Blocks that there are.
-    pub(crate) blocks: u64,
+    pub blocks: u64,
 }
 
 /// One block table for every group of an engine, for a request of `tokens` tokens. No block id is in
 /// two of them, so that a block id tells its group.
-pub(crate) fn for_request(
+pub fn for_request(
     rank: &Manifest,
     tokens: u64,
     spread: Spread,
@@ -67,12 +68,12 @@ pub(crate) fn for_request(
 }
 
 /// The tables as requests want them.
-pub(crate) fn borrowed(tables: &[BlockTable]) -> Vec<Table<'_>> {
+pub fn borrowed(tables: &[BlockTable]) -> Vec<Table<'_>> {
     tables.iter().map(BlockTable::borrow).collect()
 }
 
 /// Blocks that a request of `tokens` tokens takes, those that mark dead entries included.
-pub(crate) fn blocks_needed(rank: &Manifest, tokens: u64) -> u64 {
+pub fn blocks_needed(rank: &Manifest, tokens: u64) -> u64 {
     let taken: u64 = spans(rank, tokens).map(|(first, end)| end - first).sum();
     taken + dead_ids(rank).len() as u64
 }

@@ -182,25 +182,3 @@ fn addresses() {
     refuses(&["drain", "nohost"], &["'nohost' is not an address: give host:port"]);
     refuses(&["drain", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
 }
-
-#[test]
-fn measurements() {
-    let bench = |option: &str, value: &str, parts: &[&str]| {
-        refuses(&["bench", "transfer", option, value], parts);
-    };
-    bench("--rounds", "0", &["nothing to measure: --rounds 0, --mib 256; at least 1 each"]);
-    bench("--mib", "0", &["nothing to measure: --rounds 9, --mib 0; at least 1 each"]);
-    bench("--mib", "99999999999999999", &["--mib 99999999999999999: that is too much"]);
-    bench("--pieces", "7", &["--pieces 7: pieces of 7 KiB do not fill 256 MiB evenly"]);
-    let lowering = |option: &str, value: &str, parts: &[&str]| {
-        refuses(&["bench", "lowering", option, value], parts);
-    };
-    lowering(
-        "--only",
-        "lamma",
-        &["--only lamma: no case has that", "llama-3.1-70b tp=4 -> tp=8, 250"],
-    );
-    lowering("--svg", "/nonexistent/x.svg", &["--svg /nonexistent/x.svg: No such file"]);
-    lowering("--transports", "tcp,rdma", &["--transports rdma: use tcp, nixl or local"]);
-    refuses(&["bench", "gpu", "--only", "lamma"], &["--only lamma: no case", "tp=8, 8k;"]);
-}

@@ -29,7 +29,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "../../src/cuda/host.c"
+#include "host.c"
 
 enum { OK = 0, INVALID = 1, NO_MEMORY = 2, UNSUPPORTED = 222, NOT_FOUND = 500, NOT_READY = 600, BROKEN = 700 };
 enum { NOT_PERMITTED = 800, NOT_SUPPORTED = 801 };

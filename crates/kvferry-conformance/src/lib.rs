@@ -47,7 +47,6 @@ mod pair;
 mod peer;
 mod promises;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::OnceLock;
@@ -58,6 +57,7 @@ use back_end::{
     CudaEnd, CudaTwinEnd, LocalEnd, MappedTwinEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, NixlTwinEnd,
     TcpEnd,
 };
+use kvferry_cuda::ON_THE_CPU;
 use kvferry_cuda::driver::Card;
 use libtest_mimic::{Arguments, Failed, Trial};
 pub use memory::Memory;
@@ -172,31 +172,36 @@ fn twin() -> &'static Path {
             return built.into();
         }
         let library = beside_this_program("libtwin.so");
-        build(include_str!("driver.c"), &[], &library);
+        build(
+            &[("driver.c", include_str!("driver.c")), ON_THE_CPU[0], ON_THE_CPU[1]],
+            &[],
+            &library,
+        );
         library
     })
 }
 
 /// A file beside the program that runs the tests: what is built for them is kept with it.
-pub(crate) fn beside_this_program(name: &str) -> PathBuf {
+fn beside_this_program(name: &str) -> PathBuf {
     std::env::current_exe().expect("this program has a place").with_file_name(name)
 }
 
-/// Compiles C to a library.
-pub(crate) fn build(source: &str, options: &[&str], library: &Path) {
+/// Compiles C, of which the first file includes the others, to a library.
+pub(crate) fn build(files: &[(&str, &str)], options: &[&str], library: &Path) {
     let made = library.with_extension(std::process::id().to_string());
-    let mut compiler = Command::new("cc")
+    let folder = library.with_extension(format!("{}.c", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    for (name, text) in files {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    let built = Command::new("cc")
         .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
-        .arg(&made)
-        .args(["-x", "c", "-"])
+        .args([&made, &folder.join(files[0].0)])
         .args(options)
-        .stdin(Stdio::piped())
-        .spawn()
+        .status()
         .expect("a C compiler called cc");
-    let mut input = compiler.stdin.take().expect("it is piped");
-    input.write_all(source.as_bytes()).expect("the compiler reads");
-    drop(input);
-    assert!(compiler.wait().unwrap().success(), "{} does not compile", library.display());
+    assert!(built.success(), "{} does not compile", files[0].0);
+    std::fs::remove_dir_all(&folder).unwrap();
     std::fs::rename(&made, library).unwrap();
 }
 

@@ -62,6 +62,8 @@ use share::{Description, Export, Exports};
 use watch::Watch;
 
 pub use flight::CudaTransfer;
+#[doc(hidden)]
+pub use kernel::ON_THE_CPU;
 pub use kernel::{KERNEL, KERNEL_HEADER};
 pub use options::CudaOptions;
 pub use peer::CudaPeer;

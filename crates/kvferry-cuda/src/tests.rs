@@ -23,7 +23,7 @@ impl Host {
     fn get() -> &'static Self {
         static HOST: OnceLock<Host> = OnceLock::new();
         HOST.get_or_init(|| {
-            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/host.c");
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/host.c");
             let directory =
                 std::env::temp_dir().join(format!("kvferry-loops-{}", std::process::id()));
             std::fs::create_dir_all(&directory).unwrap();
@@ -347,9 +347,9 @@ fn without_a_driver_the_error_says_so() {
 /// NVRTC as the environment of tools/vllm-env.sh has it, or as any user would find it.
 pub(super) fn nvrtc_for_tests() -> Result<nvrtc::Nvrtc, Error> {
     let entries = |directory: PathBuf| std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let cache = crate::nixl::cache_directory();
-    let environments =
-        cache.iter().filter_map(|cache| cache.parent()).flat_map(|all| entries(all.into()));
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home);
+    let environments = cache.into_iter().flat_map(|cache| entries(cache.join("kvferry")));
     let pythons = environments.flat_map(|environment| entries(environment.path().join("lib")));
     let packages: Vec<PathBuf> =
         pythons.map(|python| python.path().join("site-packages")).collect();

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufRead, Write};
-use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -25,11 +24,11 @@ use crate::pool::Pool;
 use crate::shape;
 use crate::words::{Command, End, Reply, Setup, TransportKind};
 
-/// Plays its part until standard input ends: whatever becomes of the demo, no process stays behind.
-pub fn run() -> ExitCode {
+/// Plays its part until standard input ends: whatever becomes of the demo, no process stays behind. Answers whether it could.
+pub fn run() -> bool {
     let output = own_output::take().map(|output| OUTPUT.set(Mutex::new(output)));
     if !matches!(output, Ok(Ok(()))) {
-        return ExitCode::FAILURE;
+        return false;
     }
     let (lines, commands) = mpsc::channel();
     thread::spawn(move || {
@@ -40,7 +39,7 @@ pub fn run() -> ExitCode {
             }
         }
     });
-    let Ok(first) = commands.recv() else { return ExitCode::FAILURE };
+    let Ok(first) = commands.recv() else { return false };
     let played =
         serde_json::from_str(&first).map_err(|error| error.to_string()).and_then(|setup: Setup| {
             match setup.rank {
@@ -49,10 +48,10 @@ pub fn run() -> ExitCode {
             }
         });
     match played {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => true,
         Err(problem) => {
             say(&Reply::Problem(problem));
-            ExitCode::FAILURE
+            false
         }
     }
 }

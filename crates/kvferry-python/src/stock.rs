@@ -4,7 +4,7 @@ use std::ffi::CString;
 
 use kvferry_agent::{Error, Incarnation, IntroducedRank};
 use kvferry_layout as layout;
-use kvferry_nixl::{self, NixlOptions, describe_foreign};
+use kvferry_nixl::{self as nixl, NixlOptions, describe_foreign};
 use kvferry_transport::Instance;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

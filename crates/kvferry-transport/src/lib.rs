@@ -20,7 +20,7 @@
 //! | [`strangers`] | who has proven nothing yet at a port: how many there may be, and how often the log speaks of them; the agent's port uses it, too |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
-//! What a read costs is each back end's own figure (`Transport::price`); `examples/price` measures it.
+//! What a read costs is each back end's own figure (`Transport::price`); `kvferry-bench`'s example `price` measures it.
 //!
 //! A new back end implements [`Transport`] with a desk and custody from `shared`, and joins the
 //! conformance suite (`tests/conformance`).

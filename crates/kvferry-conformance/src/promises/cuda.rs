@@ -411,7 +411,11 @@ fn folder(name: &str) -> PathBuf {
 fn nvrtc(folder: &Path, cuda: u32) {
     std::fs::create_dir_all(folder).unwrap();
     let library = folder.join(format!("libnvrtc.so.{cuda}"));
-    crate::build(include_str!("../nvrtc.c"), &[&format!("-DCUDA={cuda}")], &library);
+    crate::build(
+        &[("nvrtc.c", include_str!("../nvrtc.c"))],
+        &[&format!("-DCUDA={cuda}")],
+        &library,
+    );
 }
 
 pub(super) fn kernels_that_do_not_start_fail() {

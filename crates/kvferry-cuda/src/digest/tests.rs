@@ -22,7 +22,7 @@ type Twin = unsafe extern "C" fn(*const u8, *mut [u64; 2]) -> u64;
 fn twin() -> Twin {
     static TWIN: OnceLock<Twin> = OnceLock::new();
     *TWIN.get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/digest/host.c");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/digest/host.c");
         let directory = std::env::temp_dir().join(format!("kvferry-sum-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         let library = directory.join("libsum.so");
@@ -159,7 +159,7 @@ fn units_are_dealt_out_evenly() {
 /// As for the kernel of copies.
 #[test]
 fn the_kernel_compiles_for_cards() {
-    let nvrtc = match crate::cuda::tests::nvrtc_for_tests() {
+    let nvrtc = match crate::tests::nvrtc_for_tests() {
         Ok(nvrtc) => nvrtc,
         Err(error) => {
             let required = std::env::var_os("KVFERRY_REQUIRE_NVRTC").is_some();

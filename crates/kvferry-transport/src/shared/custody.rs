@@ -343,7 +343,7 @@ pub mod tests {
     use proptest::prelude::*;
 
     /// An operation of so many bytes that holds one region.
-    pub fn open(bytes: u64, counters: &Arc<Counters>) -> Arc<Custody> {
+    pub(crate) fn open(bytes: u64, counters: &Arc<Counters>) -> Arc<Custody> {
         let now = Instant::now();
         Custody::open(Order {
             asked: 1,

@@ -112,7 +112,7 @@ impl TcpPeer {
 
 const DESCRIPTION: &[u8; 8] = b"kvfy-tcp";
 
-/// What a read takes over loopback: `examples/price`, the best of four runs on a virtual machine with
+/// What a read takes over loopback: `kvferry-bench`'s example `price`, the best of four runs on a virtual machine with
 /// two busy cores, November 2026.
 const LOOPBACK: Price = Price { launch: 10_000.0, copy: 600.0, byte: 0.3 };
 

@@ -4,7 +4,7 @@
 //! Prints, in nanoseconds, what one operation takes, what one further copy takes and what one byte
 //! takes, and how well the three add up to reads in pieces of other sizes.
 //!
-//! Usage: `cargo run --release --example price [local|tcp|nixl]...`
+//! Usage: `cargo run --release -p kvferry-bench --example price [local|tcp|nixl]...`
 //! (`UCX_TLS=tcp` in the environment gives NIXL's figures over its own TCP.)
 
 use std::error::Error;

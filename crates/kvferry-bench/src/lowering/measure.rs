@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::Failure;
 use super::case::{Case, Ready, cases};
 use super::source::{Source, seed};
-use crate::bench::{chosen, memory};
+use crate::{chosen, memory};
 
 pub(super) struct Settings {
     pub(super) rounds: usize,

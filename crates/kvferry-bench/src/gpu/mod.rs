@@ -1,4 +1,4 @@
-//! `kvferry bench gpu`: real plans of real models between two processes on one card.
+//! `kvferry-bench gpu`: real plans of real models between two processes on one card.
 
 mod beside;
 mod case;
@@ -19,7 +19,7 @@ use clap::ValueEnum;
 use kvferry_cuda::driver::Card;
 use kvferry_cuda::mappings;
 use kvferry_demo::own_output;
-use kvferry_nixl;
+use kvferry_nixl as nixl;
 use serde::Serialize;
 
 use beside::Beside;

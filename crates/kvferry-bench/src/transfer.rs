@@ -1,4 +1,4 @@
-//! `kvferry bench transfer`: how fast bytes get from one process to another.
+//! `kvferry-bench transfer`: how fast bytes get from one process to another.
 
 use std::fs;
 use std::io::IsTerminal;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use clap::Args;
-use kvferry_nixl;
+use kvferry_nixl as nixl;
 use serde::Serialize;
 
 use super::Failure;

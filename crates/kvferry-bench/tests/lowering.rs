@@ -1,16 +1,12 @@
-//! `kvferry bench lowering`, as a user runs it, and on a bad day.
+//! `kvferry-bench lowering`, as a user runs it, and on a bad day.
 
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 fn bench(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
-    command
-        .args(["bench", "lowering"])
-        .args(arguments)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry-bench"));
+    command.arg("lowering").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 

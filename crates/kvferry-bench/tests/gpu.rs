@@ -1,4 +1,4 @@
-//! `kvferry bench gpu` without a GPU: on a CPU that stands in for one, and with nothing of the kind.
+//! `kvferry-bench gpu` without a GPU: on a CPU that stands in for one, and with nothing of the kind.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,6 +14,8 @@ fn stand_in() -> &'static Path {
         let built = Command::new("cc")
             .args(["-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-pthread", "-o"])
             .args([&made, &source])
+            // The kernel as the CPU carries it out.
+            .arg(concat!("-I", env!("CARGO_MANIFEST_DIR"), "/../kvferry-cuda/src"))
             .status()
             .expect("a C compiler called cc");
         assert!(built.success(), "driver.c does not compile");
@@ -26,9 +28,9 @@ fn stand_in() -> &'static Path {
 const CASE: &str = "nemotron-3-nano-30b-a3b tp=2 -> tp=1, 8k";
 
 fn bench(driver: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry-bench"));
     command
-        .args(["bench", "gpu", "--rounds", "1"])
+        .args(["gpu", "--rounds", "1"])
         .args(arguments)
         .env("KVFERRY_CUDA_DRIVER", driver)
         .env("KVFERRY_NVRTC", driver);
@@ -143,8 +145,7 @@ fn hand_offs_fit_the_card() {
 
 #[test]
 fn nixl_alone_stands_beside_packing() {
-    let installed = Command::new(env!("CARGO_BIN_EXE_kvferry")).args(["nixl", "install"]).output();
-    assert!(installed.unwrap().status.success());
+    kvferry_nixl::install(None).unwrap();
     let mut command = bench(stand_in(), &["--suites", "packed", "--only", CASE, "--json"]);
     command.env_remove("KVFERRY_NIXL");
     let results = results(command.envs([("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n")]));

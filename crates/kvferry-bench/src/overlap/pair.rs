@@ -18,7 +18,7 @@ use kvferry_transport::tcp::{Tcp, TcpOptions};
 
 use super::Failure;
 use super::link::{Limited, Link};
-use crate::bench::memory::{fill, zeros};
+use crate::memory::{fill, zeros};
 
 const LAYERS: u64 = 32;
 /// Of one layer.

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over tcp, as a worker of `kvferry bench transfer`.
+"""Mooncake's transfer engine over tcp, as a worker of `kvferry-bench transfer`.
 
 `read BYTES` starts the process that is read as `serve BYTES`, and answers lines of
 "piece order check" with the nanoseconds a read took.

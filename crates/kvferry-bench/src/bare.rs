@@ -5,8 +5,9 @@ use std::ffi::CString;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry_nixl as nixl;
 use kvferry_nixl::capi::{Agent, AgentSettings, Nixl, Prepared, Span};
-use kvferry_transport::{ByteCopy, Place, nixl};
+use kvferry_transport::{ByteCopy, Place};
 
 use super::Failure;
 
@@ -137,7 +138,7 @@ mod tests {
     use kvferry_transport::memory::HostMemory;
 
     use super::*;
-    use crate::bench::memory;
+    use crate::memory;
 
     const BYTES: usize = 1 << 16;
     const SEED: u64 = 0x0123_4567_89ab_cdef;

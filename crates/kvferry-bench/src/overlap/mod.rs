@@ -1,4 +1,4 @@
-//! `kvferry bench overlap`: how much of the transfer prefill hides.
+//! `kvferry-bench overlap`: how much of the transfer prefill hides.
 
 mod link;
 mod pair;

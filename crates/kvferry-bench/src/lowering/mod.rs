@@ -1,4 +1,4 @@
-//! `kvferry bench lowering`: the ways to read, side by side.
+//! `kvferry-bench lowering`: the ways to read, side by side.
 //!
 //! For each transport a process reads and another is read; both are this program.
 
@@ -115,7 +115,7 @@ impl Lowering {
     fn read_by(&self, transport: &str, results: &mut Results) -> Result<(), Failure> {
         let rounds = self.rounds.max(1).to_string();
         let mut child = Command::new(std::env::current_exe()?)
-            .args(["bench", "lowering", "--read", transport, "--rounds", &rounds])
+            .args(["lowering", "--read", transport, "--rounds", &rounds])
             .args(["--only", &self.only])
             .envs([("UCX_NET_DEVICES", "lo"), ("UCX_MEM_EVENTS", "n")])
             .stdin(Stdio::null())
@@ -138,7 +138,7 @@ impl Lowering {
 
 /// Why this transport cannot take part on this machine.
 fn absence(transport: &str) -> Option<String> {
-    let installed = if transport == "nixl" { nixl::find(None).map(|_| ()) } else { Ok(()) };
+    let installed = if transport == "nixl" { kvferry_nixl::find(None).map(|_| ()) } else { Ok(()) };
     installed.err().map(|error| error.to_string())
 }
 

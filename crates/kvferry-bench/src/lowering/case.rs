@@ -1,5 +1,6 @@
 //! Pairs of engines and requests, and the memory for them.
 
+use kvferry_cli::tables::{self, Spread};
 use kvferry_layout::{Manifest, Place, Region};
 use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
@@ -8,8 +9,7 @@ use kvferry_transport::memory::HostMemory;
 
 use super::Failure;
 use super::source::Source;
-use crate::bench::memory;
-use crate::tables::{self, Spread};
+use crate::memory;
 
 /// A pair of engines and a request.
 #[derive(Clone, Copy)]

@@ -5,8 +5,8 @@ use kvferry_transport::{Error, Transport};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
-use crate::bench::helper::{Helper, answer};
-use crate::bench::memory;
+use crate::helper::{Helper, answer};
+use crate::memory;
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Answer {
@@ -49,7 +49,7 @@ pub(super) struct Source(Helper);
 
 impl Source {
     pub(super) fn start(transport: &str) -> Result<Self, Failure> {
-        Helper::start(&["bench", "lowering", "--serve", transport]).map(Self)
+        Helper::start(&["lowering", "--serve", transport]).map(Self)
     }
 
     /// Has it hold regions of these sizes; answers where, and its description.

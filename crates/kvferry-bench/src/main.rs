@@ -1,4 +1,5 @@
-//! `kvferry bench`: measure on this machine.
+//! What kvferry takes, next to its rivals and to what the hardware can: measured between processes of one machine, for those
+//! who work on kvferry. Each subcommand lives in a module of its own.
 
 mod bare;
 mod contender;
@@ -13,14 +14,17 @@ use std::fs::OpenOptions;
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 /// Why nothing, or not all, was measured.
 type Failure = Box<dyn std::error::Error>;
 
 /// Measure kvferry on this machine, next to its rivals.
-#[derive(Debug, Args)]
-pub(crate) struct Bench {
+///
+/// Exit codes: 0 all was measured, 1 something could not be, or the input or the usage is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "kvferry-bench", version)]
+struct Cli {
     #[command(subcommand)]
     command: Command,
 }
@@ -72,25 +76,37 @@ impl Gpu {
             return gpu::serve();
         }
         let settings = gpu::Settings { rounds, suites, only, json, save };
-        gpu::run(&settings, &["bench", "gpu", "--serve"])
+        gpu::run(&settings, &["gpu", "--serve"])
     }
 }
 
-impl Bench {
-    pub(crate) fn run(self) -> ExitCode {
-        let done = match self.command {
-            Command::Transfer(transfer) => transfer.run(),
-            Command::Gpu(gpu) => gpu.run(),
-            Command::Lowering(lowering) => lowering.run(),
-            Command::Overlap(overlap) => overlap.run(),
-            Command::Worker(worker) => worker.run(),
-        };
-        match done {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("error: {error}");
-                ExitCode::FAILURE
-            }
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Nothing is left to do when standard output or error is closed.
+            let _ = error.print();
+            return ExitCode::from(u8::from(error.use_stderr()));
+        }
+    };
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
+        .without_time()
+        .with_target(false)
+        .init();
+    let done = match cli.command {
+        Command::Transfer(transfer) => transfer.run(),
+        Command::Gpu(gpu) => gpu.run(),
+        Command::Lowering(lowering) => lowering.run(),
+        Command::Overlap(overlap) => overlap.run(),
+        Command::Worker(worker) => worker.run(),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
         }
     }
 }

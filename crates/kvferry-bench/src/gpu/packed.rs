@@ -15,7 +15,7 @@ use super::case::Case;
 use super::measure::{Bench, Measured, Ready, measured, median, soon};
 use super::outcome::Outcome;
 use super::source::Packing;
-use crate::bench::bare::Bare;
+use crate::bare::Bare;
 
 /// What was found. Times are medians in microseconds, from block ids to the last byte.
 #[derive(Debug, Serialize)]

@@ -1,4 +1,4 @@
-//! `kvferry nixl` and `kvferry bench transfer`, as a user runs them.
+//! `kvferry nixl`, as a user runs it.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -48,35 +48,4 @@ fn an_install_that_cannot_be_done_says_why() {
     let _ = std::fs::remove_dir_all(&cache);
     assert_eq!(output.status.code(), Some(1));
     assert!(errors.contains("/nonexistent/python"), "{errors}");
-}
-
-#[test]
-fn a_bench_of_all_back_ends_is_json() {
-    let installed = kvferry(&["nixl", "install"]).status().unwrap();
-    assert!(installed.success());
-    let output = kvferry(&["bench", "transfer", "--json", "--mib", "8", "--rounds", "2"])
-        .args(["--pieces", "4,1024"])
-        .args(["--only", "local,tcp,nixl,nixl-bare,nixl-bare-tcp"])
-        .output()
-        .unwrap();
-    let (json, errors) = said(&output);
-    assert!(output.status.success(), "{errors}");
-    let results: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(results["absent"].as_array().unwrap().len(), 0, "{json}");
-    let cases = results["cases"].as_array().unwrap();
-    assert_eq!(cases.len(), 4);
-    for case in cases {
-        let names: Vec<_> = case["contenders"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|contender| {
-                assert!(contender["ratio_to_memcpy"].as_f64().unwrap() > 0.0);
-                contender["contender"].as_str().unwrap()
-            })
-            .collect();
-        let all = ["memcpy", "local", "nixl", "nixl-bare", "tcp", "nixl-bare-tcp"];
-        assert_eq!(names, all);
-    }
-    assert_eq!(results["idle"].as_array().unwrap().len(), 5);
 }

@@ -227,7 +227,7 @@ impl Drop for Running {
 
 fn worker(contender: Contender, role: &str, bytes: usize) -> Result<Command, Failure> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["bench", "worker", contender.name(), role]).arg(bytes.to_string());
+    command.args(["worker", contender.name(), role]).arg(bytes.to_string());
     Ok(command)
 }
 

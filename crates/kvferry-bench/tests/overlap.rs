@@ -1,10 +1,10 @@
-//! `kvferry bench overlap`, as a user runs it.
+//! `kvferry-bench overlap`, as a user runs it.
 
 use std::process::Command;
 
 fn overlap(arguments: &[&str]) -> (bool, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
-    let output = command.args(["bench", "overlap"]).args(arguments).output().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry-bench"));
+    let output = command.arg("overlap").args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.success(), text(&output.stdout), text(&output.stderr))
 }

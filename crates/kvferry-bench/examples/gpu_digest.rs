@@ -1,5 +1,5 @@
 //! Digests on a GPU: right, and how fast, beside what the card's own copy takes in the same run. Needs a
-//! card and NVRTC: `cargo run --release -p kvferry-transport --example gpu_digest`.
+//! card and NVRTC: `cargo run --release -p kvferry-bench --example gpu_digest`.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
 /*
- * The stand-in for CUDA's driver of the transports' tests, with the kernels of `kvferry bench gpu` (those of check.cu
+ * The stand-in for CUDA's driver of the transports' tests, with the kernels of `kvferry-bench gpu` (those of check.cu
  * fill and check memory; that of step.cu stands for a model), and an NVRTC that compiles nothing.
  *
  * KVFERRY_STAND_IN_FREE=n     so many bytes of its memory are free
@@ -7,7 +7,7 @@
 #define cuModuleGetFunction twin_function
 #define cuLaunchKernelEx twin_launch
 #define cuMemGetInfo_v2 twin_memory_info
-#include "../../../kvferry-transport/tests/conformance/driver.c"
+#include "../../../kvferry-conformance/src/driver.c"
 #undef cuModuleGetFunction
 #undef cuLaunchKernelEx
 #undef cuMemGetInfo_v2

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::memory::{Checker, Memory};
-use crate::bench::helper::{Helper, answer};
+use crate::helper::{Helper, answer};
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Order {
