@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Crates that are built for tests, documents and measurements alone.
-APART = {"kvferry-bench", "kvferry-docs", "kvferry-testkit", "kvferry-wire"}
+APART = {"kvferry-bench", "kvferry-conformance", "kvferry-docs", "kvferry-testkit", "kvferry-wire"}
 #: Rust, and what a card runs. (The C files beside them are the same for tests on a CPU.)
 KINDS = {".rs", ".cu", ".h"}
 #: What no build that is shipped has.

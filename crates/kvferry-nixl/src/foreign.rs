@@ -13,7 +13,7 @@ use kvferry_transport::shared::spans::Spans;
 use kvferry_transport::{Error, Instance};
 
 /// A description of a process that uses NIXL by itself, for
-/// [`Transport::connect`](crate::Transport::connect): its NIXL metadata, the memory that it has
+/// [`Transport::connect`](kvferry_transport::Transport::connect): its NIXL metadata, the memory that it has
 /// registered, and a name for it that no other process has, nor a later life of the same one.
 pub fn describe_foreign(
     instance: Instance,

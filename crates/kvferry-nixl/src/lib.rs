@@ -9,7 +9,7 @@
 //!
 //! NIXL cannot take a transfer back: a request that is released while its peer is silent may still
 //! land later. So the driver releases a request only when NIXL says that it has ended. Until then a
-//! cancelled or late operation is [`Status::Quarantined`](crate::Status::Quarantined).
+//! cancelled or late operation is [`Status::Quarantined`](kvferry_transport::Status::Quarantined).
 //!
 //! Short runs are packed, on the host and on a card: see `packing.rs`.
 //!

@@ -48,7 +48,7 @@ impl State {
     ///
     /// # Safety
     ///
-    /// As of [`Transport::register`](crate::Transport::register).
+    /// As of [`Transport::register`](kvferry_transport::Transport::register).
     pub(super) unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
         let regions = &self.desk.regions;
         let id = regions.insert(region)?;

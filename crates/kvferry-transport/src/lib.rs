@@ -1,11 +1,12 @@
 //! Moves lists of copies from the registered memory of other processes into one's own.
 //!
-//! [`Transport`] says what every back end promises. There are four:
+//! [`Transport`] says what every back end promises. Two are here, and need nothing installed:
 //!
 //! * [`local`]: two processes on one host; reads the peer's memory directly.
-//! * [`tcp`]: anything with a network; nothing to install.
-//! * [`cuda`]: two processes on one host with memory on GPUs; one kernel carries out a request.
-//! * [`nixl`]: NVIDIA's transfer library, loaded at run time, for RDMA, NVLink and GPU memory.
+//! * [`tcp`]: anything with a network.
+//!
+//! `kvferry-cuda` (GPUs of one host; one kernel carries out a request) and `kvferry-nixl` (NVIDIA's transfer library, for
+//! RDMA, NVLink and GPU memory) are crates of their own.
 //!
 //! A transport knows addresses and bytes, and nothing of models. It only ever reads from a peer:
 //! nobody can write into another process's memory.
@@ -16,14 +17,14 @@
 //! |---|---|
 //! | `contract` | what callers see: the traits, what an operation reports, what can go wrong |
 //! | `shared` | what back ends are built from. `desk` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
-//! | [`local`], [`tcp`], [`cuda`], [`nixl`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
+//! | [`local`], [`tcp`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
 //! | [`strangers`] | who has proven nothing yet at a port: how many there may be, and how often the log speaks of them; the agent's port uses it, too |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
 //! What a read costs is each back end's own figure (`Transport::price`); `kvferry-bench`'s example `price` measures it.
 //!
-//! A new back end implements [`Transport`] with a desk and custody from `shared`, and joins the
-//! conformance suite (`tests/conformance`).
+//! A new back end implements [`Transport`] with a desk and custody from `shared`, which promises nothing to crates from
+//! elsewhere yet, and joins the conformance suite (`kvferry-conformance`).
 
 mod contract;
 #[doc(hidden)]
