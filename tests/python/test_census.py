@@ -1,7 +1,7 @@
 """The census is what the installed vLLM and the connector's tables make it, and misses nothing."""
 
-import json
 import sys
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -10,17 +10,55 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from census import nixl, page, rows, source  # noqa: E402
+from census import check, nixl, page, rows, source  # noqa: E402
 
 
 @cache
 def data():
-    return json.loads((ROOT / "crates/kvferry-models/facts/census.json").read_text())
+    return rows.census()
 
 
-def test_the_census_is_what_would_be_written():
-    for path, text in page.written().items():
-        assert path.read_text() == text, f"{path.name} is stale: run tools/census.sh"
+def test_the_page_is_what_would_be_written():
+    assert page.PAGE.read_text() == page.page(data()), "docs/census.md is stale: run tools/census.sh"
+
+
+def test_the_census_agrees_with_itself():
+    assert check.problems(data()) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "change", "problem"),
+    [
+        ("specs", "FullAttentionSpec", {"kvferry": "refused", "why": ""}, "FullAttentionSpec: it is not said why"),
+        ("specs", "FullAttentionSpec", {"kvferry": "refused"}, "LlamaForCausalLM: its caches say"),
+        ("specs", "FullAttentionSpec", {"kvferry": "served"}, "FullAttentionSpec: 'served' is nothing that"),
+        ("specs", "CrossAttentionSpec", {"kvferry": "described"}, "WhisperForConditionalGeneration: its caches say"),
+        (
+            "architectures",
+            "WhisperForConditionalGeneration",
+            {"why": "so"},
+            "WhisperForConditionalGeneration: it is not said which",
+        ),
+        ("specs", "MambaSpec", {"nixl": ""}, "MambaSpec: it is not said what"),
+        ("backends", "FLASHINFER", {"nixl": "serve"}, "FLASHINFER: it is not said what"),
+        ("quantisation", "NVFP4", {"kvferry": "not a cache"}, "NVFP4: it is not said what"),
+        ("states", "GDN_ATTN", {"nixl_source": ""}, "GDN_ATTN: it is not said where"),
+        ("backends", "ROCM_ATTN", {"nixl": "serves"}, "ROCM_ATTN: the engine's own connector serves it"),
+        ("backends", "ROCM_ATTN", {"name": "FLASHINFER"}, "backends: no rows, or one twice"),
+        ("quantisation", None, {}, "quantisation: no rows"),
+        ("architectures", "LlamaForCausalLM", {"specs": []}, "LlamaForCausalLM: its layers are missing"),
+        ("architectures", "Lfm2ForCausalLM", {"nixl": "serves"}, "Lfm2ForCausalLM: more of it is served"),
+        ("states", "MAMBA2", {"name": "MAMBA3"}, "it has a cache that is not in the census"),
+    ],
+)
+def test_a_row_that_is_changed_is_found(table, name, change, problem):
+    census = deepcopy(data())
+    if name is None:
+        census[table].clear()
+    for row in census[table]:
+        if row["name"] == name:
+            row |= change
+    assert any(problem in found for found in check.problems(census)), check.problems(census)
 
 
 def test_what_is_new_fails_by_name():

@@ -3,21 +3,19 @@
 import sys
 
 from .nixl import Unknown
-from .page import written
+from .page import PAGE, page
+from .rows import census
 
 
 def main() -> None:
     try:
-        files = written()
+        text = page(census())
     except Unknown as error:
         sys.exit(f"{error}: the tables of kvferry.vllm.specs and of this program do not name it yet")
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    if sys.argv[1:] == ["--check"]:
-        if stale:
-            sys.exit(f"stale: {', '.join(map(str, stale))}; run tools/census.sh")
-        return
-    for path in stale:
-        path.write_text(files[path])
+    if sys.argv[1:] != ["--check"]:
+        PAGE.write_text(text)
+    elif not PAGE.exists() or PAGE.read_text() != text:
+        sys.exit(f"stale: {PAGE}; run tools/census.sh")
 
 
 if __name__ == "__main__":

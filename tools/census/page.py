@@ -1,26 +1,8 @@
-"""What is written: the data for the `kvferry` command, and the page of the book."""
+"""What is written: the page of the book."""
 
-import json
 from pathlib import Path
 
-from .rows import census
-
-ROOT = Path(__file__).parents[2]
-DATA, PAGE = ROOT / "crates/kvferry-models/facts/census.json", ROOT / "docs/census.md"
-
-
-def written() -> dict[Path, str]:
-    data = census()
-    lists = {
-        key: "[\n" + ",\n".join(f"    {json.dumps(it)}" for it in rows) + "\n  ]"
-        for key, rows in data.items()
-        if isinstance(rows, list)
-    }
-    parts = [f'  "vllm": {json.dumps(data["vllm"])}', *(f'  "{key}": {it}' for key, it in lists.items())]
-    return {DATA: "{\n" + ",\n".join(parts) + "\n}\n", PAGE: page(data)}
-
-
-# The page.
+PAGE = Path(__file__).parents[2] / "docs/census.md"
 
 
 def page(data: dict) -> str:
@@ -33,9 +15,8 @@ def page(data: dict) -> str:
     text = f"""# What of vLLM is described
 
 A census of vLLM {data["vllm"]}: everything in it that keeps a cache, what kvferry makes of it, and what
-vLLM's own connector (NixlConnector) does with it. `tools/census.sh` writes this page and
-`crates/kvferry-models/facts/census.json` from vLLM's source and the connector's tables; a test fails by
-name where vLLM has something that is not here. `kvferry models --all` prints it.
+vLLM's own connector (NixlConnector) does with it. `tools/census.sh` writes this page from vLLM's source and the
+connector's tables; a test fails by name where vLLM has something that is not here.
 
 Described: {counts["specs"]} classes of caches, {counts["states"]} types of recurrent states,
 {counts["quantisation"]} quantisation modes, {counts["backends"]} attention back ends, and {described} of

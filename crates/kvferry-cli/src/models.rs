@@ -1,6 +1,5 @@
 //! `kvferry models`: what the presets keep of a prompt.
 
-use kvferry_models::census::{Census, Row};
 use kvferry_models::{Model, presets};
 use serde_json::json;
 
@@ -13,10 +12,6 @@ use crate::text::{self, Columns};
 pub(crate) struct Args {
     /// Only models whose name contains this.
     filter: Option<String>,
-    /// The census of vLLM instead: every cache, quantisation mode, attention back end and architecture in
-    /// it, whether kvferry describes it, and what vLLM's own connector does with it.
-    #[arg(long)]
-    all: bool,
     /// Print JSON, with the source of every preset.
     #[arg(long)]
     json: bool,
@@ -24,9 +19,6 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let filter = args.filter.as_deref().unwrap_or_default().to_lowercase();
-    if args.all {
-        return census(&filter, args.json);
-    }
     let mut found: Vec<(presets::Preset, Model)> = vec![];
     for preset in presets::all().filter(|preset| preset.name.contains(&filter)) {
         found.push((preset, preset.model().map_err(Failure::input)?));
@@ -63,49 +55,6 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     }
     output::print(&columns.render());
     Ok(())
-}
-
-fn census(filter: &str, as_json: bool) -> Result<(), Failure> {
-    let mut census = Census::vllm().clone();
-    let Census { vllm: _, specs, states, quantisation, backends, architectures } = &mut census;
-    for rows in [specs, states, quantisation, backends, architectures] {
-        rows.retain(|row| row.name.to_lowercase().contains(filter));
-    }
-    if census.tables().iter().all(|(_, rows)| rows.is_empty()) {
-        return Err(Failure::input(format!(
-            "nothing in vLLM {} that keeps a cache has '{filter}' in its name",
-            census.vllm
-        )));
-    }
-    if as_json {
-        output::print(&format!("{:#}\n", json!(census)));
-        return Ok(());
-    }
-    let mut text = format!("vLLM {}\n", census.vllm);
-    for (what, rows) in census.tables().into_iter().filter(|(_, rows)| !rows.is_empty()) {
-        let mut columns = Columns::new(&[what, "kvferry", "how, or why not", "vLLM's connector"]);
-        for row in rows {
-            let theirs = match row.nixl_why.as_str() {
-                "" => row.nixl.clone(),
-                why => format!("{}: {why}", row.nixl),
-            };
-            columns.row([row.name.clone(), row.kvferry.word().to_owned(), how(row), theirs]);
-        }
-        text.push('\n');
-        text.push_str(&columns.render());
-    }
-    output::print(&text);
-    Ok(())
-}
-
-/// How something is described, or why not; of an architecture, also the caches that it has.
-fn how(row: &Row) -> String {
-    let kept = row.specs.iter().chain(&row.states).cloned().collect::<Vec<_>>().join(", ");
-    [row.why.as_str(), &kept]
-        .into_iter()
-        .filter(|part| !part.is_empty())
-        .collect::<Vec<_>>()
-        .join("; ")
 }
 
 fn window(model: &Model) -> Option<u64> {

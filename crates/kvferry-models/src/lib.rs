@@ -18,7 +18,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod census;
 mod config;
 mod error;
 mod facts;
