@@ -10,14 +10,12 @@ use parking_lot::Mutex;
 use super::driver::Card;
 use super::errand::Errand;
 use super::line::{Extent, Line};
-use super::peer::Table;
+use super::peer::{Table, USUAL};
 use super::program::Program;
 use super::staging::OnCard;
 use super::watch::Watch;
 use crate::shared::trial;
 
-/// What a read takes where it could not be measured: as it was within one H200, November 2026.
-const USUAL: Price = Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 /// What a card moves in about the time that a launch takes.
 const LONG: u64 = 8 << 20;
 /// A card that takes longer than this has too much else to do to be measured.

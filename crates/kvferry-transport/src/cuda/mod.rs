@@ -243,11 +243,14 @@ impl Transport for Cuda {
             peer.refresh(&self.card, &description)?;
             return Ok(peer.clone());
         }
-        let peer = CudaPeer::open(&self.card, &description, |table| {
+        let peer = CudaPeer::open(&self.card, &description)?;
+        peers.push(peer.clone());
+        drop(peers);
+        // A card that is busy is waited for: not while others want to connect.
+        peer.measure(|table| {
             let extent = *self.extent.lock();
             self.scratch.price((&self.card, &self.line, &self.watch), extent, table, deadline)
-        })?;
-        peers.push(peer.clone());
+        });
         Ok(peer)
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
@@ -13,6 +13,9 @@ use crate::contract::{Error, Instance};
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
 
+/// What a read takes where it was not measured: as it was within one H200, November 2026.
+pub(super) const USUAL: Price = Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
+
 /// A peer of a [`Cuda`](super::Cuda) transport.
 #[derive(Clone)]
 pub struct CudaPeer(Arc<Inner>);
@@ -21,25 +24,21 @@ struct Inner {
     instance: [u8; 16],
     pid: u32,
     rate: Arc<RateWatch>,
-    price: Price,
+    /// Once it is measured.
+    price: OnceLock<Price>,
     /// `None` once disconnected.
     table: Mutex<Option<Arc<Table>>>,
 }
 
 impl CudaPeer {
-    /// Opens the memory that a description names, and has measured what reads of it take.
-    pub(super) fn open(
-        card: &Card,
-        description: &Description,
-        measure: impl FnOnce(&Arc<Table>) -> Price,
-    ) -> Result<Self, Error> {
+    /// Opens the memory that a description names.
+    pub(super) fn open(card: &Card, description: &Description) -> Result<Self, Error> {
         let table = Arc::new(Table::open(card, description, None)?);
-        let price = measure(&table);
         Ok(Self(Arc::new(Inner {
             instance: description.instance,
             pid: description.pid,
             rate: Arc::new(RateWatch::new(Medium::Cards)),
-            price,
+            price: OnceLock::new(),
             table: Mutex::new(Some(table)),
         })))
     }
@@ -68,9 +67,16 @@ impl CudaPeer {
         self.0.table.lock().clone()
     }
 
+    /// Measures what reads from it take. Nobody waits for that: until then it takes what is usual.
+    pub(super) fn measure(&self, measure: impl FnOnce(&Arc<Table>) -> Price) {
+        if let Some(table) = self.table() {
+            let _ = self.0.price.set(measure(&table));
+        }
+    }
+
     /// What reads from it take.
     pub(super) fn price(&self) -> Price {
-        self.0.price
+        self.0.price.get().copied().unwrap_or(USUAL)
     }
 
     pub(super) fn rate(&self) -> &Arc<RateWatch> {

@@ -269,6 +269,30 @@ pub(super) fn measuring_a_busy_card_keeps_what_it_reads() {
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, 16 * MIB));
 }
 
+/// Whoever wants a peer that is known does not wait until another one is measured.
+pub(super) fn known_peers_are_found_while_another_is_measured() {
+    let mut pair = Pair::<CudaTwinEnd>::new(16 * MIB);
+    let known = Peer::start::<CudaTwinEnd>(MIB, PEER_SEED);
+    pair.transport.connect(&known.description, soon()).unwrap();
+    // A measurement that takes long is given up, by the clock: of several one is enough.
+    let found = (0..50).any(|_| {
+        pair.transport.disconnect(&pair.peer);
+        let gate = Gate::close();
+        let (peer, found) = std::thread::scope(|scope| {
+            let measured =
+                scope.spawn(|| pair.transport.connect(&pair.process.description, soon()).unwrap());
+            gate.wait_for_a_kernel();
+            pair.transport.connect(&known.description, soon()).unwrap();
+            let found = !measured.is_finished();
+            gate.open();
+            (measured.join().unwrap(), found)
+        });
+        pair.peer = peer;
+        found
+    });
+    assert!(found, "the peer that is known was found only when the other was measured");
+}
+
 /// How long it has been running.
 fn time_of_this_thread() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -105,6 +105,10 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
             cuda::measuring_a_busy_card_keeps_what_it_reads,
         ),
         (
+            "known_peers_are_found_while_another_is_measured",
+            cuda::known_peers_are_found_while_another_is_measured,
+        ),
+        (
             "mapped_memory_of_another_pid_namespace_is_not_taken",
             cuda::mapped_memory_of_another_pid_namespace_is_not_taken,
         ),
