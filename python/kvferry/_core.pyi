@@ -291,6 +291,11 @@ class Scheduler:
     def check_engine(self, engine: str, address: str, seal: str | None = None) -> None:
         """Like `check`, for another engine's `engine_seal`."""
 
+    def foreign(self, address: str) -> list[str]:
+        """The addresses of `host:port` at which an engine may be looked for that runs no agent, and so proves
+        nothing: those of `peers`; without any, of loopback, or with `insecure` all. A name is looked up. Raises
+        `AgentError` where there are none."""
+
     def open(self, request: str, *, name: str | None = None) -> dict[str, Any]:
         """Lets peers follow a request while it is computed, and gives the ticket to do so. Those who have
         no ticket find it by its name; of several requests with one name the latest.
@@ -369,7 +374,8 @@ class Scheduler:
         """All ranks have read and confirmed it."""
 
     def abandon(self, ticket: dict[str, Any]) -> None:
-        """It is not wanted any more: tells the engine that holds the blocks."""
+        """It is not wanted any more: tells the engine that holds the blocks, unless nobody has ever answered at its
+        address, or it is not held and there was no reason yet to connect there."""
 
     def lost(self) -> list[tuple[dict[str, Any], str]]:
         """The tickets whose blocks elsewhere are gone since the last call, and why. Those of requests that

@@ -82,6 +82,7 @@ def test_prometheus_has_every_load_and_lease(seen):
         ("audits_matched_total", {}, 2),
         ("audits_mismatched_total", {}, 0),
         ("packed_refused_total", {}, 0),
+        ("data_connections_turned_away_total", {}, 0),
         ("load_bytes_sum", {}, sum(ending.bytes for ending in done)),
         ("load_bytes_count", {}, 2),
         ("load_copies_sum", {}, sum(ending.copies for ending in done)),

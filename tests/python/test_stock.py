@@ -1,15 +1,17 @@
 """What an engine with vLLM's stock NixlConnector says, and what it might: read without any engine."""
 
 import threading
+import time
 from types import SimpleNamespace
 
+import kvferry
 import msgspec
 import pytest
 import torch
 import zmq
 from kvferry.vllm import FerryConnector, stock_wire
 from kvferry.vllm.params import admit
-from kvferry.vllm.stock import Stock, _Engine
+from kvferry.vllm.stock import ASKED, Stock, _Engine
 from kvferry.vllm.stock_wire import Introduction, Place
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -47,6 +49,13 @@ def answer(**changes):
     )
 
 
+def nested(depth):
+    """What msgspec itself would not write."""
+    return msgspec.msgpack.encode(
+        {"compatibility_hash": "abc", "agent_metadata_bytes": b"\x91" * depth + b"\x00"}
+    )
+
+
 @pytest.fixture
 def serve(monkeypatch):
     """A side channel that gives these answers, or what they return, one after the other, and says what it
@@ -80,10 +89,14 @@ def serve(monkeypatch):
     context.term()
 
 
+def ask(place):
+    return stock_wire.ask(place, place.address.removeprefix("nixl://"))
+
+
 def test_each_rank_is_asked_once(serve):
     port, asked = serve(answer(), answer(agent_metadata=b"another"))
     place = Place("127.0.0.1", port, "p", 2)
-    introduction = stock_wire.ask(place)
+    introduction = ask(place)
     assert asked == [[b"get_meta_msg", 0, 0], [b"get_meta_msg", 0, 1]]
     assert introduction.block == 64
     assert introduction.hashes() == ["abc", "abc"]
@@ -107,12 +120,18 @@ def test_each_rank_is_asked_once(serve):
         (answer(num_blocks="many"), "is not understood"),
         (answer(block_lens=None), "is not understood"),
         (answer(engine_id="q"), "is of engine q, but the request was computed by p"),
+        # What is divided by.
+        (answer(block_size=0), "is not understood"),
+        (answer(physical_blocks_per_logical_kv_block=-1), "is not understood"),
+        (answer(num_blocks=1 << 40), "is not understood"),
+        (b"\x91" * 100_000 + b"\x00", "is not one of vLLM's NixlConnector"),
+        (nested(100_000), "is not understood"),
     ],
 )
 def test_answers_that_are_of_no_use(serve, bad, words):
     port, _ = serve(bad)
     with pytest.raises(ValueError, match=words):
-        stock_wire.ask(Place("127.0.0.1", port, "p", 1))
+        ask(Place("127.0.0.1", port, "p", 1))
 
 
 def test_an_engine_that_does_not_answer(serve, monkeypatch):
@@ -123,13 +142,13 @@ def test_an_engine_that_does_not_answer(serve, monkeypatch):
 
     port, _ = serve(last)
     with pytest.raises(OSError, match="rank 1 of 2 has not answered at nixl://127.0.0.1"):
-        stock_wire.ask(Place("127.0.0.1", port, "p", 2))
+        ask(Place("127.0.0.1", port, "p", 2))
     for host in ("no such host.invalid", "127.0.0.1"):
         with pytest.raises(OSError):
-            stock_wire.ask(Place(host, 1, "p", 1))
+            ask(Place(host, 1, "p", 1))
     for ranks in (0, -1, 10**6):
         with pytest.raises(ValueError, match="'tp_size' is"):
-            stock_wire.ask(Place("127.0.0.1", port, "p", ranks))
+            ask(Place("127.0.0.1", port, "p", ranks))
 
 
 def test_a_ticket_says_where_its_engine_is():
@@ -168,11 +187,12 @@ def params(**changes):
 @pytest.fixture
 def stock():
     groups = SimpleNamespace(specs=[FULL, WINDOW], recurrent=[False, False])
-    made = Stock(groups, 30.0)
+    made = Stock(kvferry.Scheduler("d"), groups, 30.0)
     place = Place("127.0.0.1", 5600, "p", 1)
     made._engines[place] = _Engine(place, introduction=Introduction(place, (answer(),)))
     yield made
     made.close()
+    made.agent.close()
 
 
 def test_where_tables_start(stock):
@@ -182,6 +202,74 @@ def test_where_tables_start(stock):
     # All of it, where that is less.
     short = params(remote_block_ids=[[1], [7]], remote_num_tokens=64)
     assert stock.complete(stock.read(short)).first == [0, 0]
+
+
+def ticket_at(host, port, name="p"):
+    return {"address": Place(host, port, name, 1).address, "engine": name, "tp": 1, "request": "r"}
+
+
+def why_lost(stock, ticket):
+    """Once its engine was looked for."""
+    stock.hold(ticket)
+    until = time.monotonic() + 60
+    while (why := stock.lost(ticket)) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    stock.abandon(ticket)
+    return why
+
+
+@pytest.mark.parametrize(
+    ("peers", "rule"),
+    [
+        # A key does not help: such an engine has none.
+        ([], "proves nothing, and is looked for on loopback alone. Name its network in 'peers'"),
+        (["10.0.0.0/8"], "'peers' names only 10.0.0.0/8"),
+    ],
+)
+def test_a_ticket_leads_nowhere_else(monkeypatch, peers, rule):
+    monkeypatch.setattr(stock_wire, "ask", lambda *_: pytest.fail("somebody was asked"))
+    agent = kvferry.Scheduler("d", key="a key of this test", peers=peers)
+    stock = Stock(agent, None, 30.0)
+    # No packet leaves this machine, and none is sent.
+    hosts = ["192.0.2.1"] if not peers else ["127.0.0.1", "192.0.2.1", "localhost"]
+    for host in hosts:
+        why = why_lost(stock, ticket_at(host, 5600))
+        assert rule in why and (host == "localhost" or f"{host}:5600" in why), why
+    for host in ("169.254.169.254", "0.0.0.0"):
+        assert "is not connected to" in why_lost(stock, ticket_at(host, 80))
+    assert "looking up the name" in why_lost(stock, ticket_at("no such host.invalid", 80))
+    assert stock._engines == {} and stock.counts["stock_unreachable"] == len(hosts) + 3
+    stock.close()
+    agent.close()
+
+
+def test_no_more_threads_than_there_may_be_wait_for_answers(monkeypatch):
+    """Requests name engines, and threads ask them."""
+    answer, asked = threading.Event(), []
+
+    def ask(place, _):
+        asked.append(place)
+        assert answer.wait(60)
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(stock_wire, "ask", ask)
+    agent = kvferry.Scheduler("d")
+    stock = Stock(agent, None, 30.0)
+    tickets = [ticket_at("127.0.0.1", 5600, f"p{number}") for number in range(ASKED + 10)]
+    for ticket in tickets:
+        stock.hold(ticket)
+    assert [stock.lost(ticket) is None for ticket in tickets] == [True] * ASKED + [False] * 10
+    assert "are being asked already" in stock.lost(tickets[-1])
+    waiting = [one for one in threading.enumerate() if one.name == "kvferry-stock-ask"]
+    assert len(waiting) == ASKED
+    answer.set()
+    for thread in waiting:
+        thread.join()
+    assert len(asked) == ASKED
+    # There is room again.
+    assert why_lost(stock, tickets[-1]) == "nobody is there"
+    stock.close()
+    agent.close()
 
 
 def test_a_window_that_has_moved_on_is_of_no_use(stock):

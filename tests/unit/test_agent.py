@@ -72,6 +72,7 @@ def test_what_waits_is_told_from_what_is_read(engines):
 def test_what_is_not_wanted_any_more_comes_back(engines):
     prefill, decode = engines("prefill", 1, 4), engines("decode", 1, 4)
     ticket = grant(prefill, "abandoned")
+    decode.scheduler.hold(ticket, patience=LONG)
     decode.scheduler.abandon(ticket)
     assert prefill.scheduler.released(LONG) == [("abandoned", "abandoned")]
     grant(prefill, "revoked")

@@ -34,6 +34,10 @@ pub trait Carrier: fmt::Debug + Send + Sync {
     fn staging(&self) -> StagingStatistics {
         StagingStatistics::default()
     }
+    /// Connections that its ports for data turned away: those that proved nothing, and those too many.
+    fn turned_away(&self) -> u64 {
+        0
+    }
 }
 
 /// The way that was chosen to a rank, of several.
@@ -139,6 +143,10 @@ where
 
     fn staging(&self) -> StagingStatistics {
         self.0.transport.staging()
+    }
+
+    fn turned_away(&self) -> u64 {
+        self.0.transport.statistics().turned_away
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use kvferry_transport::StagingStatistics;
 
+use crate::carrier::Carrier;
 use crate::rules::failure::Failure;
 use crate::rules::lease::Ended;
 
@@ -26,7 +27,7 @@ pub type Described = (&'static str, &'static str);
 pub fn catalogue() -> [(&'static str, Vec<Described>); 5] {
     let counters = SchedulerMetrics::default();
     let counters = counters.counters().map(|(name, help, _)| (name, help));
-    let of_workers = WorkerMetrics::default().counters(&StagingStatistics::default());
+    let of_workers = WorkerMetrics::default().counters(&Served::default());
     let of_workers = of_workers.map(|(name, help, _)| (name, help));
     let timings = Timings::NAMES.into_iter().zip(Timings::MEANINGS);
     let failures = Failure::KINDS.into_iter().zip(Failure::MEANINGS);
@@ -137,6 +138,19 @@ impl Timings {
     }
 }
 
+/// What a rank's carrier says of those who read from it.
+#[derive(Debug, Default)]
+pub(crate) struct Served {
+    staging: StagingStatistics,
+    turned_away: u64,
+}
+
+impl Served {
+    pub(crate) fn by(carrier: &dyn Carrier) -> Self {
+        Self { staging: carrier.staging(), turned_away: carrier.turned_away() }
+    }
+}
+
 /// What a worker counts.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerMetrics {
@@ -164,7 +178,7 @@ impl WorkerMetrics {
     }
 
     /// Those that engines export under a roof of their own, beside what each load's end tells them.
-    fn counters(&self, staging: &StagingStatistics) -> [(&'static str, &'static str, u64); 6] {
+    fn counters(&self, served: &Served) -> [(&'static str, &'static str, u64); 7] {
         [
             (
                 "read_packed_bytes",
@@ -194,24 +208,30 @@ impl WorkerMetrics {
             (
                 "packed_refused",
                 "Parts that were not packed, because no memory came free: they were read directly.",
-                staging.refused,
+                served.staging.refused,
+            ),
+            (
+                "data_connections_turned_away",
+                "Connections to read this rank by that did not prove themselves, or were too many.",
+                served.turned_away,
             ),
         ]
     }
 
     /// Those counters by name.
-    pub(crate) fn counts(&self, staging: &StagingStatistics) -> Vec<(String, u64)> {
-        self.counters(staging).map(|(name, _, count)| (name.to_owned(), count)).to_vec()
+    pub(crate) fn counts(&self, served: &Served) -> Vec<(String, u64)> {
+        self.counters(served).map(|(name, _, count)| (name.to_owned(), count)).to_vec()
     }
 
-    /// `in_flight`, `quarantined` and `staging` are what is so at this moment.
+    /// `in_flight`, `quarantined` and `served` are what is so at this moment.
     pub(crate) fn text(
         &self,
         labels: &str,
         in_flight: usize,
         quarantined: usize,
-        staging: &StagingStatistics,
+        served: &Served,
     ) -> String {
+        let staging = &served.staging;
         let mut out = String::new();
         let mut text = Text { out: &mut out, labels };
         text.head("kvferry_loads_begun_total", "counter", "Requests whose load has begun.");
@@ -245,7 +265,7 @@ impl WorkerMetrics {
             text.line(name, "", counter.get() as f64);
         }
         // Audits follow, as one family.
-        for (name, help, count) in self.counters(staging) {
+        for (name, help, count) in self.counters(served) {
             if !name.starts_with("audits_") {
                 let name = format!("kvferry_{name}_total");
                 text.head(&name, "counter", help);
@@ -436,7 +456,7 @@ mod tests {
     #[test]
     fn every_name_in_the_catalogue_is_counted_and_described() {
         let catalogue = catalogue();
-        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 6, 7, 4, 9]);
+        assert_eq!(catalogue.each_ref().map(|(_, all)| all.len()), [12, 7, 7, 4, 9]);
         for (section, described) in &catalogue {
             for (name, help) in described {
                 assert!(help.ends_with('.'), "{section}: {name}: {help}");
@@ -458,12 +478,12 @@ mod tests {
             let count = metrics.counts().into_iter().find(|(_, n)| *n == 1).unwrap();
             assert_eq!(count.0, format!("leases_{why}"));
         }
-        let (metrics, staging) = (WorkerMetrics::default(), StagingStatistics::default());
-        let counts = metrics.counts(&staging);
+        let (metrics, served) = (WorkerMetrics::default(), Served::default());
+        let counts = metrics.counts(&served);
         let counted: Vec<&str> = counts.iter().map(|(name, _)| name.as_str()).collect();
         let named: Vec<&str> = catalogue[1].1.iter().map(|(name, _)| *name).collect();
         assert_eq!(counted, named);
-        let text = metrics.text("", 0, 0, &staging);
+        let text = metrics.text("", 0, 0, &served);
         for name in named.iter().filter(|name| !name.starts_with("audits_")) {
             assert!(text.contains(&format!("\nkvferry_{name}_total{{}} 0\n")), "{name}");
         }

@@ -51,6 +51,10 @@ impl Carrier for Several {
         all
     }
 
+    fn turned_away(&self) -> u64 {
+        self.ways().map(|way| way.turned_away()).sum()
+    }
+
     fn describe(&self) -> Result<Vec<u8>, Error> {
         let mut out = vec![];
         for way in self.ways() {

@@ -141,6 +141,13 @@ impl Scheduler {
         checked.map_err(|error| errors::agent(py, &error))
     }
 
+    fn foreign(&self, py: Python<'_>, address: &str) -> PyResult<Vec<String>> {
+        let half = self.0.get(py)?;
+        let found = py.detach(|| half.foreign(address));
+        let found = found.map_err(|error| errors::agent(py, &error))?;
+        Ok(found.iter().map(ToString::to_string).collect())
+    }
+
     #[pyo3(signature = (request, *, name=None))]
     fn open<'py>(
         &self,

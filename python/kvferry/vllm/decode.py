@@ -152,6 +152,8 @@ class Decode:
         reader = self._reader(offer.ticket)
         if (wrong := self._not_for(request, offer)) is not None:
             if reader is None and stock is None:
+                # Held first: its engine may not have been met yet, and is tried once.
+                self.agent.hold(offer.ticket, patience=patience)
                 self.agent.abandon(offer.ticket)
             raise ValueError(wrong)
         if reader is not None:

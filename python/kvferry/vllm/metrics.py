@@ -91,6 +91,7 @@ class Stats(KVConnectorStats):
             "refusals",
             "connections_turned_away",
             "connections_misbehaved",
+            "data_connections_turned_away",
         ):
             if counts.get(name):
                 line[name.replace("_", " ").capitalize()] = counts[name]

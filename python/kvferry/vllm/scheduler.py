@@ -59,7 +59,7 @@ class SchedulerSide:
         self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push, by_layer)
         self.stock: Stock | None = None
         if options.stock_lease:
-            self.stock = Stock(groups, options.stock_lease)
+            self.stock = Stock(self.agent, groups, options.stock_lease)
         self.decode = Decode(self.agent, groups, origins, options, self.stock)
         self.turns = Turns(
             self.agent, self.keep, groups, origins, vllm_config, options.next_turn

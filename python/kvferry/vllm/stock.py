@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._core import Bell
+from .._core import Bell, Scheduler
 from .._errors import Error
 from . import specs, stock_wire
 from .groups import Groups, first_seen
@@ -23,6 +23,8 @@ from .stock_wire import Introduction, Place
 #: Shares of P's lease. It keeps blocks for two thirds after it last heard of them: for how much an engine that reads
 #: them relies on that, and how often it is told meanwhile.
 RELIED_ON, BEAT = 1 / 2, 1 / 6
+#: Engines that are asked at once, each by a thread: requests name them.
+ASKED = 32
 #: Seconds after which an engine that no request came from is forgotten.
 FORGOTTEN = 3600.0
 #: What is counted, for the metrics.
@@ -59,8 +61,8 @@ class Stock:
     """The engines without kvferry that requests come from. It has the calls of the agent's scheduler that a
     ticket is given to (`hold`, `reading`, `settle`, `abandon`, `lost`)."""
 
-    def __init__(self, groups: Groups, lease: float) -> None:
-        self.groups, self.lease = groups, lease
+    def __init__(self, agent: Scheduler, groups: Groups, lease: float) -> None:
+        self.agent, self.groups, self.lease = agent, groups, lease
         self.counts = dict.fromkeys(COUNTS, 0)
         self._lock = threading.Lock()
         self._engines: dict[Place, _Engine] = {}
@@ -207,6 +209,9 @@ class Stock:
         """In a thread of its own: it may be far away, or gone."""
         if engine.asking:
             return
+        if sum(one.asking for one in self._engines.values()) >= ASKED:
+            engine.failed = f"{ASKED} other engines are being asked already, and have not answered yet"
+            return
         engine.asking, engine.failed = True, None
         thread = threading.Thread(
             target=self._meet, args=(engine,), name="kvferry-stock-ask", daemon=True
@@ -215,7 +220,9 @@ class Stock:
 
     def _meet(self, engine: _Engine) -> None:
         try:
-            introduction = stock_wire.ask(engine.place)
+            # Its name may stand for another address from one moment to the next.
+            address, *_ = self.agent.foreign(engine.place.address.removeprefix("nixl://"))
+            introduction = stock_wire.ask(engine.place, address)
             with self._lock:
                 self._bell = self._bell or Bell()
                 bell = self._bell

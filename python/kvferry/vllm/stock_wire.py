@@ -8,15 +8,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import zmq
+from msgspec import Meta
 
 #: The versions of its protocol that are understood here: vLLM 0.32's.
 VERSIONS = (14,)
 #: Seconds to wait for each answer.
 PATIENCE = 5.0
+#: Bytes that an answer may take.
+LONGEST = 64 << 20
+
+#: What there must be one of, and what a table can count.
+_Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,14 @@ class Rank:
     agent_metadata: bytes
     kv_caches_base_addr: list[int]
     device_id: int
-    num_blocks: int
+    num_blocks: _Count
     block_lens: list[int]
     block_strides: list[int]
     kv_cache_layout: str
-    block_size: int
+    block_size: _Count
     ssm_sizes: list[int]
     attn_backend_name: str
-    physical_blocks_per_logical_kv_block: int
+    physical_blocks_per_logical_kv_block: _Count
     region_group_ids: list[int]
     region_names: list[str]
     region_mem_types: list[str]
@@ -95,8 +101,9 @@ class Introduction:
             yield _rank(_payload(answer)[1])
 
 
-def ask(place: Place) -> Introduction:
-    """Asks an engine. Raises `OSError` where there is no answer, and `ValueError` for one that is not understood."""
+def ask(place: Place, address: str) -> Introduction:
+    """Asks an engine at one of its addresses, `host:port`. Raises `OSError` where there is no answer, and `ValueError`
+    for one that is not understood."""
     if not 1 <= place.tp <= 1024:
         raise ValueError(f"'tp_size' is {place.tp}, but must be from 1 to 1024")
     answers = []
@@ -105,7 +112,8 @@ def ask(place: Place) -> Introduction:
         socket = context.socket(zmq.REQ)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(place.address.replace("nixl://", "tcp://"))
+        socket.setsockopt(zmq.MAXMSGSIZE, LONGEST)
+        socket.connect(f"tcp://{address}")
         for rank in range(place.tp):
             socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, rank)))
             if not socket.poll(int(PATIENCE * 1000)):
@@ -133,7 +141,7 @@ def _payload(answer: bytes) -> tuple[str, bytes]:
     try:
         payload = msgspec.msgpack.decode(answer)
         return str(payload["compatibility_hash"]), bytes(payload["agent_metadata_bytes"])
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"its answer is not one of vLLM's NixlConnector ({type(error).__name__}: {error})"
         ) from error
@@ -149,5 +157,5 @@ def _rank(encoded: bytes) -> Rank:
             f"what it says of itself lacks {error}: it is of another version of vLLM's NixlConnector than those "
             f"that are understood ({', '.join(map(str, VERSIONS))}, of vLLM 0.32)"
         ) from error
-    except (msgspec.DecodeError, msgspec.ValidationError, TypeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, TypeError, RecursionError) as error:
         raise ValueError(f"what it says of itself is not understood: {error}") from error

@@ -117,7 +117,9 @@ def forget(engine):
 
 
 def give_up(engine, params):
-    side(engine).agent.abandon(params["kvferry"]["ticket"])
+    agent, ticket = side(engine).agent, params["kvferry"]["ticket"]
+    agent.hold(ticket, patience=60)
+    agent.abandon(ticket)
 
 
 def leases(engine):

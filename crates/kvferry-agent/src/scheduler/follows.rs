@@ -66,10 +66,19 @@ pub(super) struct Follows {
 
 #[derive(Debug)]
 struct Followed {
+    /// The one that it is followed by, where it is not followed by a name.
+    ticket: Option<Ticket>,
     progress: Option<Progress>,
     /// When how many tokens were complete, of this epoch.
     seen: VecDeque<(Instant, u64)>,
     task: Option<AbortHandle>,
+}
+
+impl Followed {
+    /// As soon as it is known.
+    fn ticket(&self) -> Option<&Ticket> {
+        self.progress.as_ref().map(|progress| &progress.ticket).or(self.ticket.as_ref())
+    }
 }
 
 impl Drop for Followed {
@@ -105,7 +114,16 @@ impl Follows {
         let Entry::Vacant(entry) = followed.entry(request.to_owned()) else {
             return Err(Error::Duplicate(request.to_owned()));
         };
-        let entry = entry.insert(Followed { progress: None, seen: VecDeque::new(), task: None });
+        let ticket = match &following {
+            Following::Ticket(ticket) => Some(ticket.clone()),
+            Following::Name { .. } => None,
+        };
+        if let Some(ticket) = &ticket {
+            // Before anybody can forget it.
+            self.holds.hold_followed(ticket, patience, request);
+        }
+        let (progress, seen, task) = Default::default();
+        let entry = entry.insert(Followed { ticket, progress, seen, task });
         // It waits for the map, so it does not end before it is in there.
         let task = self.clone().run(request.to_owned(), following, patience);
         entry.task = Some(on.spawn(task).abort_handle());
@@ -119,14 +137,12 @@ impl Follows {
         self.holds.holds(&progress.ticket).then_some(progress)
     }
 
-    /// Stops to follow a request. Its ticket, if that is known.
-    pub(super) fn forget(&self, request: &str) -> Option<Ticket> {
+    /// Stops to follow a request. Its ticket, if that is known, and whether its engine was not asked yet.
+    pub(super) fn forget(&self, request: &str) -> Option<(Ticket, bool)> {
         let forgotten = self.followed.lock().remove(request)?;
-        let ticket = forgotten.progress.as_ref().map(|progress| progress.ticket.clone());
-        if let Some(ticket) = &ticket {
-            self.holds.let_go(ticket);
-        }
-        ticket
+        let ticket = forgotten.ticket()?.clone();
+        let unasked = self.holds.let_go(&ticket);
+        Some((ticket, unasked))
     }
 
     /// Stops to follow a request whose lease another one has, which goes on holding it.
@@ -136,8 +152,7 @@ impl Follows {
 
     /// Stops to follow the request of a ticket.
     pub(super) fn forget_ticket(&self, ticket: &Ticket) {
-        let known = |one: &Followed| one.progress.as_ref().is_some_and(|p| p.ticket == *ticket);
-        self.followed.lock().retain(|_, one| !known(one));
+        self.followed.lock().retain(|_, one| one.ticket() != Some(ticket));
     }
 
     async fn run(self: Arc<Self>, request: String, following: Following, patience: Duration) {
@@ -166,7 +181,6 @@ impl Run<'_> {
     async fn follow(&mut self) -> Option<LostWhy> {
         if let Following::Ticket(ticket) = &self.following {
             self.ticket = Some(ticket.clone());
-            self.all.holds.hold_followed(ticket, self.patience, &self.request);
         }
         let mut known = Known::default();
         let mut news_until = after(self.patience);

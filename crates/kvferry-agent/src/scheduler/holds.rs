@@ -139,13 +139,16 @@ impl Holds {
         }
     }
 
-    pub(super) fn let_go(&self, ticket: &Ticket) {
-        self.held.lock().remove(ticket);
+    /// Whether it was held, and its engine was not asked yet.
+    pub(super) fn let_go(&self, ticket: &Ticket) -> bool {
+        let hold = self.held.lock().remove(ticket);
+        hold.is_some_and(|hold| hold.next_beat == hold.since)
     }
 
-    /// Tells the engine that holds the blocks that they are not wanted any more.
-    pub(super) async fn abandon(&self, ticket: &Ticket) {
-        if let Err(error) = self.links.abandon(ticket).await {
+    /// Tells the engine that holds the blocks that they are not wanted any more, unless nobody has ever answered there.
+    /// `unasked` is what letting it go answered.
+    pub(super) async fn abandon(&self, ticket: &Ticket, unasked: bool) {
+        if let Err(error) = self.links.abandon(ticket, unasked).await {
             warn!(from = ticket.engine, theirs = ticket.request, %error, "cannot give up the lease: it will expire");
         }
     }

@@ -16,6 +16,7 @@ mod options;
 mod server;
 mod status;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,7 @@ use crate::rules::lease::Released;
 use crate::source::relay::Relay;
 use crate::wire::door::{Door, listen};
 use crate::wire::link::Caller;
+use crate::wire::lookup::lookup_here;
 use crate::wire::message::{Card, Left};
 use crate::wire::reach::Reach;
 use crate::wire::seal::{Seal, Sealed};
@@ -251,8 +253,8 @@ impl Scheduler {
     /// A request that is followed is not wanted any more, whether or not its ticket is known: tells the
     /// engine that computes it.
     pub fn unfollow(&self, request: &str) {
-        if let Some(ticket) = self.follows.forget(request) {
-            self.give_up(ticket);
+        if let Some((ticket, unasked)) = self.follows.forget(request) {
+            self.give_up(ticket, unasked);
         }
     }
 
@@ -269,19 +271,34 @@ impl Scheduler {
 
     /// The request was read and confirmed by all ranks: its lease needs no more care.
     pub fn settle(&self, ticket: &Ticket) {
-        self.follows.forget_ticket(ticket);
-        self.core.holds.let_go(ticket);
+        self.let_go(ticket);
     }
 
-    /// The request is not wanted any more: tells the engine that holds the blocks.
+    /// The request is not wanted any more: tells the engine that holds the blocks. Not where nobody has ever answered,
+    /// nor where this side has not met anybody yet and does not [hold](Self::hold) the lease: a ticket may name any
+    /// address. Such a lease expires.
     pub fn abandon(&self, ticket: &Ticket) {
-        self.settle(ticket);
-        self.give_up(ticket.clone());
+        let unasked = self.let_go(ticket);
+        self.give_up(ticket.clone(), unasked);
     }
 
-    fn give_up(&self, ticket: Ticket) {
+    /// Whether it was held, and its engine was not asked yet.
+    fn let_go(&self, ticket: &Ticket) -> bool {
+        self.follows.forget_ticket(ticket);
+        self.core.holds.let_go(ticket)
+    }
+
+    fn give_up(&self, ticket: Ticket, unasked: bool) {
         let holds = self.core.holds.clone();
-        self.background.spawn(async move { holds.abandon(&ticket).await });
+        self.background.spawn(async move { holds.abandon(&ticket, unasked).await });
+    }
+
+    /// The addresses of `host:port` at which an engine may be looked for that runs no agent: those of the
+    /// [`peers`](SchedulerOptions::peers) or, as it proves nothing, of loopback. A name is looked up; the caller waits.
+    pub fn foreign(&self, address: &str) -> Result<Vec<SocketAddr>, Error> {
+        let options = &self.core.options;
+        let reach = Reach::to_foreign(&options.trust, &options.peers);
+        Ok(reach.choose(lookup_here(address)?)?)
     }
 
     /// The requests whose blocks elsewhere are gone, since the last call: do not wait for them.

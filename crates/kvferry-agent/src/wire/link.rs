@@ -103,17 +103,7 @@ impl Link {
 }
 
 async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
-    // Of a name that stands for several addresses those that may be reached.
-    let (mut hosts, mut refused) = (vec![], None);
-    for host in lookup(address).await? {
-        match reach.check(host) {
-            Ok(()) => hosts.push(host),
-            Err(error) => refused = Some(error),
-        }
-    }
-    if let (true, Some(error)) = (hosts.is_empty(), refused) {
-        return Err(error);
-    }
+    let hosts = reach.choose(lookup(address).await?)?;
     let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
     stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
     Ok(stream)
@@ -258,24 +248,29 @@ impl Links {
         got
     }
 
-    /// Whether whoever is at the address of a ticket has ever greeted, and has answered since. Waits for those who
-    /// are just finding out.
-    pub(crate) async fn met(&self, ticket: &Ticket) -> bool {
-        let Some(dial) = self.dials.lock().get(&ticket.address).cloned() else { return false };
-        let met = timeout_at(given_up_by(ticket), dial.lock()).await;
-        let met = met.is_ok_and(|dial| dial.link.is_some());
-        if !met {
+    /// Whether whoever is at the address of a ticket has ever greeted, and has answered since; `None` where nobody has
+    /// tried to the end. Waits for those who are just finding out.
+    async fn met(&self, ticket: &Ticket) -> Option<bool> {
+        let dial = self.dials.lock().get(&ticket.address).cloned()?;
+        let met = match timeout_at(given_up_by(ticket), dial.lock()).await {
+            Ok(dial) if dial.link.is_none() && dial.failures == 0 => None,
+            Ok(dial) => Some(dial.link.is_some()),
+            Err(_) => Some(false),
+        };
+        if met != Some(true) {
             self.forget_gone(&ticket.address, &dial);
         }
         met
     }
 
-    /// Tells the engine of a ticket that its lease is not wanted any more. Whoever has never answered at its address
-    /// is not tried for long.
-    pub(crate) async fn abandon(&self, ticket: &Ticket) -> Result<(), PeerError> {
+    /// Tells the engine of a ticket that its lease is not wanted any more. Not where nobody has ever answered: a ticket
+    /// may name any address, and a request that has failed must not knock there again. `unasked` says that this side
+    /// was about to connect to it anyway, and has not begun to: that is tried once, and not for long.
+    pub(crate) async fn abandon(&self, ticket: &Ticket, unasked: bool) -> Result<(), PeerError> {
         let deadline = match self.met(ticket).await {
-            true => given_up_by(ticket),
-            false => given_up_by(ticket).min(after(PATIENT_ANSWER).into()),
+            Some(true) => given_up_by(ticket),
+            None if unasked => given_up_by(ticket).min(after(PATIENT_ANSWER).into()),
+            None | Some(false) => return Ok(()),
         };
         let link = self.get(&ticket.address, deadline).await?;
         let (incarnation, keys) = (ticket.incarnation, vec![ticket.key()]);

@@ -18,15 +18,22 @@ pub(super) async fn lookup(address: &str) -> Result<Vec<SocketAddr>, PeerError> 
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
     }
-    // What the system says of a name that it does not know is in no category.
-    let kind = ErrorKind::NotFound;
-    let unknown = || PeerError::Io { what: "looking up the name of the host", kind };
     let place = PLACES.acquire().await.map_err(|_| PeerError::Closed)?;
     let address = address.to_owned();
     let found = spawn_blocking(move || {
         // Until the system answers, also where nobody waits for that any more.
         let _place = place;
-        address.to_socket_addrs().map(Vec::from_iter)
+        lookup_here(&address)
     });
-    found.await.ok().and_then(Result::ok).ok_or_else(unknown)
+    found.await.unwrap_or_else(|_| Err(unknown()))
+}
+
+/// The same; this thread waits.
+pub(crate) fn lookup_here(address: &str) -> Result<Vec<SocketAddr>, PeerError> {
+    address.to_socket_addrs().map(Vec::from_iter).map_err(|_| unknown())
+}
+
+/// What the system says of a name that it does not know is in no category.
+fn unknown() -> PeerError {
+    PeerError::Io { what: "looking up the name of the host", kind: ErrorKind::NotFound }
 }

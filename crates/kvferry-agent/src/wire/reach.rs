@@ -71,6 +71,8 @@ pub(crate) enum Reach {
     Peers,
     /// Loopback.
     Loopback,
+    /// The same, for engines that run no agent.
+    Foreign,
     /// Those of these networks.
     Networks(Arc<[Network]>),
 }
@@ -85,6 +87,30 @@ impl Reach {
         }
     }
 
+    /// Where engines are that run no agent, and so prove nothing, whatever the others do.
+    pub(crate) fn to_foreign(trust: &Trust, peers: &[Network]) -> Self {
+        match trust {
+            _ if !peers.is_empty() => Self::Networks(peers.into()),
+            Trust::Insecure => Self::Peers,
+            Trust::Loopback | Trust::Key(_) | Trust::Tls(_) => Self::Foreign,
+        }
+    }
+
+    /// Of the addresses that a name stands for, those that may be connected to; or why none may.
+    pub(crate) fn choose(&self, named: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, PeerError> {
+        let (mut chosen, mut refused) = (vec![], None);
+        for address in named {
+            match self.check(address) {
+                Ok(()) => chosen.push(address),
+                Err(error) => refused = Some(error),
+            }
+        }
+        match refused {
+            Some(error) if chosen.is_empty() => Err(error),
+            _ => Ok(chosen),
+        }
+    }
+
     /// Whether an address may be connected to, or why not.
     pub(crate) fn check(&self, address: SocketAddr) -> Result<(), PeerError> {
         let ip = address.ip().to_canonical();
@@ -94,9 +120,12 @@ impl Reach {
                 "a peer's address is never link-local, multicast or unspecified".to_owned()
             }
             Self::Peers => return Ok(()),
-            Self::Loopback if ip.is_loopback() => return Ok(()),
+            Self::Loopback | Self::Foreign if ip.is_loopback() => return Ok(()),
             Self::Loopback => "without a key or TLS peers are looked for on loopback alone. Give \
                 both sides a key, or name its network in 'peers', if it is a peer's"
+                .to_owned(),
+            Self::Foreign => "an engine without kvferry proves nothing, and is looked for on loopback alone. Name \
+                its network in 'peers', if it is one of yours"
                 .to_owned(),
             Self::Networks(networks) if networks.iter().any(|one| one.contains(ip)) => {
                 return Ok(());
@@ -193,5 +222,32 @@ mod tests {
             }
         }
         assert!(never.iter().all(|ip| allows(&Reach::Own, ip)));
+    }
+
+    #[test]
+    fn what_proves_nothing_is_reached_where_that_was_said() {
+        let key = Trust::Key(Key::new(b"0123456789abcdef").unwrap());
+        let said = ["10.0.0.0/8".parse().unwrap()];
+        for trust in [&key, &Trust::Loopback] {
+            let reach = Reach::to_foreign(trust, &[]);
+            assert!(allows(&reach, "127.0.0.1") && !allows(&reach, "10.0.0.1"));
+            let reach = Reach::to_foreign(trust, &said);
+            assert!(allows(&reach, "10.0.0.1") && !allows(&reach, "127.0.0.1"));
+        }
+        let anywhere = Reach::to_foreign(&Trust::Insecure, &[]);
+        assert!(allows(&anywhere, "10.0.0.1") && !allows(&anywhere, "169.254.169.254"));
+    }
+
+    /// Of a name that stands for several addresses those are taken that may be.
+    #[test]
+    fn of_several_addresses_those_are_chosen_that_may_be_reached() {
+        let named = |ips: &[&str]| {
+            ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 1)).collect::<Vec<_>>()
+        };
+        let here = Reach::to_peers(&Trust::Loopback, &[]);
+        let chosen = here.choose(named(&["10.0.0.1", "127.0.0.1", "::1"])).unwrap();
+        assert_eq!(chosen, named(&["127.0.0.1", "::1"]));
+        assert!(here.choose(named(&["10.0.0.1", "10.0.0.2"])).is_err());
+        assert_eq!(here.choose(vec![]).unwrap(), []);
     }
 }

@@ -13,7 +13,7 @@ use super::mover::{Job, Mover};
 use super::peers::Peers;
 use crate::error::Error;
 use crate::mailbox::Mailbox;
-use crate::metrics::{WorkerMetrics, escape};
+use crate::metrics::{Served, WorkerMetrics, escape};
 use crate::rules::audit::Audit;
 use crate::rules::life::Stage;
 
@@ -118,7 +118,7 @@ impl Core {
 
     /// The counters by name.
     pub(super) fn counts(&self) -> Vec<(String, u64)> {
-        self.metrics.counts(&self.peers.rank.carrier.staging())
+        self.metrics.counts(&Served::by(&*self.peers.rank.carrier))
     }
 
     /// As Prometheus text.
@@ -127,7 +127,7 @@ impl Core {
         let labels = format!("engine=\"{}\",rank=\"{}\"", escape(&rank.engine), rank.number);
         let loads = self.loads();
         let quarantined = loads.iter().filter(|(_, doing)| *doing == QUARANTINED).count();
-        let staging = rank.carrier.staging();
-        self.metrics.text(&labels, loads.len() - quarantined, quarantined, &staging)
+        let served = Served::by(&*rank.carrier);
+        self.metrics.text(&labels, loads.len() - quarantined, quarantined, &served)
     }
 }

@@ -414,13 +414,12 @@ impl Peers {
         engine.layers.get_or_init(compile).await.clone()
     }
 
-    /// Tells P that it need not keep the blocks for this rank's engine; not where nobody has ever answered: a
-    /// ticket may name any address.
+    /// Tells P that it need not keep the blocks for this rank's engine; not where nobody has ever answered.
     pub(super) async fn abandon(&self, ticket: &Ticket) {
-        if self.introduced.knows(&ticket.address) || !self.links.met(ticket).await {
+        if self.introduced.knows(&ticket.address) {
             return;
         }
-        if let Err(error) = self.links.abandon(ticket).await {
+        if let Err(error) = self.links.abandon(ticket, false).await {
             debug!(%error, "cannot give up the lease: it will expire");
         }
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use kvferry_agent::{Failure, Outcome, Ticket};
+use kvferry_agent::{Ended, Failure, Following, Outcome, Ticket};
 use kvferry_transport::Error;
 
 use crate::common::*;
@@ -135,6 +135,61 @@ fn nothing_is_given_up_where_nobody_ever_answered() {
     assert_eq!(load("answered"), Outcome::Done);
     assert_eq!(p.wait_released().request, "answered");
     assert!(p.scheduler.granted("unanswered").is_some());
+}
+
+/// The scheduler of D knocks there only to keep the lease alive.
+#[test]
+fn a_scheduler_gives_nothing_up_where_nobody_ever_answered() {
+    let p = Recipe::new("p", 1).start();
+    let d = Recipe::new("d", 1).start();
+    let silent = Silent::start();
+    // One after the other is accepted: who connects here comes after all that were there before.
+    let came = || {
+        let before = silent.accepted.load(Ordering::SeqCst);
+        drop(TcpStream::connect(("127.0.0.1", silent.port)).unwrap());
+        eventually("it is accepted", || silent.accepted.load(Ordering::SeqCst) > before);
+        silent.accepted.load(Ordering::SeqCst)
+    };
+    let give_up = |address: String| {
+        let ticket = p.grant("r", &[1], 4);
+        d.scheduler.abandon(&at(&ticket, address));
+        p.scheduler.revoke("r");
+        p.wait_released();
+        // What was given up before it was told by then.
+        let known = p.grant("known", &[1], 4);
+        d.scheduler.hold(&known, LONG);
+        d.scheduler.abandon(&known);
+        assert_eq!(p.wait_released().request, "known");
+    };
+    let before = came();
+    give_up(silent.address(0));
+    assert_eq!(came(), before + 1, "it was never held");
+    let mut ticket = p.grant("lost", &[1], 4);
+    (ticket.address, ticket.term_ms) = (silent.address(0), 200);
+    d.scheduler.hold(&ticket, LONG);
+    eventually("it is lost", || !d.scheduler.lost().is_empty());
+    p.scheduler.revoke("lost");
+    p.wait_released();
+    let before = came();
+    give_up(silent.address(0));
+    assert_eq!(came(), before + 1, "it did not answer while it was held");
+}
+
+/// A request that is followed by its ticket, and given up before its engine has said anything: the lease is not kept
+/// alive any more.
+#[test]
+fn what_is_followed_is_given_up_before_it_is_heard_of() {
+    let p = Recipe::new("p", 1).start();
+    let d = Recipe::new("d", 1).start();
+    let wire = Wire::to(p.scheduler.address());
+    wire.stop();
+    let ticket = at(&p.grant("r", &[1], 4), wire.address.clone());
+    d.scheduler.follow("r", Following::Ticket(ticket), LONG).unwrap();
+    eventually("it is held", || d.scheduler.left().holds == 1);
+    d.scheduler.unfollow("r");
+    assert_eq!(d.scheduler.left().holds, 0);
+    wire.go();
+    assert_eq!(p.wait_released().why, Ended::Abandoned);
 }
 
 /// Its memory stays mapped as long as it is not let go of.

@@ -104,6 +104,7 @@ fn a_replay_does_nothing() {
     let wire = Wire::to(p.scheduler.address());
     let mut ticket = p.grant("r", &[1], 4);
     ticket.address = wire.address.clone();
+    d.scheduler.hold(&ticket, LONG);
     d.scheduler.abandon(&ticket);
     assert_eq!(p.wait_released().why, Ended::Abandoned);
     let recorded = wire.heard().concat();
