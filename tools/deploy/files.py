@@ -88,6 +88,9 @@ def connector(line, files):
     unknown = given.keys() - {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"}
     if unknown or given["kv_connector"] != plugin.NAME or given["kv_role"] not in ("kv_producer", "kv_consumer"):
         raise ValueError(f"--kv-transfer-config is {given}")
+    policy = given.get("kv_load_failure_policy")
+    if given["kv_role"] == "kv_consumer" and policy != "recompute":
+        raise ValueError(f"kv_load_failure_policy is {policy}, and README.md recommends recompute on decode servers")
     extra = given["kv_connector_extra_config"]
     if missing := [path for path in extra.values() if str(path).startswith("/") and path not in files]:
         raise ValueError(f"the container has no {missing}")
