@@ -96,7 +96,7 @@ def connector(line, files):
         raise ValueError(f"the container has no {missing}")
     # Files of the container need not be on this machine.
     read = options.Options.read({name: "/dev/null" if value in files else value for name, value in extra.items()})
-    read.address(read.port)
+    read.resolved(read.host)
     if read.host in ("0.0.0.0", "::") and not read.advertise:
         raise ValueError("others are not told how to reach it: no 'advertise'")
     return read
