@@ -60,6 +60,8 @@ def unready(packages):
     for package in published(packages):
         missing = [field for field in FIELDS if not package.get(field)]
         problems += [f"{package['name']}: Cargo.toml has no {field}" for field in missing]
+        if not Path(package["manifest_path"]).with_name("LICENSE").exists():
+            problems.append(f"{package['name']}: has no LICENSE (a link to ours), which must go with every copy")
         for needed in package["dependencies"]:
             # Cargo leaves out those of tests.
             if needed["kind"] != "dev" and needed.get("path") and needed["name"] not in public:

@@ -74,16 +74,23 @@ def test_notes_are_one_section_of_the_changelog(release):
         assert release.notes(CHANGELOG, other) == "", other
 
 
-def test_what_crates_io_wants_to_know_is_there(release):
+def test_what_crates_io_wants_to_know_is_there(release, tmp_path):
+    licence = tmp_path / "LICENSE"
+    licence.write_text("ours")
+
     def crate(name, publish, *needs, **fields):
         known = {field: "there" for field in release.FIELDS} | fields
         needs = [{"name": need, "path": "crates/it", "kind": kind} for need, kind in needs]
-        return {"name": name, "publish": publish, "dependencies": needs, **known}
+        where = str(tmp_path / "Cargo.toml")
+        return {"name": name, "publish": publish, "dependencies": needs, "manifest_path": where, **known}
 
     public = crate("a", None, ("b", None), ("tests", "dev"))
     assert release.unready([public, crate("b", None), crate("tests", [], readme=None)]) == []
     assert release.unready([crate("a", None, readme=None)]) == ["a: Cargo.toml has no readme"]
     assert release.unready([public, crate("b", [])]) == ["a: is published, but needs b, which is not"]
+    licence.unlink()
+    (found,) = release.unready([crate("a", None)])
+    assert "a: has no LICENSE" in found
 
 
 def test_a_wheel_has_licences_and_a_list_of_what_is_in_it(release, tmp_path):
