@@ -5,6 +5,7 @@
 #   tools/build-wheel.sh FOLDER [TARGET]    TARGET: x86_64-unknown-linux-gnu (this machine's, by default) or
 #                                           aarch64-unknown-linux-gnu, if rustup has it
 #
+# With it go the licences of what is linked in (tools/licences.py) and a list of that, which maturin makes (CycloneDX).
 # zig's C compiler links against an old glibc on any machine. It and maturin are installed on first use,
 # outside the tree, under a name that says their versions.
 set -euo pipefail
@@ -26,5 +27,8 @@ if [ ! -e "$env/complete" ]; then
 fi
 flock -u 9
 
+# Where pyproject.toml says that they are.
+trap 'rm -rf third-party' EXIT
+python3 tools/licences.py third-party "$target"
 PATH="$env/bin:$PATH" maturin build --release --strip --locked --zig --compatibility manylinux_2_28 \
   --target "$target" --out "$out"

@@ -22,6 +22,9 @@ fi
 flock -u 9
 
 "$env/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+"$env/bin/check-jsonschema" --builtin-schema vendor.dependabot .github/dependabot.yml
+"$env/bin/check-jsonschema" --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+"$env/bin/check-jsonschema" --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 "$env/bin/check-jsonschema" --builtin-schema vendor.compose-spec deploy/compose.yaml
 "$env/bin/kubernetes-validate" --strict deploy/kubernetes/*.yaml
 "$env/bin/hadolint" deploy/Containerfile

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the book in docs/ and checks every link, anchor and path in it and in the other documents.
+# Builds the book in docs/ and checks every link, anchor and path in it and in the other documents, and the words of the
+# pages that people see first (tools/prose.py).
 #
 #   tools/test-docs.sh           the checks alone
 #   tools/test-docs.sh FOLDER    and leaves the pages in FOLDER, to be read from FOLDER/index.html
@@ -33,6 +34,7 @@ fi
 # server.
 "$env/bin/mkdocs" build --strict --no-directory-urls --site-dir "$site"
 
+"$env/bin/python" tools/prose.py
 "$env/bin/python" - <<'PYTHON'
 """Links between the documents outside of the book, and every path that any document names."""
 

@@ -20,6 +20,9 @@ from test_served import LEASE, SMALL, ask, assert_no_block_is_held, moved, text
 from tiny import save_model
 from wire import Wire, on
 
+#: A load that fails is an error, and not an answer that D computes itself: it must show.
+FAIL = {"kv_load_failure_policy": "fail"}
+
 
 @pytest.fixture(scope="module")
 def wire():
@@ -44,7 +47,7 @@ def pair(wire, tmp_path_factory):
     hosts = {"prefill": wire.left, "decode": wire.right}
     with (
         on(wire.right),
-        contextlib.closing(Pair(folder / "model", folder, SMALL, {}, extra, only, hosts)) as pair,
+        contextlib.closing(Pair(folder / "model", folder, SMALL, FAIL, extra, only, hosts)) as pair,
     ):
         pair.start("prefill", "decode")
         pair.start("router")

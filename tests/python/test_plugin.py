@@ -9,9 +9,10 @@ from handmade import grant, load
 from kvferry.vllm import FerryConnector, plugin
 from kvferry.vllm.metrics import Stats, ended
 from kvferry.vllm.options import Options
-from vllm.config import KVTransferConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
 
@@ -53,6 +54,18 @@ def test_the_plug_in_loads_nothing_else_of_this_package():
     look = "import sys, kvferry.vllm.plugin; print('torch' in sys.modules, 'vllm' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", look], capture_output=True, timeout=60, text=True)
     assert answer.stdout.split() == ["False", "False"], answer
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_wrong_option_is_named_while_vllm_reads_its_arguments(monkeypatch, inside):
+    """Before it loads any weights, on a platform that captures full graphs."""
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda self: True)
+    given = dict(kv_connector="FerryConnector", kv_role="kv_both", kv_connector_extra_config={"transprot": "tcp"})
+    if inside:
+        given = dict(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [given]})
+    graphs = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
+    with pytest.raises(ValueError, match="no option 'transprot': did you mean 'transport'"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**given), compilation_config=graphs)
 
 
 def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch):

@@ -1,5 +1,6 @@
 """The scheduler's side without an engine: a request from one half to the other."""
 
+import asyncio
 import copy
 import logging
 import time
@@ -9,7 +10,8 @@ import pytest
 from kvferry.vllm import logs
 from kvferry.vllm.scheduler import SchedulerSide
 from sides import request, start_side
-from vllm.v1.request import RequestStatus
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.request import Request, RequestStatus
 
 
 @pytest.fixture
@@ -26,6 +28,12 @@ def start(caplog):
     logs.logger.removeHandler(caplog.handler)
     for side in made:
         side.agent.close()
+
+
+def test_the_log_has_the_address_to_listen_on_and_the_one_that_peers_are_told(start, caplog):
+    start("kv_producer", advertise="192.0.2.7")
+    (said,) = {one.getMessage() for one in caplog.records if "listens on" in one.getMessage()}
+    assert "listens on 127.0.0.1, and peers are told 192.0.2.7:" in said
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
@@ -84,8 +92,41 @@ def test_parameters_for_another_prompt_are_not_used(start, caplog):
     released(prefill)
 
 
+def reject(decode, params):
+    """As vLLM's server says that it has rejected a request, or that it has failed: its own code makes what it sends."""
+    sent = []
+
+    async def send(asked):
+        sent.append(asked)
+
+    server = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=send))
+    asyncio.run(AsyncLLM.notify_kv_transfer_request_rejected(server, "cmpl-1", params))
+    rejected = Request.from_engine_core_request(sent[0], None)
+    decode.on_new_request(rejected)
+    rejected.status = RequestStatus.FINISHED_ABORTED
+    decode.finished(rejected, ([],))
+
+
+def test_what_is_said_of_a_load_that_has_failed_is_no_forged_request(start, caplog):
+    """vLLM's server rejects what has ended with an error, too: the same ticket comes again, with another prompt."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    wanted = request(**params)
+    decode.on_new_request(wanted)
+    # Another answer to the same prompt still waits for its blocks.
+    reject(decode, params)
+    assert decode.matched(wanted, 0)[1] and not prefill.orders([]).released
+    decode.decode._give_up(wanted.request_id, failed=True)
+    reject(decode, params)
+    assert decode.decode.counts["params_refused"] == 0
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    released(prefill)
+
+
 @pytest.mark.parametrize("push", ["never", "always"])
-def test_a_request_that_d_s_server_rejects(start, push):
+def test_a_request_that_d_s_server_rejects(start, caplog, push):
     """vLLM's server makes another one of it, of a single token and aborted, for the connector to hear of it. Its name
     and its prompt are not those that both engines know a request by, if it was sent to both."""
     prefill, decode = start("kv_producer", push=push), start("kv_consumer")
@@ -95,12 +136,9 @@ def test_a_request_that_d_s_server_rejects(start, push):
     if push == "always":
         names = ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")
         params = {name: params[name] for name in names} | {"remote_request_id": "cmpl-1"}
-    rejected = request("cmpl-1", **params)
-    rejected.prompt_token_ids = rejected.all_token_ids = [0]
-    rejected.num_prompt_tokens, rejected.num_computed_tokens = 1, 0
-    rejected.status = RequestStatus.FINISHED_ABORTED
-    decode.on_new_request(rejected)
-    decode.finished(rejected, ([],))
+    reject(decode, params)
+    assert decode.decode.counts["params_refused"] == 0
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
     if push == "never":
         released(prefill)
         return

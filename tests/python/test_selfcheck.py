@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -22,11 +24,17 @@ def test_it_finds_this_environment_ready():
     fits = {finding["what"]: finding["fits"] for finding in said["findings"]}
     for what in ("vllm", "plug-in", "connector", "local", "tcp", "nixl"):
         assert fits[what] == "yes", said
-    (kernels,) = [one["says"] for one in said["findings"] if one["what"] == "kernels"]
+    (kernels,) = [one["details"] for one in said["findings"] if one["what"] == "kernels"]
     # Known to be side by side, and not to be asked; states that nobody knows how to ask.
     assert "HPC_ATTN (its cache is written in the midst" in kernels
     assert "LINEAR (its kernels cannot be called alone; taken for granted)" in kernels
     assert "CPU_ATTN" not in kernels
+    shown = subprocess.run(run, capture_output=True, timeout=300, text=True)
+    assert all(len(line) < 250 for line in shown.stdout.splitlines()) and "HPC_ATTN" not in shown.stdout, shown.stdout
+    # What it ends with is what README.md gives to the servers.
+    commands = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    for line in shown.stdout.splitlines()[-2:]:
+        assert json.loads(line.split("'")[1]) in [json.loads(one) for one in re.findall(r"'(\{.*?\})'", commands)], line
     wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
     assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 
@@ -71,7 +79,7 @@ def test_a_vllm_that_nobody_tried_is_named_with_what_still_holds(monkeypatch, fo
 
 def test_a_plug_in_that_is_left_out_is_named():
     """In a process of its own: vLLM looks for plug-ins once in each."""
-    look = "from kvferry.vllm import selfcheck; print([vars(selfcheck.plugin()), selfcheck.config()])"
+    look = "from kvferry.vllm import selfcheck; print([vars(selfcheck.plugin()), selfcheck.config('decode')])"
     environment = os.environ | {"VLLM_PLUGINS": "other", "VLLM_LOGGING_LEVEL": "ERROR"}
     run = [sys.executable, "-c", look]
     answer = subprocess.run(run, capture_output=True, timeout=300, text=True, env=environment)
@@ -121,4 +129,4 @@ def test_a_transport_that_fails_only_matters_where_it_is_needed(monkeypatch):
     monkeypatch.setattr(selfcheck, "hand_over", fail)
     optional, needed = (selfcheck.moved("nixl", "cpu", 1, needed) for needed in (False, True))
     assert (optional.fits, needed.fits) == ("-", "no")
-    assert "no such library" in needed.says and "pip install nixl" in needed.advice
+    assert "no such library" in needed.says and "pip install 'nixl==" in needed.advice

@@ -16,7 +16,7 @@ def test_options_have_defaults_and_are_taken():
     made = Options.read({"transport": "local", "lease": 5, "port": 5600, "insecure": True})
     assert (made.transport, made.lease, made.port, made.insecure) == ("local", 5, 5600, True)
     assert made.address(5600) == {"bind": "127.0.0.1:5600", "advertise": None}
-    assert Options.read({"host": "::1"}).address(1)["bind"] == "[::1]:1"
+    assert Options.read({"host": "::"}).address(1)["bind"] == "[::]:1"
     assert (made.port_of(0), made.port_of(3), Options().port_of(3)) == (5600, 5603, 0)
     assert made.trust() == {"key_file": None, "insecure": True, "peers": []}
 
@@ -85,6 +85,14 @@ def test_a_file_that_cannot_be_read_is_named(tls, name):
 def test_a_host_that_is_not_there_is_named():
     options = Options.read({"host": "no such host"})
     with pytest.raises(ValueError, match="'host' .* is 'no such host', but must be an address of this"):
+        options.address(0)
+
+
+def test_a_host_of_another_machine_is_named():
+    # An address that no machine has (RFC 5737).
+    options = Options.read({"host": "192.0.2.1"})
+    wanted = "'host' .* is '192.0.2.1', but must be an address of this .*no network interface here has it"
+    with pytest.raises(ValueError, match=wanted):
         options.address(0)
 
 

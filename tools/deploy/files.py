@@ -88,12 +88,15 @@ def connector(line, files):
     unknown = given.keys() - {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"}
     if unknown or given["kv_connector"] != plugin.NAME or given["kv_role"] not in ("kv_producer", "kv_consumer"):
         raise ValueError(f"--kv-transfer-config is {given}")
+    policy = given.get("kv_load_failure_policy")
+    if given["kv_role"] == "kv_consumer" and policy != "recompute":
+        raise ValueError(f"kv_load_failure_policy is {policy}, and README.md recommends recompute on decode servers")
     extra = given["kv_connector_extra_config"]
     if missing := [path for path in extra.values() if str(path).startswith("/") and path not in files]:
         raise ValueError(f"the container has no {missing}")
     # Files of the container need not be on this machine.
     read = options.Options.read({name: "/dev/null" if value in files else value for name, value in extra.items()})
-    read.address(read.port)
+    read.resolved(read.host)
     if read.host in ("0.0.0.0", "::") and not read.advertise:
         raise ValueError("others are not told how to reach it: no 'advertise'")
     return read

@@ -42,6 +42,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = worker(vllm_config, kv_cache_config, options)
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # vLLM asks while it reads a server's arguments, where it captures full graphs: the first time that it calls us. A
+        # wrong option should end it there, and not when it has loaded the weights.
+        Options.read(extra_config or {})
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         transfer = vllm_config.kv_transfer_config
         options = Options.read(transfer.kv_connector_extra_config or {})

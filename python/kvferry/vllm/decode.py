@@ -29,6 +29,12 @@ COUNTS = {
 }
 
 
+def is_rejected(request: Any) -> bool:
+    """Whether this only says that vLLM's server has rejected a request, or that it has failed here: its prompt is one
+    token that means nothing, and vLLM aborts it as soon as the connector has seen it."""
+    return getattr(request, "abort_immediately", False) is True
+
+
 @dataclass
 class Wanted:
     """A request from when it comes until it is loaded."""
@@ -111,7 +117,8 @@ class Decode:
         except (ValueError, AgentError) as error:
             self.refuse(request, error)
             return
-        self.wanted[request.request_id] = wanted
+        if wanted is not None:
+            self.wanted[request.request_id] = wanted
 
     def refuse(self, request: Any, error: Exception) -> None:
         """A request whose parameters are of no use."""
@@ -123,11 +130,15 @@ class Decode:
             error,
         )
 
-    def _begin(self, request: Any) -> Wanted:
+    def _begin(self, request: Any) -> Wanted | None:
         name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
         origin = self.origins.of(request, request.num_prompt_tokens)
+        rejected = is_rejected(request)
         source = Source.read(params)
         if source is not None:
+            if rejected:
+                # It is known by a name that this one does not have.
+                return None
             self.agent.check_engine(source.engine, source.address, source.seal)
             # As many as that engine will have: it has the same prompt.
             tokens = request.num_prompt_tokens - self.groups.held_back
@@ -150,6 +161,11 @@ class Decode:
         if stock is None and self.sealed:
             self.agent.check(offer.ticket, tokens=offer.tokens, blocks=offer.blocks, first=offer.first)
         reader = self._reader(offer.ticket)
+        spent = offer.ticket in self.spent
+        if rejected and (stock is None or reader is not None or spent):
+            if reader is None and not spent:
+                self.agent.abandon(offer.ticket)
+            return None
         if (wrong := self._not_for(request, offer)) is not None:
             if reader is None and stock is None:
                 # Held first: its engine may not have been met yet, and is tried once.
@@ -163,7 +179,7 @@ class Decode:
                 raise ValueError("another request with another prompt is reading the same blocks")
             # Several answers to one prompt (`n`): what one of them reads is for all.
             return Wanted(offer, offer.tokens, origin, offer.ticket, reader=reader)
-        if offer.ticket in self.spent:
+        if spent:
             raise ValueError("they have been used already, and the blocks are gone")
         if params.get("do_remote_decode") or offer.hash is not None:
             # Of what was answered, which the prompt goes on from.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import ipaddress
 import math
 import socket
@@ -153,14 +154,17 @@ class Options:
     def address(self, port: int) -> dict[str, Any]:
         """The arguments of either half of an agent that say where it listens."""
         host = self._host()
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError) as error:
-            # Said here, because the agent knows it by another name.
-            wanted = "an address of this machine, a name that stands for one, or 'auto'"
-            raise _error("host", host, f"{wanted} ({error})") from None
+        if not any(_is_here(family, where) for family, *_, where in self.resolved(host)):
+            raise _error("host", host, f"{_HOST} (no network interface here has it)")
         host = f"[{host}]" if ":" in host else host
         return {"bind": f"{host}:{port}", "advertise": self.advertise}
+
+    def resolved(self, host: str) -> list[Any]:
+        """What a host stands for. Said here, because the agent knows the option by another name."""
+        try:
+            return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise _error("host", host, f"{_HOST} ({error})") from None
 
     def _host(self) -> str:
         """Where this process listens, which may be on another machine than other ranks of the engine."""
@@ -216,6 +220,16 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _is_here(family: int, where: tuple[Any, ...]) -> bool:
+    """Whether an address is one of this machine's. What else can be wrong with it shows when it is listened on."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind((where[0], 0, *where[2:]))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
 def _is_network(value: Any) -> bool:
     try:
         ipaddress.ip_network(value, strict=False)
@@ -228,6 +242,7 @@ def _or(valid: Mapping[str, Any]) -> str:
     return "".join(f", or {other!r}" for other in valid.get("others", ()))
 
 
+_HOST = "an address of this machine, a name that stands for one, or 'auto'"
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 

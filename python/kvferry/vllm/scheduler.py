@@ -37,7 +37,12 @@ class SchedulerSide:
             **options.address(options.port_of(parallel.data_parallel_index)),
             **options.trust(),
         )
-        logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
+        if options.advertise is None:
+            logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
+        else:
+            logger.info(
+                "kvferry: engine %s listens on %s, and peers are told %s", engine, options.host, self.agent.address
+            )
         if options.drain_signal != "none":
             self.agent.drain_on(getattr(signal, options.drain_signal))
             logger.info(

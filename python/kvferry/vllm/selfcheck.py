@@ -25,8 +25,11 @@ from . import versions
 from .plugin import GROUP, NAME, PLUGIN
 
 TRANSPORTS = ("local", "tcp", "nixl")
-#: What a user gives to both servers to begin with, and what must be added without the plug-in.
-CONFIG = {"kv_connector": NAME, "kv_role": "kv_both"}
+#: What a user gives to the two servers to begin with, and what must be added without the plug-in.
+CONFIGS = {
+    "prefill": {"kv_connector": NAME, "kv_role": "kv_producer"},
+    "decode": {"kv_connector": NAME, "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"},
+}
 WITHOUT_PLUGIN = {"kv_connector_module_path": "kvferry.vllm"}
 #: What compares a pair's answers with those of its decode server alone.
 CANARY = "python -m kvferry.vllm.canary"
@@ -42,13 +45,15 @@ class Finding:
     says: str
     #: What to do about it.
     advice: str = ""
+    #: What only some readers want: shown with `--verbose`, and in JSON.
+    details: str = ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.vllm.selfcheck", description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="how much to move with each transport")
     parser.add_argument("--json", action="store_true", help="answer as JSON, for programs")
-    parser.add_argument("--verbose", action="store_true", help="also show what the transports log")
+    parser.add_argument("--verbose", action="store_true", help="also show details, and what the transports log")
     asked = parser.parse_args()
     if asked.mib < 1:
         parser.error(f"--mib is {asked.mib}, but must be 1 or more")
@@ -69,13 +74,17 @@ def main() -> int:
             print(f"  {mark}  {finding.what:<14} {finding.says}", flush=True)
             if finding.advice:
                 print(f"      {'':<14} {finding.advice}", flush=True)
+            if finding.details and asked.verbose:
+                print(f"      {'':<14} {finding.details}", flush=True)
     wrong = [finding.what for finding in findings if finding.fits == "no"]
     if asked.json:
         print(json.dumps({"works": not wrong, "findings": [asdict(one) for one in findings]}))
     elif wrong:
         print(f"\nnot ready: see {', '.join(wrong)}")
     else:
-        print("\nready: --kv-transfer-config '" + json.dumps(config()) + "'")
+        print("\nready:")
+        for server in CONFIGS:
+            print(f"  {server:<8} --kv-transfer-config '{json.dumps(config(server))}'")
     return 1 if wrong else 0
 
 
@@ -144,8 +153,8 @@ def registered() -> bool:
     return True
 
 
-def config() -> dict[str, str]:
-    return CONFIG if registered() else CONFIG | WITHOUT_PLUGIN
+def config(server: str) -> dict[str, str]:
+    return CONFIGS[server] if registered() else CONFIGS[server] | WITHOUT_PLUGIN
 
 
 def connector() -> Finding:
@@ -154,7 +163,7 @@ def connector() -> Finding:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**config()))
+        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**config("decode")))
     except Exception as error:
         return Finding("connector", "no", f"does not load: {error}")
     wrong = versions.differences(found)
@@ -182,8 +191,14 @@ def askable() -> Finding:
         else:
             not_asked[name] = "its kernels cannot be called alone; taken for granted"
     cannot = "; ".join(f"{name} ({why})" for name, why in sorted(not_asked.items()))
-    says = f"{len(asked)} kinds of caches can be asked where they are written"
-    return Finding("kernels", "yes" if asked else "no", f"{says}; not {cannot}" if cannot else says)
+    says = f"{len(asked)} kinds of caches can be asked where they are written, {len(not_asked)} cannot"
+    return Finding("kernels", "yes" if asked else "no", says, details=f"not {cannot}" if cannot else "")
+
+
+def nixl() -> str:
+    """The NIXL that this release is tested with, as `pip install 'kvferry[nixl]'` has it."""
+    needed = importlib.metadata.requires("kvferry") or []
+    return next((one.split(";")[0].strip() for one in needed if one.startswith("nixl")), "nixl")
 
 
 def graphics() -> list[str]:
@@ -204,7 +219,7 @@ def moved(
     try:
         return Finding(what, "yes", str(hand_over(transport, device, mib, level)))
     except Exception as error:
-        advice = "pip install nixl, or nixl-cu12 or nixl-cu13 for CUDA" if transport == "nixl" else ""
+        advice = f"pip install '{nixl()}'" if transport == "nixl" else ""
         return Finding(what, "no" if needed else "-", f"does not work here: {error}", advice)
 
 

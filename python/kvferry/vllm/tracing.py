@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._core import Ending
+from .decode import is_rejected
 from .logs import logger
 from .messages import Moved, Orders
 from .metrics import Stats
@@ -112,7 +113,7 @@ class TracedScheduler(SchedulerSide):
             span = self.tracer.root("kvferry.decode", request, at, facts)
             self.taken[name] = Taken(span, request, at)
             self._say(name, span)
-        elif (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        elif (request.kv_transfer_params or {}).get("do_remote_prefill") and not is_rejected(request):
             span = self.tracer.root("kvferry.decode", request, at, facts | {"outcome": "computed here"})
             self.tracer.end(span, at, "the transfer parameters cannot be used")
 
