@@ -68,7 +68,7 @@ fn the_ways_side_by_side_are_json_and_a_picture() {
         let way = |name: &str| row[name].as_f64().is_some_and(|ms| ms > 0.0);
         let ways = ["direct_ms", "packed_ms", "full_read_ms", "chosen_ms"];
         assert!(ways.into_iter().all(way), "{row}");
-        assert!(row["of_best"].as_f64().unwrap() >= 1.0, "{row}");
+        assert!(row["of_best"].as_f64().unwrap() > 0.0, "{row}");
         let rates = row["rates"].as_array().unwrap();
         assert!(rates.iter().all(|rate| rate.as_array().unwrap().len() == 3), "{row}");
     }

@@ -4,12 +4,11 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::held::{HeldRead, Refusal};
+use crate::common::held::Refusal;
 use crate::common::*;
 use kvferry_agent::{
     Ended, Failure, Load, Lost, LostWhy, Outcome, PeerError, Trust, Version, ask_status,
 };
-use kvferry_transport::Price;
 
 fn hand_over(p: &Engine, d: &Engine) {
     let outcomes = p.hand_over(d, "r7", 22, p.scheduler.address());
@@ -326,77 +325,6 @@ fn nobody_waits_for_an_agent_that_is_given_up() {
         assert_eq!(scheduler.join().unwrap(), []);
     });
     assert!(began.elapsed() < LONG);
-}
-
-/// Two sources of one request, one dear for each copy and one for each byte: the last block is read
-/// whole from the first, and exactly from the second.
-#[test]
-fn how_a_source_is_read_is_chosen_by_its_own_price() {
-    let mut p = Recipe::new("p", 2).by(By::Held);
-    p.by_head = true;
-    p.prices = |rank| match rank {
-        0 => Price { launch: 0.0, copy: 1e6, byte: 0.001 },
-        _ => Price { launch: 0.0, copy: 0.0, byte: 1.0 },
-    };
-    let mut d = Recipe::new("d", 1).by(By::Held);
-    d.by_head = true;
-    let (p, d) = (p.start(), d.start());
-    // One whole block, and one token of another.
-    let (tokens, source, destination) = (TOKENS_PER_BLOCK + 1, [3, 6], [9, 5]);
-    let grant = granted(&source, tokens);
-    let ticket = p.scheduler.grant("r", grant.clone()).unwrap();
-    let load = Load { rest: true, ..load("r", &ticket, grant, &destination) };
-    d.ranks[0].worker.load(load).unwrap();
-    let held = d.ranks[0].held.as_ref().unwrap();
-    let (whole, exact) = (held.next(), held.next());
-    let head = TOKENS_PER_BLOCK * DIM;
-    let lengths = |read: &HeldRead| read.copies.iter().map(|copy| copy.bytes).collect::<Vec<_>>();
-    assert_eq!(lengths(&whole), [2 * head, 2 * head]);
-    assert_eq!(lengths(&exact), [2 * head, DIM, DIM]);
-    for read in [whole, exact] {
-        read.finish();
-    }
-    let ending = d.ranks[0].wait_end("r");
-    assert_eq!((ending.outcome, ending.copies), (Outcome::Done, 5));
-    let rest: u64 = ending.rest.iter().map(|area| area.bytes).sum();
-    assert_eq!(
-        rest,
-        (TOKENS_PER_BLOCK - 1) * HEADS * DIM,
-        "what was read too much is to be zeroed"
-    );
-}
-
-/// What two ranks hold is read from the nearer one, whichever it is.
-#[test]
-fn a_rank_that_is_far_is_not_read_where_a_nearer_one_holds_the_same() {
-    let prices: [fn(u64) -> Price; 2] = [
-        |rank| Price { launch: 0.0, copy: 0.0, byte: if rank == 0 { 0.1 } else { 5.0 } },
-        |rank| Price { launch: 0.0, copy: 0.0, byte: if rank == 0 { 5.0 } else { 0.1 } },
-    ];
-    for (near, prices) in prices.into_iter().enumerate() {
-        let mut p = Recipe::new("p", 2).by(By::Held);
-        (p.replicated, p.prices) = (true, prices);
-        let (p, d) = (p.start(), Recipe::new("d", 1).by(By::Held).start());
-        let (tokens, source, destination) = (2 * TOKENS_PER_BLOCK, [3, 6], [9, 5]);
-        p.prefill(1, &source, tokens);
-        let grant = granted(&source, tokens);
-        let ticket = p.scheduler.grant("r", grant.clone()).unwrap();
-        d.ranks[0].worker.load(load("r", &ticket, grant, &destination)).unwrap();
-        let held = d.ranks[0].held.as_ref().unwrap();
-        let read = held.next();
-        let memory = &p.ranks[near].memory;
-        let memory = memory.base()..memory.base() + memory.bytes as u64;
-        assert!(
-            read.copies.iter().all(|copy| memory.contains(&copy.source)),
-            "rank {near} is near"
-        );
-        read.land(0, read.copies.len());
-        read.finish();
-        let ending = d.ranks[0].wait_end("r");
-        assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, tokens * HEADS * DIM));
-        assert_eq!(d.ranks[0].wrong(1, &destination, tokens), 0);
-        assert!(held.is_empty());
-    }
 }
 
 /// All replicas carry, but none is missed that others can stand in for, whichever cannot be connected to and however

@@ -14,9 +14,9 @@ use kvferry_layout::{
     Window,
 };
 use kvferry_nixl::{Nixl, NixlOptions};
+use kvferry_transport::Transport;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::tcp::{Tcp, TcpOptions};
-use kvferry_transport::{Price, Transport};
 
 use super::faulty::{Faulty, Switch};
 use super::held::{Held, Refusal};
@@ -67,8 +67,6 @@ pub struct Recipe {
     /// Whether its transport can be made to do wrong, by the switch.
     pub faulty: bool,
     pub switch: Switch,
-    /// What reads from each rank cost, where they are [`By::Held`].
-    pub prices: fn(u64) -> Price,
     /// Which ranks cannot be connected to, where they are [`By::Held`].
     pub refuses: fn(u64) -> Option<Refusal>,
 }
@@ -95,7 +93,6 @@ impl Recipe {
             replicated: false,
             faulty: false,
             switch: Switch::default(),
-            prices: |_| Price { launch: 0.0, copy: 512.0, byte: 0.125 },
             refuses: |_| None,
         }
     }
@@ -162,7 +159,7 @@ impl Recipe {
                 }
                 By::Looping => Arc::new(Looping),
                 By::Held => {
-                    held = Some(Arc::new(Held::new((self.prices)(rank), (self.refuses)(rank))));
+                    held = Some(Arc::new(Held::new((self.refuses)(rank))));
                     held.clone().unwrap() as Arc<dyn Carrier>
                 }
             };
