@@ -32,6 +32,10 @@ _Path = str | os.PathLike[str]
 def version() -> str:
     """The version of the compiled part."""
 
+def command(words: list[str], program: list[str]) -> int:
+    """What the `kvferry` command does for these words, of which the first is its name; the exit code. `program` is what
+    starts it again."""
+
 def finish() -> None:
     """Waits until no kernel is compiled, at most 20 s, and lets none be compiled any more: for a process that ends."""
 

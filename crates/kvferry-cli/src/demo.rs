@@ -1,5 +1,6 @@
 //! `kvferry demo`: prefill and decode engines as real processes, and every byte checked.
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 
 use clap::{Args, ValueEnum};
@@ -73,8 +74,9 @@ fn audit(text: &str) -> Result<f64, String> {
 }
 
 impl Demo {
-    pub(crate) fn run(self) -> Result<(), Failure> {
+    pub(crate) fn run(self, program: Vec<OsString>) -> Result<(), Failure> {
         let options = Options {
+            program,
             model: self.model,
             prefill: self.prefill,
             decode: self.decode,

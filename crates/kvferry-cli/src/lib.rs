@@ -46,11 +46,12 @@ enum Command {
     Drain(drain::Drain),
 }
 
-/// Does what a command line says, of which the first word is the program's name, and answers the exit code.
+/// Does what a command line says, of which the first word is the program's name, and answers the exit code. `program` is
+/// what starts this program again, which a demo does.
 ///
 /// What is asked for goes to standard output and what went wrong to standard error, where warnings go too unless the
-/// process has a subscriber of its own for them. Two of the subcommands start the program anew: those of a demo.
-pub fn run<W>(words: impl IntoIterator<Item = W>) -> u8
+/// process has a subscriber of its own for them.
+pub fn run<W>(words: impl IntoIterator<Item = W>, program: Vec<OsString>) -> u8
 where
     W: Into<OsString> + Clone,
 {
@@ -69,7 +70,7 @@ where
         Command::Models(args) => models::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Explain(args) => explain::run(&args),
-        Command::Demo(demo) => demo.run(),
+        Command::Demo(demo) => demo.run(program),
         Command::DemoProcess => match kvferry_demo::run_process() {
             true => Ok(()),
             false => Err(Failure::Said(1)),

@@ -1,5 +1,6 @@
 //! The demo's processes: started, spoken to, signalled, and none left behind.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command as Process, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -13,6 +14,8 @@ pub(crate) type MemberId = usize;
 
 /// All processes.
 pub(crate) struct Crew {
+    /// What starts one of them, without its argument.
+    program: Vec<OsString>,
     members: Vec<Member>,
     said: Sender<(MemberId, Option<Reply>)>,
     heard: Receiver<(MemberId, Option<Reply>)>,
@@ -26,14 +29,16 @@ struct Member {
 }
 
 impl Crew {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(program: Vec<OsString>) -> Self {
         let (said, heard) = mpsc::channel();
-        Self { members: vec![], said, heard }
+        Self { program, members: vec![], said, heard }
     }
 
     pub(crate) fn start(&mut self, setup: &Setup) -> Result<MemberId, String> {
-        let program = std::env::current_exe().map_err(|error| error.to_string())?;
+        let (program, words) =
+            self.program.split_first().ok_or("it is not said what starts one")?;
         let mut process = Process::new(program)
+            .args(words)
             .arg(PROCESS)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,12 +1,18 @@
 //! What a demo is asked to show.
 
+use std::ffi::OsString;
+
 use kvferry_models::Topology;
 
+#[cfg(doc)]
+use crate::words::PROCESS;
 use crate::words::TransportKind;
 
 /// What to show.
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// What starts this program again: each process of the demo is one, told so by one more argument, [`PROCESS`].
+    pub program: Vec<OsString>,
     /// The model: a preset's name, or a part of it that no other has.
     pub model: String,
     /// The prefill engine.

@@ -81,7 +81,7 @@ pub fn run(demo: &Options) -> Result<Report, String> {
     let limits = if demo.chaos { Limits::CHAOS } else { Limits::CALM };
     let mut show = Show {
         demo,
-        crew: Crew::new(),
+        crew: Crew::new(demo.program.clone()),
         members: HashMap::new(),
         engines,
         requests: vec![],

@@ -16,6 +16,8 @@ mod transports;
 mod trust;
 mod worker;
 
+use std::ffi::OsString;
+use std::io::Write;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -42,7 +44,18 @@ mod _core {
     #[pymodule_export]
     use super::worker::Worker;
     #[pymodule_export]
-    use super::{finish, version};
+    use super::{command, finish, version};
+}
+
+/// Does what the words of a command line say, and answers the exit code. `program` starts this program again.
+#[pyfunction]
+fn command(py: Python<'_>, words: Vec<OsString>, program: Vec<OsString>) -> u8 {
+    py.detach(|| {
+        let code = kvferry_cli::run(words, program);
+        // What the standard library does at the end of a program, it does not do here.
+        let _ = std::io::stdout().flush();
+        code
+    })
 }
 
 /// Waits until no kernel is compiled, and lets none be compiled any more.

@@ -164,13 +164,11 @@ class Decode:
         spent = offer.ticket in self.spent
         if rejected and (stock is None or reader is not None or spent):
             if reader is None and not spent:
-                self.agent.abandon(offer.ticket)
+                self._decline(offer.ticket)
             return None
         if (wrong := self._not_for(request, offer)) is not None:
             if reader is None and stock is None:
-                # Held first: its engine may not have been met yet, and is tried once.
-                self.agent.hold(offer.ticket, patience=patience)
-                self.agent.abandon(offer.ticket)
+                self._decline(offer.ticket)
             raise ValueError(wrong)
         if reader is not None:
             if offer.hash is not None:
@@ -199,6 +197,11 @@ class Decode:
             return Wanted(offer, offer.tokens, None, offer.ticket, stock=True)
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, origin, offer.ticket, lost=offer.wrong)
+
+    def _decline(self, ticket: dict[str, Any]) -> None:
+        """Of a request that never waited here. Held first: its engine may not have been met yet, and is tried once."""
+        self.agent.hold(ticket, patience=self.options.patience)
+        self.agent.abandon(ticket)
 
     def _not_for(self, request: Any, offer: Offer) -> str | None:
         """Why what P has is of no use to a request, as far as P's hints say it. Who changes them gains
