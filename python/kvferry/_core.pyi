@@ -544,8 +544,7 @@ class Worker:
         is complete is read meanwhile, and the rest when all of it is. Then `deadline` counts from when
         the source last had something new to give, and `patience` bounds the wait for that.
 
-        With `rest`, `Ending.rest` must be zeroed before the blocks are used: the last ones may be read
-        whole.
+        With `rest`, `Ending.rest` says what no byte was read into, of the blocks that the request has to itself.
         """
 
     def begin_step(self, step: int) -> None:

@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use kvferry_agent::{BlockTable, Ended, Failure, Grant, Load, Loss, Origin, Outcome};
+use kvferry_agent::{BlockTable, Ended, Failure, Grant, Loss, Origin, Outcome};
 
 const TOKENS: u64 = 10;
 /// Ours, and those of another request.
@@ -90,8 +90,9 @@ fn what_cannot_be_read_fails_before_the_first_byte() {
         assert_eq!(p.wait_released().why, Ended::Abandoned, "{what}");
     }
     let ticket = p.grant("too many", &OURS, TOKENS);
-    let one = load("too many", &ticket, granted(&OURS, TOKENS), &DESTINATION);
-    d.load(&Load { tokens: TOKENS + 1, ..one });
+    let mut one = load("too many", &ticket, granted(&OURS, TOKENS), &DESTINATION);
+    one.tokens += 1;
+    d.load(&one);
     let outcome = d.wait_ends("too many").remove(0);
     let reason = "11 tokens are to be read, but 10 were granted".to_owned();
     assert_eq!(outcome, Outcome::Failed(Failure::BadRequest(reason)));
@@ -105,8 +106,9 @@ fn fewer_tokens_than_were_granted_may_be_read() {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
     p.prefill(1, &OURS, TOKENS);
     let ticket = p.grant("r", &OURS, TOKENS);
-    let one = load("r", &ticket, granted(&OURS, TOKENS), &DESTINATION);
-    d.load(&Load { tokens: TOKENS - 3, ..one });
+    let mut one = load("r", &ticket, granted(&OURS, TOKENS), &DESTINATION);
+    one.tokens -= 3;
+    d.load(&one);
     assert_eq!(d.wait_ends("r"), [Outcome::Done]);
     assert_eq!(d.ranks[0].wrong(1, &DESTINATION, TOKENS - 3), 0);
     assert_eq!(p.wait_released().why, Ended::Confirmed);
@@ -149,8 +151,9 @@ fn a_ticket_of_another_request() {
         let given = by_ticket.grant.clone().filter(|_| !followed);
         for (what, wanted) in [("another prompt", Some(theirs)), ("of nothing", None)] {
             let before = p.counter("confirmations_not_granted");
-            let (request, grant) = (what.to_owned(), given.clone());
-            d.load(&Load { request, origin: wanted, grant, ..by_ticket.clone() });
+            let mut other = by_ticket.clone().granted(given.clone()).origin(wanted);
+            other.request = what.to_owned();
+            d.load(&other);
             let loss = Loss::OtherOrigin { granted: Some(ours), wanted };
             let expired = [Outcome::Expired(loss), Outcome::Expired(loss)];
             assert_eq!(d.wait_ends(what), expired, "{what}");
@@ -159,7 +162,9 @@ fn a_ticket_of_another_request() {
         }
         // Whom it was meant for, who may read less of it.
         let tokens = TOKENS - 3;
-        d.load(&Load { origin: Some(ours), grant: given, tokens, ..by_ticket.clone() });
+        let mut less = by_ticket.clone().granted(given).origin(ours);
+        less.tokens = tokens;
+        d.load(&less);
         assert_eq!(d.wait_ends("r"), [const { Outcome::Done }; 2]);
         assert_eq!(d.ranks[0].wrong(1, &DESTINATION, tokens), 0);
         assert_eq!(p.wait_released().why, Ended::Confirmed);
@@ -167,7 +172,7 @@ fn a_ticket_of_another_request() {
     // What P does not bind is not for whoever wants to be sure.
     let ticket = p.grant("unbound", &OURS, TOKENS);
     let one = load("unbound", &ticket, granted(&OURS, TOKENS), &DESTINATION);
-    d.load(&Load { origin: Some(ours), ..one });
+    d.load(&one.origin(ours));
     let loss = Loss::OtherOrigin { granted: None, wanted: Some(ours) };
     assert_eq!(d.wait_ends("unbound"), [Outcome::Expired(loss), Outcome::Expired(loss)]);
 }

@@ -9,10 +9,10 @@ mod half;
 mod log;
 mod manifest;
 mod metrics;
+mod packages;
 mod plan;
 mod scheduler;
 mod stock;
-mod transports;
 mod trust;
 mod worker;
 

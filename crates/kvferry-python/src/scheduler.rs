@@ -43,15 +43,13 @@ impl Scheduler {
         lease: f64,
         longest: f64,
     ) -> PyResult<Self> {
-        let options = SchedulerOptions {
-            bind: address("listen on", bind)?,
-            advertise,
-            trust: trust(key, key_file, tls, insecure).map_err(|e| errors::agent(py, &e))?,
-            peers: networks(&peers).map_err(|e| errors::agent(py, &e))?,
-            term: seconds("lease", lease)?,
-            longest: seconds("longest", longest)?,
-            ..SchedulerOptions::new(engine)
-        };
+        let mut options = SchedulerOptions::new(engine);
+        options.bind = address("listen on", bind)?;
+        options.advertise = advertise;
+        options.trust = trust(key, key_file, tls, insecure).map_err(|e| errors::agent(py, &e))?;
+        options.peers = networks(&peers).map_err(|e| errors::agent(py, &e))?;
+        options.term = seconds("lease", lease)?;
+        options.longest = seconds("longest", longest)?;
         let made = py.detach(|| agent::Scheduler::start(options));
         made.map(|half| Self(Half::new(half))).map_err(|error| errors::agent(py, &error))
     }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::manifest::Manifest;
-use crate::transports::site_packages;
+use crate::packages::site_packages;
 use crate::worker::Worker;
 
 /// Makes an engine known to a worker that runs no agent.

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvferry::TransportOptions;
 use kvferry_agent::{self as agent, Audit, Error, Grant, Load, WorkerOptions};
 use kvferry_layout::{self as layout, Place};
-use kvferry_transport::tcp::TcpOptions;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -18,9 +18,21 @@ use crate::ending::Ending;
 use crate::errors;
 use crate::half::Half;
 use crate::manifest::Manifest;
+use crate::packages::site_packages;
 use crate::plan::Asked;
-use crate::transports::{Cards, by_name, site_packages};
 use crate::trust::{networks, trust};
+
+/// Bytes to pack into, of MiB; refuses what is neither nothing nor enough.
+fn staging(mib: u32) -> Result<u64, String> {
+    let (mib, least) = (u64::from(mib), TransportOptions::LEAST_STAGING.div_ceil(1 << 20));
+    if mib != 0 && mib < least {
+        return Err(format!(
+            "gpu_staging is {mib} (MiB), but must be 0, for nothing to be packed, or {least} or more: \
+             there is no room to pack into otherwise"
+        ));
+    }
+    Ok(mib << 20)
+}
 
 /// The worker half of an agent.
 #[pyclass(frozen, module = "kvferry")]
@@ -62,30 +74,30 @@ impl Worker {
         let failed = |error: Error| errors::agent(py, &error);
         let bound = address("listen on", bind)?;
         let audit = Audit::fraction(audit).map_err(|e| PyValueError::new_err(e.to_string()))?;
-        let options = WorkerOptions {
-            // A port that was named is the transport's.
-            bind: SocketAddr::new(bound.ip(), 0),
-            advertise: advertise.map(str::to_owned),
-            audit,
-            trust: trust(key, key_file, tls, insecure).map_err(failed)?,
-            peers: networks(&peers).map_err(failed)?,
-            handshake: seconds("handshake", handshake)?,
-            concurrent,
-            least_ahead: seconds("least_ahead", least_ahead)?,
-            lowering: lowering.parse().map_err(PyValueError::new_err::<String>)?,
-            ..WorkerOptions::new(ranks)
-        };
-        let cards = Cards { sms: gpu_sms, kernel: gpu_kernel, staging: gpu_staging };
-        cards.check().map_err(PyValueError::new_err)?;
+        let mut options = WorkerOptions::new(ranks);
+        // A port that was named is the transport's.
+        options.bind = SocketAddr::new(bound.ip(), 0);
+        options.advertise = advertise.map(str::to_owned);
+        options.audit = audit;
+        options.trust = trust(key, key_file, tls, insecure).map_err(failed)?;
+        options.peers = networks(&peers).map_err(failed)?;
+        options.handshake = seconds("handshake", handshake)?;
+        options.concurrent = concurrent;
+        options.least_ahead = seconds("least_ahead", least_ahead)?;
+        options.lowering = lowering.parse().map_err(PyValueError::new_err::<String>)?;
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
-        let advertise = advertise.map(|address| address.ip());
-        let tcp = TcpOptions { bind: bound, advertise, ..TcpOptions::default() };
-        let site_packages = site_packages(py)?;
+        let mut moved_by = TransportOptions::new(transport);
+        moved_by.bind = bound;
+        moved_by.advertise = advertise.map(|address| address.ip());
+        (moved_by.sms, moved_by.kernel) = (gpu_sms, gpu_kernel);
+        moved_by.staging = gpu_staging.map(staging).transpose().map_err(PyValueError::new_err)?;
+        moved_by.site_packages = site_packages(py)?;
         let manifest = Arc::clone(&manifest.get().0);
         let memory = Arc::new(memory);
         let made = py.detach(|| {
-            let regions = manifest.regions();
-            let carrier = by_name(transport, tcp, &cards, site_packages, regions, memory)?;
+            // SAFETY: `memory` keeps the regions alive. Rust has no reference to them; Python's views assume nothing about
+            // their content.
+            let carrier = unsafe { moved_by.register(manifest.regions(), memory) }?;
             agent::Worker::start(options, layout::Manifest::clone(&manifest), carrier)
         });
         let half = Half::new(made.map_err(failed)?);
@@ -133,18 +145,14 @@ impl Worker {
             // Asked for where they are.
             None => None,
         };
-        let load = Load {
-            request,
-            ticket: read_ticket(ticket)?,
-            grant,
-            origin: origin.map(read_origin).transpose()?,
-            tokens: asked.tokens,
-            cached: asked.cached.unwrap_or_else(|| vec![0; asked.destination.len()]),
-            destination: asked.destination,
-            deadline: seconds("deadline", deadline)?,
-            patience: seconds("patience", patience)?,
-            rest,
-        };
+        let mut load = Load::new(request, read_ticket(ticket)?, asked.tokens, asked.destination)
+            .granted(grant)
+            .origin(origin.map(read_origin).transpose()?)
+            .within(seconds("deadline", deadline)?, seconds("patience", patience)?);
+        load.rest = rest;
+        if let Some(cached) = asked.cached {
+            load.cached = cached;
+        }
         py.detach(|| half.load(load)).map_err(|error| errors::agent(py, &error))
     }
 

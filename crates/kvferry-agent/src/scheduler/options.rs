@@ -12,6 +12,7 @@ use crate::wire::version::Version;
 
 /// How a [`Scheduler`](crate::Scheduler) is set up.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct SchedulerOptions {
     /// The engine's name, the same as in its manifests.
     pub engine: String,

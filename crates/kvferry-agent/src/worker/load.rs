@@ -15,8 +15,9 @@ use crate::rules::lease::Loss;
 use crate::rules::life::Stage;
 use crate::wire::ticket::Ticket;
 
-/// A request to load.
+/// A request to load: [`new`](Self::new), and what differs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Load {
     /// The name that this engine gives to it.
     pub request: String,
@@ -43,9 +44,57 @@ pub struct Load {
     pub deadline: Duration,
     /// How long to wait, where the source engine is followed, while it has nothing new to give.
     pub patience: Duration,
-    /// Whether to report what is left of the request's own blocks, for engines that zero it. If so,
-    /// they must: the last blocks may be read whole, which takes fewer copies.
+    /// Whether to report what is left of the request's own blocks, for engines that zero it.
     pub rest: bool,
+}
+
+impl Load {
+    /// So many tokens of what a ticket names, to the blocks of these tables, one for every group of this engine. It holds
+    /// none of them yet, takes a minute at most, and asks the source engine where they are.
+    pub fn new(
+        request: impl Into<String>,
+        ticket: Ticket,
+        tokens: u64,
+        destination: Vec<BlockTable>,
+    ) -> Self {
+        const PATIENCE: Duration = Duration::from_secs(60);
+        Self {
+            request: request.into(),
+            ticket,
+            grant: None,
+            origin: None,
+            tokens,
+            cached: vec![0; destination.len()],
+            destination,
+            deadline: PATIENCE,
+            patience: PATIENCE,
+            rest: false,
+        }
+    }
+
+    /// With [`grant`](Self::grant): what the ticket came with.
+    pub fn granted(mut self, grant: impl Into<Option<Grant>>) -> Self {
+        self.grant = grant.into();
+        self
+    }
+
+    /// With [`cached`](Self::cached): what this engine holds already.
+    pub fn cached(mut self, cached: Vec<u64>) -> Self {
+        self.cached = cached;
+        self
+    }
+
+    /// With [`origin`](Self::origin): the prompt that the blocks are wanted for.
+    pub fn origin(mut self, origin: impl Into<Option<Origin>>) -> Self {
+        self.origin = origin.into();
+        self
+    }
+
+    /// With other times than a minute: [`deadline`](Self::deadline) and [`patience`](Self::patience).
+    pub fn within(mut self, deadline: Duration, patience: Duration) -> Self {
+        (self.deadline, self.patience) = (deadline, patience);
+        self
+    }
 }
 
 /// What is read at once: all of a load, or what has been computed since the last time.

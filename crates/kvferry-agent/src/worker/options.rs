@@ -12,6 +12,7 @@ use crate::wire::version::Version;
 
 /// How a [`Worker`](crate::Worker) is set up.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct WorkerOptions {
     /// How many ranks the engine has: a request is done when each of them has read it.
     pub ranks: u32,

@@ -23,7 +23,7 @@ pub(crate) fn held_pair() -> (Engine, Engine) {
 
 /// A load that follows the lease of a ticket.
 pub(crate) fn follow(name: &str, ticket: &Ticket, destination: &[u32], tokens: u64) -> Load {
-    Load { grant: None, ..load(name, ticket, granted(&[], tokens), destination) }
+    load(name, ticket, granted(&[], tokens), destination).granted(None)
 }
 
 /// So much of a request is computed, in these blocks.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::common::*;
 use crate::following::*;
 use kvferry_agent::lease::NotGrown;
-use kvferry_agent::{Ended, Error, Failure, Following, Grant, InFlight, Load, Loss, Outcome};
+use kvferry_agent::{Ended, Error, Failure, Following, Grant, InFlight, Loss, Outcome};
 
 /// What is complete is read while the rest is computed, whatever the two sides look like, and all of it is
 /// right in the end.
@@ -109,7 +109,7 @@ fn what_is_held_already_is_not_read() {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
     let (source, destination) = ([3, 4, 5], [9, 10, 11]);
     let ticket = p.scheduler.open("r", None).unwrap();
-    d.load(&Load { cached: vec![6], ..follow("r", &ticket, &destination, 12) });
+    d.load(&follow("r", &ticket, &destination, 12).cached(vec![6]));
     advance(&p, 1, "r", &source, 4);
     advance(&p, 1, "r", &source, 8);
     eventually("two tokens are read", || d.ranks[0].touched() as u64 == 2 * HEADS * DIM);
@@ -204,7 +204,7 @@ fn a_deadline_does_not_run_while_prefill_computes() {
     assert_eq!(p.hand_over(&d, "first", 9, p.scheduler.address()), [Outcome::Done]);
     let ticket = p.scheduler.open("r", None).unwrap();
     let patient = follow("r", &ticket, &[9, 10, 11], 12);
-    d.load(&Load { deadline: SHORT, patience: LONG, ..patient });
+    d.load(&patient.within(SHORT, LONG));
     for tokens in [4, 8] {
         thread::sleep(SHORT * 2);
         advance(&p, 1, "r", &[3, 4, 5], tokens);
@@ -217,7 +217,7 @@ fn a_deadline_does_not_run_while_prefill_computes() {
     let ticket = p.scheduler.open("never", None).unwrap();
     let began = Instant::now();
     let impatient = follow("never", &ticket, &[9, 10, 11], 12);
-    d.load(&Load { deadline: LONG, patience: SHORT, ..impatient });
+    d.load(&impatient.within(LONG, SHORT));
     let late = Failure::Deadline { stage: "following".to_owned() };
     assert_eq!(d.wait_ends("never"), [Outcome::Failed(late)]);
     assert!(began.elapsed() >= SHORT);
@@ -228,7 +228,7 @@ fn a_deadline_does_not_run_while_prefill_computes() {
 fn what_cannot_be_held_is_refused() {
     let (p, d) = (Recipe::new("p", 1).start(), Recipe::new("d", 1).start());
     let ticket = p.scheduler.open("r", None).unwrap();
-    d.load(&Load { cached: vec![9], ..follow("r", &ticket, &[9, 10], 8) });
+    d.load(&follow("r", &ticket, &[9, 10], 8).cached(vec![9]));
     advance(&p, 1, "r", &[3, 4], 4);
     p.grant("r", &[3, 4], 8);
     let outcome = d.wait_ends("r").remove(0);

@@ -286,18 +286,10 @@ fn serve(
     }
     let rest = dice.chance(50);
     let ticket = p.scheduler.open(name, None).unwrap();
-    let load = Load {
-        request: name.to_owned(),
-        ticket,
-        grant: None,
-        origin: None,
-        tokens,
-        cached: request.cached.clone(),
-        destination: all_tables(&request.destination),
-        deadline: LONG,
-        patience: LONG,
-        rest,
-    };
+    let mut load = Load::new(name, ticket, tokens, all_tables(&request.destination))
+        .cached(request.cached.clone())
+        .within(LONG, LONG);
+    load.rest = rest;
     let (late, spare) = (dice.chance(20), dice.within(0, 1));
     let start = || d.ranks.iter().for_each(|rank| rank.worker.load(load.clone()).unwrap());
     if !late {

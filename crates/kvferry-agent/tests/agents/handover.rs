@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::common::held::Refusal;
 use crate::common::*;
 use kvferry_agent::{
-    Ended, Failure, Load, Lost, LostWhy, Outcome, PeerError, Trust, Version, ask_status,
+    Ended, Failure, Lost, LostWhy, Outcome, PeerError, Trust, Version, ask_status,
 };
 
 fn hand_over(p: &Engine, d: &Engine) {
@@ -50,18 +50,9 @@ fn loops_are_exact() {
     let tokens = TOKENS_PER_BLOCK + 1;
     let (source, destination) = ([3, 6], [9, 5]);
     p.prefill(7, &source, 2 * TOKENS_PER_BLOCK);
-    let load = Load {
-        request: "r".to_owned(),
-        ticket: p.grant("r", &source, tokens),
-        grant: Some(granted(&source, tokens)),
-        origin: None,
-        tokens,
-        cached: vec![0],
-        destination: table(&destination),
-        deadline: LONG,
-        patience: LONG,
-        rest: true,
-    };
+    let ticket = p.grant("r", &source, tokens);
+    let mut load = load("r", &ticket, granted(&source, tokens), &destination);
+    load.rest = true;
     d.ranks[0].worker.load(load).unwrap();
     let ending = d.ranks[0].wait_end("r");
     assert_eq!((ending.outcome, ending.bytes), (Outcome::Done, tokens * HEADS * DIM));

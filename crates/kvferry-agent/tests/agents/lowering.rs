@@ -7,7 +7,7 @@ use crate::common::{
     By, Engine, Recipe, TOKENS_PER_BLOCK, blocks_for, granted, load, quiet_address,
 };
 use kvferry_agent::lease::Ended;
-use kvferry_agent::{Choice, Failure, Load, Outcome, Way};
+use kvferry_agent::{Choice, Failure, Outcome, Way};
 
 /// A number among a rank's metrics.
 fn metric(engine: &Engine, rank: usize, name: &str) -> u64 {
@@ -94,11 +94,8 @@ fn a_source_that_dies_while_it_packs_fails_the_request() {
     let (source, destination) = (blocks_for(tokens, 3), blocks_for(tokens, 9));
     let ticket = p.grant("r", &source, tokens);
     drop(p);
-    let load = Load {
-        patience: Duration::from_secs(3),
-        ..load("r", &ticket, granted(&source, tokens), &destination)
-    };
-    d.load(&load);
+    let load = load("r", &ticket, granted(&source, tokens), &destination);
+    d.load(&load.within(Duration::from_secs(20), Duration::from_secs(3)));
     let outcome = d.wait_ends("r").remove(0);
     assert!(
         matches!(outcome, Outcome::Failed(Failure::PeerGone(_) | Failure::Deadline { .. })),

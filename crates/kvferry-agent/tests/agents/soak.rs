@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::common::*;
-use kvferry_agent::{Ended, Following, Load, Notice, Outcome};
+use kvferry_agent::{Ended, Following, Notice, Outcome};
 
 /// A thousand requests at once, one in twenty of them aborted: each ends, and each block comes back.
 #[test]
@@ -106,7 +106,7 @@ fn a_soak_leaves_nothing_behind() {
                 let following = Following::Name { engine, address, name: name.clone() };
                 d.scheduler.follow(&name, following, LONG).unwrap();
                 let all = load(&name, &ticket, granted(&source, 8), &destination);
-                d.load(&Load { grant: None, ..all });
+                d.load(&all.granted(None));
                 p.scheduler.advance(&name, 4, table(&source[..1])).unwrap();
                 if i % 2 == 0 {
                     p.scheduler.restart(&name).unwrap();

@@ -27,7 +27,9 @@ fn as_nobody<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> thr
 }
 
 fn engine(trust: Trust) -> Scheduler {
-    Scheduler::start(SchedulerOptions { trust, ..SchedulerOptions::new("prefill") }).unwrap()
+    let mut options = SchedulerOptions::new("prefill");
+    options.trust = trust;
+    Scheduler::start(options).unwrap()
 }
 
 #[test]

@@ -73,21 +73,20 @@ pub struct Recipe {
 
 impl Recipe {
     pub fn new(name: &'static str, tp: u64) -> Self {
+        let mut scheduler = SchedulerOptions::new(name);
+        scheduler.term = LONG * 2;
+        // Audits are what some tests are about; the others are about what comes before and after. What is tiny takes no
+        // time, and is read all the same.
+        let mut worker = WorkerOptions::new(tp as u32);
+        (worker.audit, worker.least_ahead, worker.handshake) = (Audit::OFF, Duration::ZERO, LONG);
         Self {
             name,
             tp,
             by: By::Tcp,
             tcp: TcpOptions::default(),
             model: "tiny",
-            scheduler: SchedulerOptions { term: LONG * 2, ..SchedulerOptions::new(name) },
-            // Audits are what some tests are about; the others are about what comes before and after. What is
-            // tiny takes no time, and is read all the same.
-            worker: WorkerOptions {
-                audit: Audit::OFF,
-                least_ahead: Duration::ZERO,
-                handshake: LONG,
-                ..WorkerOptions::new(tp as u32)
-            },
+            scheduler,
+            worker,
             lie: 0,
             by_head: false,
             replicated: false,
@@ -232,18 +231,8 @@ fn draft(engine: &str, model: &str, rank: u64, held: Range<u64>, memory: &Memory
 
 /// A load of all that was granted.
 pub fn load(name: &str, ticket: &Ticket, grant: Grant, destination: &[u32]) -> Load {
-    Load {
-        request: name.to_owned(),
-        ticket: ticket.clone(),
-        tokens: grant.tokens,
-        grant: Some(grant),
-        origin: None,
-        cached: vec![0],
-        destination: table(destination),
-        deadline: LONG,
-        patience: LONG,
-        rest: false,
-    }
+    let load = Load::new(name, ticket.clone(), grant.tokens, table(destination));
+    load.granted(grant).within(LONG, LONG)
 }
 
 impl Rank {
@@ -321,8 +310,8 @@ impl Engine {
         tokens: u64,
         deadline: Duration,
     ) {
-        let load = Load { deadline, ..load(name, ticket, granted(source, tokens), destination) };
-        self.load(&load);
+        let load = load(name, ticket, granted(source, tokens), destination);
+        self.load(&load.within(deadline, LONG));
     }
 
     /// Starts a load on every rank.

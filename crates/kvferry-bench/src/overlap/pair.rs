@@ -153,18 +153,9 @@ impl Pair {
 
     fn load(&self, ticket: &Ticket, grant: Option<Grant>, tokens: u64) -> Result<(), Failure> {
         let blocks = self.destination[..tokens.div_ceil(BLOCK) as usize].to_vec();
-        Ok(self.decode.worker.load(Load {
-            request: "request".to_owned(),
-            ticket: ticket.clone(),
-            grant,
-            origin: None,
-            tokens,
-            cached: vec![0],
-            destination: vec![BlockTable { first: 0, blocks }],
-            deadline: PATIENCE,
-            patience: PATIENCE,
-            rest: false,
-        })?)
+        let tables = vec![BlockTable { first: 0, blocks }];
+        let load = Load::new("request", ticket.clone(), tokens, tables).granted(grant);
+        Ok(self.decode.worker.load(load.within(PATIENCE, PATIENCE))?)
     }
 
     fn compare(&self, tokens: u64) -> Result<(), Failure> {

@@ -105,18 +105,11 @@ impl Show<'_> {
             request.cached = cached.collect();
             request.destination = destination;
             request.decode_life = engine.life;
-            let load = Load {
-                request: request.name.clone(),
-                ticket,
-                grant: Some(request.grant()),
-                origin: None,
-                tokens: request.tokens,
-                cached: request.cached.clone(),
-                destination: request.destination.clone(),
-                deadline: self.limits.patience,
-                patience: self.limits.patience,
-                rest: false,
-            };
+            let tables = request.destination.clone();
+            let load = Load::new(&request.name, ticket, request.tokens, tables)
+                .granted(request.grant())
+                .cached(request.cached.clone())
+                .within(self.limits.patience, self.limits.patience);
             for rank in &engine.ranks {
                 let (load, seed) = (load.clone(), request.seed);
                 self.crew.tell(*rank, &Command::Load { load, seed });

@@ -1,7 +1,7 @@
 //! Two engines in one program: the first has read a prompt, the second takes it over.
 //!
 //! ```text
-//! cargo run -p kvferry-agent --example handover
+//! cargo run -p kvferry --example handover
 //! ```
 //!
 //! The prefill engine has one rank and blocks of 4 tokens. The decode engine has two ranks, which share
@@ -13,15 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_agent::{
-    BlockTable, Grant, Load, Notice, Outcome, Scheduler, SchedulerOptions, Worker, WorkerOptions,
-    carry,
+use kvferry::manifest::{
+    Axis, Draft, Format, Group, Kind, Law, Phase, Piece, StateBox, View, Window,
 };
-use kvferry_layout::{
-    Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Region, StateBox, View, Window,
+use kvferry::{
+    BlockTable, Grant, Load, Manifest, Notice, Outcome, Region, Scheduler, SchedulerOptions,
+    TransportOptions, Worker, WorkerOptions,
 };
-use kvferry_transport::Transport;
-use kvferry_transport::local::{Local, LocalOptions};
 
 /// The model: one layer with four heads, whose keys and values take 32 bytes a head and token.
 const HEADS: u64 = 4;
@@ -47,18 +45,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Decode keeps the promise alive while the request waits, and gives it block 3.
     decode.scheduler.hold(&ticket, PATIENCE);
     for rank in &decode.ranks {
-        rank.worker.load(Load {
-            request: "request-1".to_owned(),
-            ticket: ticket.clone(),
-            grant: Some(grant.clone()),
-            origin: None,
-            tokens,
-            cached: vec![0],
-            destination: vec![BlockTable { first: 0, blocks: vec![3] }],
-            deadline: PATIENCE,
-            patience: PATIENCE,
-            rest: false,
-        })?;
+        let destination = vec![BlockTable { first: 0, blocks: vec![3] }];
+        let load = Load::new("request-1", ticket.clone(), tokens, destination);
+        rank.worker.load(load.granted(grant.clone()).within(PATIENCE, PATIENCE))?;
     }
     for (number, rank) in decode.ranks.iter().enumerate() {
         for notice in rank.worker.wait(Instant::now() + PATIENCE) {
@@ -88,9 +77,8 @@ struct Engine {
 }
 
 struct Rank {
-    // Dropped before the memory that it serves.
     worker: Worker,
-    memory: Vec<AtomicU8>,
+    memory: Arc<Vec<AtomicU8>>,
     heads: std::ops::Range<u64>,
 }
 
@@ -106,10 +94,10 @@ impl Engine {
             memory.resize_with((u64::from(BLOCKS) * block) as usize, || AtomicU8::new(0xEE));
             let region = Region::host(memory.as_ptr() as u64, memory.len() as u64);
 
-            let transport = Local::new(LocalOptions::default())?;
-            // SAFETY: the memory lives in the rank until after the worker, which owns the transport,
-            // is dropped; nothing but atomics refers to it.
-            unsafe { transport.register(region) }?;
+            let memory = Arc::new(memory);
+            // SAFETY: the transport keeps the memory alive; nothing but atomics refers to it.
+            let carrier =
+                unsafe { TransportOptions::new("local").register(&[region], memory.clone()) }?;
 
             let manifest = Manifest::new(Draft {
                 identity: [("model".to_owned(), "example".to_owned())].into(),
@@ -147,7 +135,7 @@ impl Engine {
                 }],
             })?;
             let options = WorkerOptions::new(ranks as u32);
-            let worker = Worker::start(options, manifest, carry(Arc::new(transport)))?;
+            let worker = Worker::start(options, manifest, carrier)?;
             started.push(Rank { worker, memory, heads });
         }
         let cards = started.iter().map(|rank| rank.worker.card()).collect::<Result<_, _>>()?;
@@ -167,7 +155,7 @@ impl Engine {
         self.bytes(tokens, blocks, |byte, value| {
             wrong += usize::from(byte.swap(0xEE, Ordering::Relaxed) != value);
         });
-        let all = self.ranks.iter().flat_map(|rank| &rank.memory);
+        let all = self.ranks.iter().flat_map(|rank| rank.memory.iter());
         wrong + all.filter(|byte| byte.load(Ordering::Relaxed) != 0xEE).count()
     }
 

@@ -1,0 +1,176 @@
+//! Transports by their names, with a rank's memory registered.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvferry_agent::{Carrier, Error, carry_with};
+use kvferry_layout::Region;
+use kvferry_transport::Transport;
+use kvferry_transport::local::{Local, LocalOptions};
+use kvferry_transport::tcp::{Tcp, TcpOptions};
+
+/// How a rank's memory is moved.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TransportOptions {
+    /// `local` (host memory on one host), `tcp` (host memory), `cuda` (GPU memory inside a node), `nixl` (either, between
+    /// machines), or `gpu`: `cuda` inside a node and `nixl` across, peer by peer.
+    pub name: String,
+    /// Where to listen, for peers that read over sockets or ask for what is to be packed. Port 0 means any free one.
+    pub bind: SocketAddr,
+    /// The address to give to peers, where it is not the one to listen on.
+    pub advertise: Option<IpAddr>,
+    /// A card's multiprocessors that one transfer may take; `None` for what the transport chooses.
+    pub sms: Option<u32>,
+    /// Kernels for the card that were compiled beforehand; `None` to compile them here.
+    pub kernel: Option<PathBuf>,
+    /// Bytes of a card's memory to pack into; `None` for what the transport chooses.
+    pub staging: Option<u64>,
+    /// Folders of Python packages of this process, which libraries are looked for in first.
+    pub site_packages: Vec<PathBuf>,
+}
+
+impl TransportOptions {
+    /// The least [`staging`](Self::staging) that something can be packed into.
+    #[cfg(feature = "nixl")]
+    pub const LEAST_STAGING: u64 = kvferry_nixl::CardPacking::LEAST_STAGING;
+
+    /// A transport on the loopback address.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            bind: (Ipv4Addr::LOCALHOST, 0).into(),
+            advertise: None,
+            sms: None,
+            kernel: None,
+            staging: None,
+            site_packages: vec![],
+        }
+    }
+
+    /// Makes the transport, and registers a rank's memory with it. `memory` is what keeps that alive: it is dropped after the
+    /// last use of the transport.
+    ///
+    /// # Safety
+    /// The regions must stay what they are, readable and writable, until a clone of `memory` is dropped for the last time, and
+    /// nothing may assume that their content does not change meanwhile.
+    pub unsafe fn register<M>(
+        &self,
+        regions: &[Region],
+        memory: M,
+    ) -> Result<Arc<dyn Carrier>, Error>
+    where
+        M: Clone + Send + Sync + 'static,
+    {
+        match self.name.as_str() {
+            "local" => registered(Local::new(LocalOptions::default())?, regions, memory),
+            "tcp" => {
+                let (bind, advertise) = (self.bind, self.advertise);
+                let options = TcpOptions { bind, advertise, ..TcpOptions::default() };
+                registered(Tcp::new(options)?, regions, memory)
+            }
+            "cuda" => self.cuda(regions, memory),
+            "nixl" => self.nixl(regions, memory),
+            "gpu" => self.cuda_and_nixl(regions, memory),
+            other => Err(Error::Options(format!(
+                "there is no transport '{other}': it is local, tcp, cuda, nixl or gpu"
+            ))),
+        }
+    }
+
+    #[cfg(feature = "nixl")]
+    fn nixl<M>(&self, regions: &[Region], memory: M) -> Result<Arc<dyn Carrier>, Error>
+    where
+        M: Send + Sync + 'static,
+    {
+        let mut options = kvferry_nixl::NixlOptions {
+            site_packages: self.site_packages.clone(),
+            // Who packs is asked at the address that data would go over by TCP.
+            control: (self.bind, self.advertise),
+            ..kvferry_nixl::NixlOptions::default()
+        };
+        options.card.sms = self.sms;
+        options.card.kernel.clone_from(&self.kernel);
+        if let Some(bytes) = self.staging {
+            options.card.staging = bytes;
+        }
+        registered(kvferry_nixl::Nixl::new(&options)?, regions, memory)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda<M>(&self, regions: &[Region], memory: M) -> Result<Arc<dyn Carrier>, Error>
+    where
+        M: Send + Sync + 'static,
+    {
+        let first = regions.first().map(|region| region.place);
+        let Some(kvferry_layout::Place::Gpu(gpu)) = first else {
+            return Err(Error::Options(
+                "the transport cuda moves GPU memory, and this rank has its memory on the host: use \
+                 local or tcp"
+                    .to_owned(),
+            ));
+        };
+        let (sms, kernel) = (self.sms, self.kernel.clone());
+        let site_packages = self.site_packages.clone();
+        let options = kvferry_cuda::CudaOptions { gpu, sms, kernel, site_packages };
+        registered(kvferry_cuda::Cuda::new(&options)?, regions, memory)
+    }
+
+    /// Both, for a choice peer by peer; one alone where the other cannot be had here.
+    fn cuda_and_nixl<M>(&self, regions: &[Region], memory: M) -> Result<Arc<dyn Carrier>, Error>
+    where
+        M: Clone + Send + Sync + 'static,
+    {
+        match (self.cuda(regions, memory.clone()), self.nixl(regions, memory)) {
+            (Err(cuda), Err(nixl)) => Err(Error::Options(format!(
+                "GPU memory is moved by cuda inside a node and by nixl across, and neither works \
+                 here: cuda: {cuda}; nixl: {nixl}"
+            ))),
+            (cuda, nixl) => {
+                let ways = [("cuda", cuda), ("nixl", nixl)].map(|(name, made)| {
+                    made.map_err(|error| {
+                        tracing::warn!("this rank does without {name}: {error}");
+                        format!("{name}: {error}")
+                    })
+                });
+                Ok(kvferry_agent::carry_several("gpu", ways.into()))
+            }
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda<M>(&self, _: &[Region], _: M) -> Result<Arc<dyn Carrier>, Error> {
+        Err(left_out("cuda"))
+    }
+
+    #[cfg(not(feature = "nixl"))]
+    fn nixl<M>(&self, _: &[Region], _: M) -> Result<Arc<dyn Carrier>, Error> {
+        Err(left_out("nixl"))
+    }
+}
+
+#[cfg(not(all(feature = "cuda", feature = "nixl")))]
+fn left_out(feature: &str) -> Error {
+    Error::Options(format!(
+        "this program was built without the feature {feature} of the crate kvferry"
+    ))
+}
+
+/// A transport with a manifest's regions registered, and what keeps those alive.
+fn registered<T, M>(transport: T, regions: &[Region], memory: M) -> Result<Arc<dyn Carrier>, Error>
+where
+    T: Transport + fmt::Debug,
+    M: Send + Sync + 'static,
+{
+    // Parameters are dropped from the last to the first, locals before them: whatever happens, the
+    // transport goes before the memory.
+    let transport = transport;
+    for region in regions {
+        // SAFETY: as `register` demands: `memory` keeps the regions alive until the transport has been dropped, here or by
+        // the carrier.
+        unsafe { transport.register(*region) }?;
+    }
+    Ok(carry_with(transport, memory))
+}
