@@ -39,6 +39,7 @@ rust_tests() {
 
 step cargo fmt --all --check
 step python3 tools/check-dependencies.py
+step python3 tools/circles.py
 # On first use this downloads gigabytes, which keeps no core busy.
 lane environment tools/vllm-env.sh
 step cargo clippy --workspace --all-targets --locked -- -D warnings

@@ -132,3 +132,28 @@ def test_the_sum_is_of_all_crates(capsys):
     counts = {name: int(count.replace(",", "")) for name, count in rows}
     assert counts.pop("all") == sum(counts.values())
     assert {"python", "kvferry-plan"} < counts.keys() and "kvferry-testkit" not in counts
+
+
+def test_files_that_name_each_other_are_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    circles = tool("circles")
+
+    def found(of, **files):
+        for name, text in files.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+        return circles.circles(of(tmp_path))
+
+    rust = circles.of_crate
+    test = "\n#[cfg(test)]\nmod tests {\n    use super::super::one::One;\n}\n"
+    assert found(rust, lib__rs="mod one;", one__rs="use super::two::{Three, self as two};", two__rs="fn of() {}" + test) == []
+    assert found(rust, two__rs="fn of(one: &crate::one::One) {}") == [["one", "two"]]
+    # Through a third, by whatever name.
+    assert found(rust, two__rs="use crate::{a::B, three};", three__rs="pub use super::one;") == [["one", "three", "two"]]
+    python = tmp_path / "package"
+    python.mkdir()
+    (python / "__init__.py").touch()
+    (python / "one.py").write_text("from .two import two")
+    (python / "two.py").write_text("def two():\n    from .one import one")
+    assert circles.circles(circles.of_package(python)) == []
+    (python / "two.py").write_text("from . import one")
+    assert circles.circles(circles.of_package(python)) == [["package/one", "package/two"]]

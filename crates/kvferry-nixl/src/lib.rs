@@ -52,6 +52,7 @@ mod grid;
 mod install;
 mod job;
 mod options;
+mod packer;
 mod packing;
 mod peer;
 mod prepared;
@@ -67,7 +68,8 @@ pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use foreign::{Bell, describe_foreign};
 pub use install::install;
 pub use options::{CardPacking, NixlOptions};
-use packing::{Control, Packer, Told};
+use packer::Told;
+use packing::Control;
 use peer::Description;
 pub use peer::NixlPeer;
 use prepared::PreparedLists;
@@ -216,7 +218,7 @@ impl Nixl {
             return;
         }
         *met = on_cards;
-        if let Some(packer) = Packer::meet(&self.state, peer, &told, deadline) {
+        if let Some(packer) = packing::meet(&self.state, peer, &told, deadline) {
             peer.adopt(packer);
         }
     }
@@ -352,9 +354,11 @@ impl Transport for Nixl {
         deadline: Instant,
     ) -> Result<Transfer, Error> {
         let (whole, written) = Whole::of(loops)?;
-        let way = peer
-            .packer(self.state.has_gpu())
-            .and_then(|packer| Some((packer.limits(&self.state, peer, loops, &written)?, packer)));
+        let way = peer.packer(self.state.has_gpu()).and_then(|packer| {
+            let (ours, theirs) = (self.state.desk.regions.spans(), peer.spans());
+            let spans = (&ours, &*theirs);
+            Some((packer.limits(spans, &self.state.yards, loops, &written)?, packer))
+        });
         let Some((limits, packer)) = way else {
             return self.read_loops(peer, loops, deadline);
         };

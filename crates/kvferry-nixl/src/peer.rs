@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
 
-use super::packing::{Packer, Told};
+use super::packer::{Packer, Told};
 use super::price::price;
 use kvferry_transport::shared::bytes::{Fields, put_block};
 use kvferry_transport::shared::rate::RateWatch;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Loop, Loops};
 
-use super::packing::Packer;
+use super::packing;
 use super::peer::Description;
 use super::{Nixl, NixlOptions, NixlPeer, VARIABLE, install};
 use kvferry_transport::memory::HostMemory;
@@ -107,7 +107,7 @@ fn nothing_stays_of_a_peer_that_is_disconnected_while_it_is_met() {
     let peer = reader.transport.connect(&description, soon()).unwrap();
     let told = Description::parse(&description).unwrap().told.unwrap();
     // As `connect` does it, and as slowly as it may.
-    let late = Packer::meet(&reader.transport.state, &peer, &told, soon()).unwrap();
+    let late = packing::meet(&reader.transport.state, &peer, &told, soon()).unwrap();
     let client = Arc::downgrade(&late.client);
     reader.transport.disconnect(&peer);
     peer.adopt(late);

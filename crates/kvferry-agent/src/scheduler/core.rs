@@ -22,7 +22,7 @@ use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
 use crate::wire::door::Door;
-use crate::wire::message::Card;
+use crate::wire::message::{Card, Left};
 use crate::wire::ticket::{Incarnation, Ticket};
 
 #[derive(Debug)]
@@ -340,6 +340,55 @@ impl Core {
             peers: peers.collect(),
             connected_to: self.holds.connected_to(),
             left_out: LeftOut::default(),
+        }
+    }
+
+    /// From now on nothing new is promised. Answers whether that is news.
+    pub(super) fn drain(&self) -> bool {
+        // Under the lock of the leases: none begins after this.
+        let leases = self.leases();
+        let mut drain = self.drain.lock();
+        let news = *drain == Drain::Off;
+        if news {
+            *drain = Drain::Draining;
+        }
+        drop((drain, leases));
+        if news {
+            let Left { leases, holds } = self.left();
+            info!(leases, holds, "drains: nothing new is handed over, what was promised is kept");
+            // Whoever waits for what will not come is told so.
+            self.bells.ring_all();
+            self.note_drained();
+        }
+        news
+    }
+
+    /// New promises are made again. Answers whether that is news.
+    pub(super) fn resume(&self) -> bool {
+        let before = std::mem::take(&mut *self.drain.lock());
+        if before != Drain::Off {
+            info!("does not drain any more: requests are handed over again");
+        }
+        before != Drain::Off
+    }
+
+    pub(super) fn draining(&self) -> bool {
+        *self.drain.lock() != Drain::Off
+    }
+
+    pub(super) fn left(&self) -> Left {
+        let leases = self.leases().open();
+        Left { leases: leases as u32, holds: self.holds.len() as u32 }
+    }
+
+    /// Says that nothing is left, once.
+    pub(super) fn note_drained(&self) {
+        // One lock at a time: the leases' is never taken after this one's.
+        let left = self.left();
+        let mut drain = self.drain.lock();
+        if *drain == Drain::Draining && left.is_empty() {
+            *drain = Drain::Drained;
+            info!("drained: nothing is kept for others, nor by others for this engine");
         }
     }
 

@@ -3,9 +3,6 @@
 
 use std::time::Duration;
 
-use tracing::info;
-
-use super::core::Core;
 use super::status::ask;
 use crate::error::{Misbehaviour, PeerError};
 use crate::wire::message::{Left, Question, Reply};
@@ -21,57 +18,6 @@ pub(super) enum Drain {
     Draining,
     /// Nothing is left, and that has been said.
     Drained,
-}
-
-impl Core {
-    /// From now on nothing new is promised. Answers whether that is news.
-    pub(super) fn drain(&self) -> bool {
-        // Under the lock of the leases: none begins after this.
-        let leases = self.leases();
-        let mut drain = self.drain.lock();
-        let news = *drain == Drain::Off;
-        if news {
-            *drain = Drain::Draining;
-        }
-        drop((drain, leases));
-        if news {
-            let Left { leases, holds } = self.left();
-            info!(leases, holds, "drains: nothing new is handed over, what was promised is kept");
-            // Whoever waits for what will not come is told so.
-            self.bells.ring_all();
-            self.note_drained();
-        }
-        news
-    }
-
-    /// New promises are made again. Answers whether that is news.
-    pub(super) fn resume(&self) -> bool {
-        let before = std::mem::take(&mut *self.drain.lock());
-        if before != Drain::Off {
-            info!("does not drain any more: requests are handed over again");
-        }
-        before != Drain::Off
-    }
-
-    pub(super) fn draining(&self) -> bool {
-        *self.drain.lock() != Drain::Off
-    }
-
-    pub(super) fn left(&self) -> Left {
-        let leases = self.leases().open();
-        Left { leases: leases as u32, holds: self.holds.len() as u32 }
-    }
-
-    /// Says that nothing is left, once.
-    pub(super) fn note_drained(&self) {
-        // One lock at a time: the leases' is never taken after this one's.
-        let left = self.left();
-        let mut drain = self.drain.lock();
-        if *drain == Drain::Draining && left.is_empty() {
-            *drain = Drain::Drained;
-            info!("drained: nothing is kept for others, nor by others for this engine");
-        }
-    }
 }
 
 /// Tells a running agent to drain, or to stop draining, and learns what is left. It may be told as often

@@ -19,7 +19,7 @@ use crate::wire::message::{Question, Reply, ServiceCard, Welcome};
 use crate::wire::places::Limits;
 use crate::wire::task::{Task, TaskReply, Token};
 use crate::wire::ticket::Incarnation;
-use crate::worker::WorkerOptions;
+use crate::worker::options::WorkerOptions;
 
 /// A rank that takes tasks.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::peers::SourceEngine;
+use super::source_engine::SourceEngine;
 use crate::rules::failure::Failure;
 use crate::wire::ticket::Incarnation;
 

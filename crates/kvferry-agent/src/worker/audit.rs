@@ -18,7 +18,7 @@ use tracing::{debug, error, info, warn};
 
 use super::core::Core;
 use super::load::Load;
-use super::peers::SourceEngine;
+use super::source_engine::SourceEngine;
 use crate::panics::broken;
 use crate::rules::audit::PATIENCE;
 use crate::rules::failure::Failure;

@@ -16,7 +16,7 @@ use super::growth::{Growing, Heard, follow};
 use super::load::{Load, Moments, Notice, Outcome};
 use super::mover::{Job, Moved, Progress};
 use super::options::Times;
-use super::peers::SourceEngine;
+use super::source_engine::SourceEngine;
 use crate::background::after;
 use crate::metrics::Timings;
 use crate::panics::{Watched, broken, caught};

@@ -11,7 +11,8 @@ use tokio::time::sleep;
 use tracing::{Instrument, debug};
 
 use super::load::{Load, Portion};
-use super::peers::{Peers, SourceEngine};
+use super::peers::Peers;
+use super::source_engine::SourceEngine;
 use super::words::{Word, Words, listen};
 use crate::rules::failure::Failure;
 use crate::rules::follow::{Contradiction, Follower, Pace, Part};

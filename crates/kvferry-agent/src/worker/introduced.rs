@@ -11,7 +11,6 @@ use kvferry_layout::Manifest;
 use parking_lot::Mutex;
 use tracing::warn;
 
-use super::Worker;
 use super::rank::Rank;
 use crate::error::Error;
 use crate::several::offer_one;
@@ -40,32 +39,29 @@ impl Introduced {
         self.0.lock().contains_key(address)
     }
 
-    /// What is known of it.
-    pub(super) fn get(&self, address: &str) -> Option<(Incarnation, Vec<Card>)> {
-        self.0.lock().get(address).cloned()
-    }
-}
-
-impl Worker {
-    /// Makes an engine known that runs no agent. Loads with tickets of this address and life are read
-    /// from it; **they are used without a confirmation**.
-    pub fn introduce(
+    /// Makes one known. Loads with tickets of this address and life are read from it, **and used without a
+    /// confirmation**.
+    pub(super) fn add(
         &self,
+        reader: &Rank,
         address: &str,
         incarnation: Incarnation,
         ranks: Vec<IntroducedRank>,
     ) -> Result<(), Error> {
-        let peers = &self.core.peers;
-        let cards = ranks.into_iter().map(|rank| card(&peers.rank, rank));
-        let cards = cards.collect::<Result<Vec<_>, _>>()?;
+        let cards = ranks.into_iter().map(|rank| card(reader, rank)).collect::<Result<_, _>>()?;
         warn!(
             address,
             %incarnation,
             "this engine runs no agent: what is read from it is used without a confirmation and without \
              audits"
         );
-        peers.introduced.0.lock().insert(address.to_owned(), (incarnation, cards));
+        self.0.lock().insert(address.to_owned(), (incarnation, cards));
         Ok(())
+    }
+
+    /// What is known of it.
+    pub(super) fn get(&self, address: &str) -> Option<(Incarnation, Vec<Card>)> {
+        self.0.lock().get(address).cloned()
     }
 }
 

@@ -18,11 +18,12 @@ mod introduced;
 mod load;
 mod mover;
 mod opening;
-mod options;
+pub(crate) mod options;
 mod peers;
 mod places;
 mod rank;
 mod report;
+mod source_engine;
 #[cfg(test)]
 mod tests;
 mod words;
@@ -49,6 +50,7 @@ use crate::source::steps::Steps;
 use crate::wire::link::Caller;
 use crate::wire::message::Card;
 use crate::wire::reach::Reach;
+use crate::wire::ticket::Incarnation;
 
 /// The worker half of an agent. Dropping it cancels what is under way and ends its threads.
 #[derive(Debug)]
@@ -151,6 +153,17 @@ impl Worker {
         let driven = drive(self.core.clone(), Arc::new(load), running, self.options.times());
         self.background.spawn(driven.instrument(span));
         Ok(())
+    }
+
+    /// Makes an engine known that runs no agent. Loads with tickets of this address and life are read
+    /// from it; **they are used without a confirmation**.
+    pub fn introduce(
+        &self,
+        address: &str,
+        incarnation: Incarnation,
+        ranks: Vec<IntroducedRank>,
+    ) -> Result<(), Error> {
+        self.core.peers.introduce(address, incarnation, ranks)
     }
 
     /// The request is not wanted any more. Its end is reported as any other.

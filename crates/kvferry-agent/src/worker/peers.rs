@@ -2,11 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use kvferry_layout::Manifest;
-use kvferry_plan::{LayerPlan, Plan};
+use kvferry_plan::LayerPlan;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::time::{sleep, sleep_until, timeout_at};
@@ -14,14 +13,15 @@ use tracing::{debug, info, warn};
 
 use super::acquaintance::{Acquaintance, Answered};
 use super::departures::{Arrival, Departures, Whose};
-use super::introduced::Introduced;
+use super::introduced::{Introduced, IntroducedRank};
 use super::load::ReadBy;
 use super::opening::{Readable, open};
 use super::places::Places;
 use super::rank::Rank;
+use super::source_engine::SourceEngine;
 use crate::background::after;
 use crate::carrier::{Chosen, Source};
-use crate::error::{Misbehaviour, PeerError};
+use crate::error::{Error, Misbehaviour, PeerError};
 use crate::metrics::WorkerMetrics;
 use crate::rules::audit::Trial;
 use crate::rules::failure::Failure;
@@ -53,31 +53,6 @@ pub(super) struct Peers {
     metrics: Arc<WorkerMetrics>,
     /// Those of them that cannot be asked.
     pub(super) introduced: Introduced,
-}
-
-/// An engine that requests can be read from, in one of its lives. Its connections end aside when it is dropped.
-#[derive(Debug)]
-pub(super) struct SourceEngine {
-    whose: Whose,
-    pub(super) incarnation: Incarnation,
-    pub(super) plan: Arc<Plan>,
-    /// The same layer by layer, once somebody has asked for it.
-    layers: tokio::sync::OnceCell<Option<Arc<LayerPlan>>>,
-    manifests: Arc<Vec<Manifest>>,
-    /// For every source of the plan; `None` where nothing is read.
-    pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
-    /// The number of each of them in its engine.
-    pub(super) ranks: Vec<u32>,
-    /// How those are read that are.
-    pub(super) read_by: Arc<[ReadBy]>,
-    /// What audits have found.
-    pub(super) trial: Arc<Mutex<Trial>>,
-    /// Seconds that a token took, of all layers, in the request that was read last.
-    pub(super) each: Mutex<Option<f64>>,
-    /// When something that was read from it arrived last.
-    pub(super) arrived: Mutex<Option<Instant>>,
-    departures: Arc<Departures>,
-    left: AtomicBool,
 }
 
 impl Peers {
@@ -414,6 +389,16 @@ impl Peers {
         engine.layers.get_or_init(compile).await.clone()
     }
 
+    /// Makes an engine known that runs no agent.
+    pub(super) fn introduce(
+        &self,
+        address: &str,
+        incarnation: Incarnation,
+        ranks: Vec<IntroducedRank>,
+    ) -> Result<(), Error> {
+        self.introduced.add(&self.rank, address, incarnation, ranks)
+    }
+
     /// Tells P that it need not keep the blocks for this rank's engine; not where nobody has ever answered.
     pub(super) async fn abandon(&self, ticket: &Ticket) {
         if self.introduced.knows(&ticket.address) {
@@ -432,21 +417,6 @@ impl Peers {
             info!(address = &*engine.whose.0, "the engine is forgotten");
         }
         engine.leave();
-    }
-}
-
-impl SourceEngine {
-    /// Ends its connections, aside.
-    fn leave(&self) {
-        if !self.left.swap(true, Ordering::AcqRel) {
-            self.departures.leave(&self.whose, self.sources.clone());
-        }
-    }
-}
-
-impl Drop for SourceEngine {
-    fn drop(&mut self) {
-        self.leave();
     }
 }
 

@@ -11,7 +11,8 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tracing::{Instrument, debug};
 
-use super::peers::{Peers, SourceEngine};
+use super::peers::Peers;
+use super::source_engine::SourceEngine;
 use crate::rules::grant::InFlight;
 use crate::wire::link::is_final;
 use crate::wire::task::TaskReply;

@@ -4,7 +4,7 @@ use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr;
 use std::time::{Duration, Instant};
 
-use super::Card;
+use super::card::Card;
 use super::load::{Handle, LaunchAttribute, LaunchConfig};
 use kvferry_transport::Error;
 

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 
-use super::Card;
+use super::card::Card;
 use super::load::{Access, AllocationProperties, ByValue, IpcHandle, Location};
 use kvferry_transport::Error;
 
@@ -215,7 +215,7 @@ impl Card {
         let properties = AllocationProperties {
             kind: 1,
             handles: POSIX_DESCRIPTOR as c_int,
-            location: Location { kind: 1, id: self.0.device },
+            location: Location { kind: 1, id: self.device() },
             windows: ptr::null_mut(),
             flags: [0; 8],
         };
@@ -254,7 +254,7 @@ impl Card {
     ///
     /// The span is mapped.
     unsafe fn allow(&self, base: u64, bytes: u64) -> Result<(), Error> {
-        let access = Access { location: Location { kind: 1, id: self.0.device }, flags: 3 };
+        let access = Access { location: Location { kind: 1, id: self.device() }, flags: 3 };
         // SAFETY: the pointer is to a live value.
         unsafe {
             call!(

@@ -38,7 +38,9 @@ use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
 use crate::shared::yard::Yards;
 
+mod bounds;
 mod client;
+mod connections;
 mod door;
 pub(crate) mod frame;
 #[doc(hidden)]
@@ -50,15 +52,17 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+#[doc(hidden)]
+pub use bounds::Bounds;
 pub(crate) use client::PeerRegions;
 #[doc(hidden)]
 pub use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, Room};
 #[doc(hidden)]
-pub use door::Bounds;
+pub use connections::{Delivery, Generation};
 #[doc(hidden)]
 pub use proof::Secret;
 #[doc(hidden)]
-pub use server::{Delivery, Generation, Server};
+pub use server::Server;
 pub(crate) use socket::entry;
 
 /// How a [`Tcp`] transport is set up.

@@ -8,7 +8,7 @@ use kvferry_layout::{ByteCopy, Region};
 use parking_lot::Mutex;
 use socket2::{Domain, Socket, Type};
 
-use super::super::door::Bounds;
+use super::super::bounds::Bounds;
 use super::super::frame::{Challenge, Hello, Verb};
 use super::super::proof::{End, Secret};
 use super::super::{Tcp, TcpOptions};
