@@ -7,9 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{
-    ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics, Transport,
-};
+use kvferry_transport::{Error, Loops, Operation, Price, Rates, StagingStatistics, Transport};
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -61,15 +59,11 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn rates(&self) -> Rates {
         Rates { direct: self.price(), packed: None }
     }
-    /// Starts to read. If this or one of its kind panics, it has started nothing.
-    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error>;
-    /// Whether its transport walks loops itself, so that no list of copies need be made.
-    fn executes_loops(&self) -> bool;
-    /// Starts to read what loops describe.
-    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error>;
+    /// Starts to read what loops describe. If this or the next panics, it has started nothing.
+    fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error>;
     /// Starts to read what loops describe, packed by the source where it can.
     fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        self.read_loops(loops, deadline)
+        self.read(loops, deadline)
     }
     /// Ends the connection; reads under way fail. Only the first call does anything: the same rank
     /// may have been connected to again since.
@@ -163,16 +157,7 @@ impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
         self.keeping.transport.rates(&self.peer)
     }
 
-    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.keeping.transport.read(&self.peer, copies, deadline)?;
-        Ok(Box::new(operation))
-    }
-
-    fn executes_loops(&self) -> bool {
-        self.keeping.transport.executes_loops()
-    }
-
-    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let operation = self.keeping.transport.read_loops(&self.peer, loops, deadline)?;
         Ok(Box::new(operation))
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, StagingStatistics};
+use kvferry_transport::{Error, Loops, Operation, Price, Rates, StagingStatistics};
 
 use crate::carrier::{Carrier, Chosen, Source};
 
@@ -146,16 +146,8 @@ impl Source for Found {
         self.source.rates()
     }
 
-    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        self.source.read(copies, deadline)
-    }
-
-    fn executes_loops(&self) -> bool {
-        self.source.executes_loops()
-    }
-
-    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        self.source.read_loops(loops, deadline)
+    fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        self.source.read(loops, deadline)
     }
 
     fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
@@ -241,15 +233,7 @@ mod tests {
             Price { launch: 0.0, copy: 0.0, byte: 0.0 }
         }
 
-        fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
-            Err(Error::Cancelled)
-        }
-
-        fn executes_loops(&self) -> bool {
-            false
-        }
-
-        fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
+        fn read(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
             Err(Error::Cancelled)
         }
 

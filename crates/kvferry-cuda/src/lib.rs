@@ -261,10 +261,6 @@ impl Transport for Cuda {
         self.post(peer, &loops, copies.len() as u64, began, deadline)
     }
 
-    fn executes_loops(&self) -> bool {
-        true
-    }
-
     fn read_loops(
         &self,
         peer: &CudaPeer,

@@ -26,6 +26,11 @@
 //! A new back end implements [`Transport`] with a desk and custody from `shared`, which promises nothing to crates from
 //! elsewhere yet, and joins the conformance suite (`kvferry-conformance`).
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "kvferry runs on Linux only: it reads other processes' memory, and asks the kernel who they are"
+);
+
 mod contract;
 #[doc(hidden)]
 pub mod fuzz;

@@ -77,11 +77,6 @@
 //! This crate is the front. What is behind it (`kvferry-layout`, `kvferry-plan`, `kvferry-transport`, `kvferry-agent`, and a
 //! crate for each transport that wants a library) may be used directly, and promises less.
 
-#[cfg(not(target_os = "linux"))]
-compile_error!(
-    "kvferry runs on Linux only: it reads other processes' memory, and asks the kernel who they are"
-);
-
 mod transports;
 
 pub use kvferry_agent::{

@@ -213,19 +213,11 @@ impl Moments {
 
 /// The lowerings that a load was read by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Lowerings([bool; Self::NAMES.len()]);
+pub struct Lowerings([bool; Way::ALL.len()]);
 
 impl Lowerings {
-    const NAMES: [&'static str; 3] = ["direct", "packed", "loops"];
-
-    /// `None`: loops.
-    pub(super) fn add(&mut self, way: Option<Way>) {
-        let index = match way {
-            Some(Way::Direct) => 0,
-            Some(Way::Packed) => 1,
-            None => 2,
-        };
-        self.0[index] = true;
+    pub(super) fn add(&mut self, way: Way) {
+        self.0[way as usize] = true;
     }
 
     pub(super) fn merge(&mut self, other: Self) {
@@ -234,7 +226,7 @@ impl Lowerings {
 
     /// Their names.
     pub fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
-        Self::NAMES.into_iter().zip(self.0).filter_map(|(name, used)| used.then_some(name))
+        Way::ALL.into_iter().zip(self.0).filter_map(|(way, used)| used.then_some(way.name()))
     }
 }
 

@@ -28,9 +28,9 @@ fn whatever_the_shapes_and_the_transport() {
     }
 }
 
-/// A transport that walks loops gets no list, whatever the shapes.
+/// A transport that walks loops itself, whatever the shapes.
 #[test]
-fn a_source_that_executes_loops_gets_loops() {
+fn loops_are_carried_out_as_they_are() {
     for (wide, narrow) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)] {
         let p = Recipe::new("p", wide).by(By::Looping).start();
         let d = Recipe::new("d", narrow).by(By::Looping).start();
@@ -38,7 +38,7 @@ fn a_source_that_executes_loops_gets_loops() {
     }
 }
 
-/// Where others would read the last block whole, loops read what is needed and nothing else.
+/// Of the last block no more is read than is needed.
 #[test]
 fn loops_are_exact() {
     let start = |name| {

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use kvferry_agent::{Carrier, Source};
 use kvferry_digest::{Digest, Program};
+use kvferry_layout::BlockPair;
 use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, Status};
 
 /// What goes wrong on the way.
@@ -69,6 +70,17 @@ impl Carrier for Faulty {
     }
 }
 
+/// Copies that have nothing in common, as loops.
+fn one_by_one(copies: &[ByteCopy]) -> Loops {
+    let mut loops = Loops::default();
+    let table = loops.add_table([BlockPair::default()]);
+    for copy in copies {
+        let start = (copy.source, copy.destination);
+        loops.add_nest(start, copy.bytes, (0, 0), &[], table).unwrap();
+    }
+    loops
+}
+
 #[derive(Debug)]
 struct FaultySource {
     inner: Box<dyn Source>,
@@ -78,14 +90,13 @@ struct FaultySource {
 
 impl Source for FaultySource {
     fn price(&self) -> Price {
-        // Such that lists are exact.
         Price { launch: 0.0, copy: 0.0, byte: 1.0 }
     }
 
-    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let fault = *self.switch.lock().unwrap();
         assert_ne!(fault, Some(Fault::PanicsReading), "as a test wants it");
-        let mut copies = copies.to_vec();
+        let mut copies: Vec<ByteCopy> = loops.copies().collect();
         let last = copies.len() - 1;
         match fault {
             Some(Fault::SwappedBlocks) => {
@@ -101,7 +112,7 @@ impl Source for FaultySource {
             Some(Fault::StaleBlock) => copies[0].source += self.older,
             Some(_) | None => {}
         }
-        let inner = self.inner.read(&copies, deadline)?;
+        let inner = self.inner.read(&one_by_one(&copies), deadline)?;
         let done = AtomicBool::new(false);
         Ok(Box::new(FaultyOperation { inner, fault, first: copies[0], done }))
     }
@@ -109,18 +120,6 @@ impl Source for FaultySource {
     fn rates(&self) -> Rates {
         let packed = *self.switch.lock().unwrap() == Some(Fault::Unpacked);
         Rates { direct: self.price(), packed: packed.then(|| self.price()) }
-    }
-
-    fn read_packed(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        self.read(&loops.copies().collect::<Vec<_>>(), deadline)
-    }
-
-    fn executes_loops(&self) -> bool {
-        false
-    }
-
-    fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
-        Err(Error::Unsupported("these reads are lists".to_owned()))
     }
 
     fn disconnect(&self) {

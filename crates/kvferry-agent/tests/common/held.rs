@@ -147,22 +147,14 @@ impl Source for HeldSource {
         Price { launch: 0.0, copy: 512.0, byte: 0.125 }
     }
 
-    fn read(&self, copies: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn read(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
         let read = Arc::new(HeldRead {
-            copies: copies.to_vec(),
+            copies: loops.copies().collect(),
             cancelled: AtomicBool::new(false),
             status: Mutex::new(Status::InProgress),
         });
         self.reads.lock().unwrap().push_back(read.clone());
         Ok(Box::new(HeldOperation(read)))
-    }
-
-    fn executes_loops(&self) -> bool {
-        false
-    }
-
-    fn read_loops(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
-        Err(Error::Unsupported("these reads are lists".to_owned()))
     }
 
     fn disconnect(&self) {

@@ -1,11 +1,11 @@
-//! A transport in one process that walks loops, as a GPU does, and refuses lists.
+//! A transport in one process that walks loops, as a GPU does.
 
 use std::time::Instant;
 
 use kvferry_agent::{Carrier, Source};
 use kvferry_cuda::carry_out;
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
+use kvferry_transport::{Error, Loops, Operation, Price, Report, Status};
 
 use super::memory::look;
 
@@ -34,20 +34,11 @@ impl Carrier for Looping {
 struct LoopingSource;
 
 impl Source for LoopingSource {
-    /// Such that a list would be read too much of.
     fn price(&self) -> Price {
         Price { launch: 0.0, copy: 1e6, byte: 0.001 }
     }
 
-    fn read(&self, _: &[ByteCopy], _: Instant) -> Result<Box<dyn Operation>, Error> {
-        Err(Error::Unsupported("a list was made for a transport that walks loops".to_owned()))
-    }
-
-    fn executes_loops(&self) -> bool {
-        true
-    }
-
-    fn read_loops(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
+    fn read(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
         // SAFETY: plans name only addresses of test memory, which is never freed and accessed without
         // references.
         unsafe { carry_out(loops) };

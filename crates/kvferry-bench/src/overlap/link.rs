@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{Carrier, Source};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Status};
+use kvferry_transport::{Error, Loops, Operation, Price, Status};
 
 /// What all reads of one engine share.
 #[derive(Debug)]
@@ -79,18 +79,8 @@ impl Source for Behind {
         self.source.price()
     }
 
-    fn read(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.source.read(copies, deadline)?;
-        let due = self.link.carry(copies.iter().map(|copy| copy.bytes).sum());
-        Ok(Box::new(Held { operation, due }))
-    }
-
-    fn executes_loops(&self) -> bool {
-        self.source.executes_loops()
-    }
-
-    fn read_loops(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.source.read_loops(loops, deadline)?;
+    fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
+        let operation = self.source.read(loops, deadline)?;
         Ok(Box::new(Held { operation, due: self.link.carry(loops.bytes()) }))
     }
 

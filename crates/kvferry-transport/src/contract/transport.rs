@@ -97,13 +97,6 @@ pub trait Transport: Send + Sync + Sized + 'static {
         deadline: Instant,
     ) -> Result<Self::Operation, Error>;
 
-    /// Whether this transport walks loops itself. Where it does, [`read_loops`](Self::read_loops) is
-    /// the way to read: its time does not grow with the number of copies, and a list would be made
-    /// for nothing.
-    fn executes_loops(&self) -> bool {
-        false
-    }
-
     /// Like [`read`](Self::read), for copies that are described as loops over tables of blocks. A
     /// back end that does not walk loops makes a list of them.
     fn read_loops(

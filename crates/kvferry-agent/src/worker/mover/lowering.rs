@@ -3,59 +3,23 @@
 
 use kvferry_plan::cost::{self, Choice, Way};
 use kvferry_plan::{LoopsError, Plan, Request, RequestError, Table, Transfer};
-use kvferry_transport::{ByteCopy, Loops};
+use kvferry_transport::Loops;
 
 use crate::carrier::Source;
-use crate::worker::load::{Lowerings, Portion};
+use crate::worker::load::Portion;
 
-/// What is read from one source in one go, as its transport wants it.
-#[derive(Clone, Debug)]
-pub(super) enum Reads {
-    /// Every copy by itself.
-    List(Vec<ByteCopy>),
-    /// Loops that the transport walks itself.
-    Loops(Loops),
-    /// Loops that the source gathers and the transport scatters.
-    Packed(Loops),
-}
-
-impl Reads {
-    pub(super) fn bytes(&self) -> u64 {
-        match self {
-            Self::List(copies) => copies.iter().map(|copy| copy.bytes).sum(),
-            Self::Loops(loops) | Self::Packed(loops) => loops.bytes(),
-        }
-    }
-
-    /// How many copies it is, or would be.
-    pub(super) fn copies(&self) -> u64 {
-        match self {
-            Self::List(copies) => copies.len() as u64,
-            Self::Loops(loops) | Self::Packed(loops) => loops.runs(),
-        }
-    }
-}
-
-/// How one source is read.
-#[derive(Clone, Debug)]
-enum Lowering {
-    Loops,
-    /// The way of every group.
-    ByGroup(Vec<Way>),
-}
-
-/// A request against a plan, with the lowering of each source.
+/// A request against a plan, with the ways to read each source.
 #[derive(Debug)]
 pub(super) struct Lowered<'p> {
-    /// For each source; `None` where nothing is read from it.
-    chosen: Vec<Option<Lowering>>,
+    /// The way of every group of each source; `None` where nothing is read from it.
+    chosen: Vec<Option<Vec<Way>>>,
     transfer: Transfer<'p>,
     /// By which the rest is told, where that is another one.
     own: Option<Transfer<'p>>,
 }
 
 impl<'p> Lowered<'p> {
-    /// Checks the request and chooses a lowering for each source. `None` is a source that nothing is
+    /// Checks the request and chooses the ways to read each source. `None` is a source that nothing is
     /// read from.
     pub(super) fn new(
         plan: &'p Plan,
@@ -73,17 +37,18 @@ impl<'p> Lowered<'p> {
             destination: &destination,
         };
         let transfer = plan.transfer(&request)?;
-        let lowering = |(index, source): (usize, &dyn Source)| {
-            if source.executes_loops() {
-                return Lowering::Loops;
+        let groups = 0..transfer.groups();
+        let ways = |index: usize, source: &dyn Source| {
+            let rates = source.rates();
+            if rates.packed.is_none() {
+                // What it amounts to need not be known.
+                return vec![Way::Direct; groups.len()];
             }
-            let groups = 0..transfer.groups();
-            let groups: Vec<_> = groups.map(|group| transfer.summary_of(index, group)).collect();
-            Lowering::ByGroup(cost::choose(&source.rates(), &groups, choice))
+            let groups = groups.clone().map(|group| transfer.summary_of(index, group));
+            cost::choose(&rates, &groups.collect::<Vec<_>>(), choice)
         };
         let chosen = sources.iter().enumerate();
-        let chosen = chosen.map(|(index, source)| Some(lowering((index, source.as_deref()?))));
-        let chosen = chosen.collect();
+        let chosen = chosen.map(|(index, source)| Some(ways(index, source.as_deref()?))).collect();
         let own = match load.rest && load.cached != load.before {
             // Blocks that were filled before are the request's own, too.
             true => Some(plan.transfer(&Request { cached: &load.before, ..request })?),
@@ -92,48 +57,21 @@ impl<'p> Lowered<'p> {
         Ok(Self { chosen, transfer, own })
     }
 
-    /// What is read from one source: nothing, or one thing or two.
-    pub(super) fn reads(&self, source: usize) -> Result<Vec<Reads>, LoopsError> {
-        let Self { transfer, .. } = self;
-        let mut reads = vec![];
-        match self.chosen.get(source) {
-            Some(Some(Lowering::Loops)) => reads.push(Reads::Loops(transfer.loops(source)?)),
-            Some(Some(Lowering::ByGroup(ways))) => {
-                let mut copies = vec![];
-                let direct = ways.iter().enumerate().filter(|(_, way)| **way == Way::Direct);
-                for (group, _) in direct {
-                    let filled = copies.len();
-                    let more = transfer.summary_of(source, group).copies as usize;
-                    copies.resize(filled + more, ByteCopy::default());
-                    let written = transfer.copies_of(source, group).fill(&mut copies[filled..]);
-                    debug_assert_eq!(written, more, "a summary counts what is yielded");
-                }
-                reads.push(Reads::List(copies));
-                let packed = |group: usize| ways[group] == Way::Packed;
-                if (0..ways.len()).any(packed) {
-                    reads.push(Reads::Packed(transfer.loops_of(source, packed)?));
-                }
-            }
+    /// What is read from one source: nothing, or one thing or two, each with its way.
+    pub(super) fn reads(&self, source: usize) -> Result<Vec<(Way, Loops)>, LoopsError> {
+        let Some(Some(ways)) = self.chosen.get(source) else {
             // Nothing should be read from it. If the plan says otherwise, that is an error to be told.
-            Some(None) | None => reads.push(Reads::List(transfer.copies(source).collect())),
-        }
-        reads.retain(|reads| reads.copies() > 0);
-        Ok(reads)
-    }
-
-    /// How one source is read.
-    pub(super) fn lowerings(&self, source: usize) -> Lowerings {
-        let mut used = Lowerings::default();
-        match self.chosen.get(source) {
-            Some(Some(Lowering::Loops)) => used.add(None),
-            Some(Some(Lowering::ByGroup(ways))) => {
-                let read = |group| self.transfer.summary_of(source, group).copies > 0;
-                let ways = ways.iter().enumerate().filter(|(group, _)| read(*group));
-                ways.for_each(|(_, way)| used.add(Some(*way)));
+            let loops = self.transfer.loops(source)?;
+            return Ok(if loops.runs() > 0 { vec![(Way::Direct, loops)] } else { vec![] });
+        };
+        let mut reads = vec![];
+        for way in Way::ALL.into_iter().filter(|way| ways.contains(way)) {
+            let loops = self.transfer.loops_of(source, |group| ways[group] == way)?;
+            if loops.runs() > 0 {
+                reads.push((way, loops));
             }
-            Some(None) | None => {}
         }
-        used
+        Ok(reads)
     }
 
     /// What is left of the request's own blocks: the same, whatever was chosen.

@@ -9,11 +9,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
-use kvferry_plan::cost::Choice;
+use kvferry_plan::cost::{Choice, Way};
 use kvferry_plan::{Area, Plan};
 use kvferry_transport::{Operation, Status};
 
-use self::lowering::{Lowered, Reads};
+use self::lowering::Lowered;
 use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
 use crate::error::Error;
@@ -229,16 +229,15 @@ impl Reading {
             let all = lowered.reads(index).map_err(|error| {
                 Failure::Transport(format!("the plan cannot be carried out: {error}"))
             })?;
-            moved.lowerings.merge(lowered.lowerings(index));
             moved.plan += lap();
-            for reads in all {
-                moved.bytes += reads.bytes();
-                moved.copies += reads.copies();
+            for (way, loops) in all {
+                moved.lowerings.add(way);
+                moved.bytes += loops.bytes();
+                moved.copies += loops.runs();
                 let posted = match source {
-                    Some(source) => match &reads {
-                        Reads::List(copies) => source.read(copies, job.deadline),
-                        Reads::Loops(loops) => source.read_loops(loops, job.deadline),
-                        Reads::Packed(loops) => source.read_packed(loops, job.deadline),
+                    Some(source) => match way {
+                        Way::Direct => source.read(&loops, job.deadline),
+                        Way::Packed => source.read_packed(&loops, job.deadline),
                     }
                     .map_err(|error| transport_failure(&error)),
                     None => {
