@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::digest::Looker;
+use kvferry_cuda::digest::DigestLauncher;
 use kvferry_cuda::driver::Card;
 use kvferry_digest::{Held, Key, Program, host};
 use kvferry_layout::{
@@ -60,7 +60,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let card = Card::open(0)?;
     let (name, cuda) = card.name()?;
     println!("{name}, CUDA {}.{}", cuda / 1000, cuda % 1000 / 10);
-    let looker = Looker::of(0)?;
+    let looker = DigestLauncher::of(0)?;
     let stream = card.stream(false)?;
     println!(
         "{:<40} {:>9} {:>10} {:>10} {:>7} {:>10}",

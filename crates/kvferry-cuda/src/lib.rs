@@ -24,50 +24,50 @@ use std::time::Instant;
 use kvferry_layout::{ByteCopy, Loops, Price, Region};
 use parking_lot::Mutex;
 
-use kvferry_transport::shared::desk::{Desk, Whole};
-use kvferry_transport::shared::look;
+use kvferry_transport::shared::admission::{Admission, Whole};
+use kvferry_transport::shared::digests;
 use kvferry_transport::shared::random::random;
 use kvferry_transport::{Error, Instance, RegionId, Side, Statistics, Transport};
 
+mod card_packer;
 #[doc(hidden)]
 pub mod digest;
 #[doc(hidden)]
 pub mod driver;
-mod errand;
-mod flight;
 mod kernel;
 mod landing;
-mod line;
+mod launch_queue;
 mod list;
 #[doc(hidden)]
 pub mod nvrtc;
 mod options;
+mod pack_launch;
 mod peer;
-mod porter;
 mod program;
+mod read_launch;
 mod share;
 mod signal;
 mod staging;
 mod twin;
 mod watch;
 
-use digest::Lookers;
+use digest::DigestLaunchers;
 use driver::Card;
-use flight::Flight;
 use landing::Landing;
-use line::{Extent, Line};
+use launch_queue::{Extent, LaunchQueue};
 use list::grouped;
 use program::Program;
+use read_launch::ReadLaunch;
 use share::{Description, Export, Exports};
 use watch::Watch;
 
-pub use flight::CudaTransfer;
+pub use card_packer::CardPacker;
 #[doc(hidden)]
 pub use kernel::ON_THE_CPU;
 pub use kernel::{KERNEL, KERNEL_HEADER};
 pub use options::CudaOptions;
 pub use peer::CudaPeer;
-pub use porter::Porter;
+pub use read_launch::CudaTransfer;
 pub use share::mappings;
 pub use twin::carry_out;
 
@@ -78,8 +78,8 @@ const PRICE: Price = Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 pub struct Cuda {
     card: Card,
     instance: [u8; 16],
-    desk: Desk,
-    lookers: Lookers,
+    admission: Admission,
+    lookers: DigestLaunchers,
     exports: Arc<Exports>,
     peers: Mutex<Vec<CudaPeer>>,
     /// Multiprocessors of the card, and which part of them transfers take.
@@ -87,7 +87,7 @@ pub struct Cuda {
     extent: Mutex<Extent>,
     /// Ends with the last launch, before what launches need does.
     watch: Watch,
-    line: Mutex<Line>,
+    line: Mutex<LaunchQueue>,
 }
 
 impl fmt::Debug for Cuda {
@@ -102,13 +102,13 @@ impl Cuda {
         digest::remember(&options.site_packages);
         let card = Card::open(options.gpu)?;
         let all_sms = card.multiprocessors()?;
-        let line = Line::new(&card, options)?;
+        let line = LaunchQueue::new(&card, options)?;
         let instance = random()?;
         let this = Self {
             card,
             instance,
-            desk: Desk::new()?,
-            lookers: Lookers::default(),
+            admission: Admission::new()?,
+            lookers: DigestLaunchers::default(),
             exports: Arc::default(),
             peers: Mutex::default(),
             all_sms,
@@ -168,7 +168,7 @@ impl Cuda {
             written.push((write.start, write.end - write.start));
         }
         let whole = Whole { asked, bytes: loops.bytes(), began };
-        let custody = self.desk.open_whole(&whole, &written, deadline, None, peer.rate())?;
+        let custody = self.admission.open_whole(&whole, &written, deadline, None, peer.rate())?;
         let extent = *self.extent.lock();
         let program = Program::new(loops, extent.batch_bytes(loops.bytes()), |nest| shifts[nest]);
         let mut line = self.line.lock();
@@ -181,14 +181,14 @@ impl Cuda {
                 return Ok(CudaTransfer::posted(custody, None));
             }
         };
-        let flight = Flight::new(peer.clone(), table, part, loops.bytes(), tidings);
-        let landing: Arc<dyn Landing> = flight.clone();
+        let launch = ReadLaunch::new(peer.clone(), table, part, loops.bytes(), tidings);
+        let landing: Arc<dyn Landing> = launch.clone();
         // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
-        // memory of the peer, which the table keeps open; the flight has both until it has landed.
+        // memory of the peer, which the table keeps open; the launch has both until it has landed.
         unsafe { line.start(&program, extent, &landing) };
         drop(line);
-        self.watch.add(flight.clone());
-        Ok(CudaTransfer::posted(custody, Some(flight)))
+        self.watch.add(launch.clone());
+        Ok(CudaTransfer::posted(custody, Some(launch)))
     }
 }
 
@@ -202,14 +202,14 @@ impl Transport for Cuda {
 
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
         let export = Export::new(&self.card, region)?;
-        let id = self.desk.regions.insert(region)?;
+        let id = self.admission.regions.insert(region)?;
         self.exports.insert(id, export);
         Ok(id)
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
         let gone = || self.exports.remove(region);
-        self.desk.regions.remove(region, deadline, gone, || ()).map(|_| ())
+        self.admission.regions.remove(region, deadline, gone, || ()).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
@@ -237,9 +237,9 @@ impl Transport for Cuda {
 
     fn disconnect(&self, peer: &CudaPeer) {
         self.peers.lock().retain(|other| !other.is(peer));
-        let flights = self.watch.flights();
-        for flight in flights.iter().filter(|flight| flight.is_of(peer)) {
-            flight.stop(Error::Disconnected);
+        let launches = self.watch.launches();
+        for launch in launches.iter().filter(|launch| launch.is_of(peer)) {
+            launch.stop(Error::Disconnected);
         }
         peer.close();
     }
@@ -256,8 +256,8 @@ impl Transport for Cuda {
     ) -> Result<CudaTransfer, Error> {
         let began = Instant::now();
         let table = peer.table().ok_or(Error::Disconnected)?;
-        let admitted = self.desk.regions.admit(copies, &table.spans)?;
-        let loops = grouped(&admitted.copies, &self.desk.regions.spans(), &table.spans)?;
+        let admitted = self.admission.regions.admit(copies, &table.spans)?;
+        let loops = grouped(&admitted.copies, &self.admission.regions.spans(), &table.spans)?;
         self.post(peer, &loops, copies.len() as u64, began, deadline)
     }
 
@@ -275,18 +275,18 @@ impl Transport for Cuda {
         program: &kvferry_digest::Program,
         deadline: Instant,
     ) -> Result<Vec<kvferry_digest::Digest>, Error> {
-        look::digest(&self.desk, Some(&self.lookers), program, deadline)
+        digests::digest(&self.admission, Some(&self.lookers), program, deadline)
     }
 
     fn statistics(&self) -> Statistics {
-        self.desk.statistics()
+        self.admission.statistics()
     }
 }
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        for flight in self.watch.flights() {
-            flight.stop(Error::Disconnected);
+        for launch in self.watch.launches() {
+            launch.stop(Error::Disconnected);
         }
         // Kernels end by themselves; nothing lands after this.
         if let Err(error) = self.line.lock().finish() {

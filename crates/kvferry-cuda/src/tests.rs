@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use kvferry_layout::{BlockPair, Loop, Place};
 use proptest::prelude::*;
 
-use super::line::{DENSE, INLINE, WIDE};
+use super::launch_queue::{DENSE, INLINE, WIDE};
 use super::program::Limits;
 use super::*;
 use kvferry_transport::shared::spans::Spans;

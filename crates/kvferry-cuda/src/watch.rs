@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::flight::Flight;
+use super::read_launch::ReadLaunch;
 use kvferry_transport::Error;
 use kvferry_transport::shared::thread::{outlive, unless_it_panics};
 
@@ -28,7 +28,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Watched {
-    flights: Vec<Arc<Flight>>,
+    launches: Vec<Arc<ReadLaunch>>,
     asleep: bool,
     closing: bool,
 }
@@ -44,17 +44,17 @@ impl Watch {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    pub(super) fn add(&self, flight: Arc<Flight>) {
+    pub(super) fn add(&self, launch: Arc<ReadLaunch>) {
         let mut watched = self.shared.watched.lock();
-        watched.flights.push(flight);
+        watched.launches.push(launch);
         if watched.asleep {
             self.shared.changed.notify_one();
         }
     }
 
     /// What is under way.
-    pub(super) fn flights(&self) -> Vec<Arc<Flight>> {
-        self.shared.watched.lock().flights.clone()
+    pub(super) fn launches(&self) -> Vec<Arc<ReadLaunch>> {
+        self.shared.watched.lock().launches.clone()
     }
 }
 
@@ -74,27 +74,27 @@ impl Shared {
         let mut idle = 0;
         loop {
             let mut watched = self.watched.lock();
-            idle = if watched.flights.is_empty() { idle + 1 } else { 0 };
+            idle = if watched.launches.is_empty() { idle + 1 } else { 0 };
             // Requests come in bursts: to wake this thread for each would cost its caller microseconds.
-            while idle > STAYS_AWAKE && watched.flights.is_empty() && !watched.closing {
+            while idle > STAYS_AWAKE && watched.launches.is_empty() && !watched.closing {
                 watched.asleep = true;
                 self.changed.wait(&mut watched);
                 watched.asleep = false;
             }
-            if watched.closing && watched.flights.is_empty() {
+            if watched.closing && watched.launches.is_empty() {
                 return;
             }
             drop(watched);
             std::thread::sleep(PERIOD);
-            let flights = self.watched.lock().flights.clone();
+            let launches = self.watched.lock().launches.clone();
             // One that panics is left to those who poll it.
-            let look = |flight: &Arc<Flight>| {
-                unless_it_panics("a launch", || flight.landed_or_lost()).unwrap_or(true)
+            let look = |launch: &Arc<ReadLaunch>| {
+                unless_it_panics("a launch", || launch.landed_or_lost()).unwrap_or(true)
             };
-            let landed: Vec<bool> = flights.iter().map(look).collect();
+            let landed: Vec<bool> = launches.iter().map(look).collect();
             let mut landed = landed.into_iter();
             // New ones were added at the end.
-            self.watched.lock().flights.retain(|_| !landed.next().unwrap_or(false));
+            self.watched.lock().launches.retain(|_| !landed.next().unwrap_or(false));
         }
     }
 }

@@ -61,7 +61,7 @@ impl Driver {
             }
             if self.look_after() {
                 pause = Pause::default();
-                self.state.settle_forsaken();
+                self.state.settle_orphans();
             }
             self.dismiss();
         }

@@ -24,21 +24,21 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::digest::Lookers;
+use kvferry_cuda::digest::DigestLaunchers;
 use kvferry_digest::{Digest, Program};
 use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
 use parking_lot::{Condvar, Mutex};
 
 use kvferry_transport::shared::Transfer;
+use kvferry_transport::shared::admission::{Admission, Whole};
 use kvferry_transport::shared::chunks::Chunked;
 use kvferry_transport::shared::custody::Interrupt;
-use kvferry_transport::shared::desk::{Desk, Whole};
-use kvferry_transport::shared::look;
+use kvferry_transport::shared::digests;
+use kvferry_transport::shared::packing_area::PackingAreas;
 use kvferry_transport::shared::random::random;
 use kvferry_transport::shared::rate::{Medium, RateWatch};
 use kvferry_transport::shared::spans::Spans;
 use kvferry_transport::shared::staging::Staging;
-use kvferry_transport::shared::yard::Yards;
 use kvferry_transport::tcp::gather;
 use kvferry_transport::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 
@@ -68,7 +68,7 @@ pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use foreign::{Bell, describe_foreign};
 pub use install::install;
 pub use options::{CardPacking, NixlOptions};
-use packer::Told;
+use packer::PackerAddress;
 use packing::Control;
 use peer::Description;
 pub use peer::NixlPeer;
@@ -108,15 +108,15 @@ impl Nixl {
         let state = Arc::new(State {
             agent: Arc::new(agent),
             instance,
-            desk: Desk::new()?,
-            lookers: Lookers::default(),
+            admission: Admission::new()?,
+            lookers: DigestLaunchers::default(),
             peers: Mutex::default(),
             prepared: PreparedLists::default(),
             queue: Mutex::default(),
             changed: Condvar::new(),
             abandoned: Abandoned::default(),
-            forsaken: Mutex::default(),
-            yards: Yards::new(staging.clone()),
+            orphans: Mutex::default(),
+            areas: PackingAreas::new(staging.clone()),
             options: options.clone(),
         });
         if let Some(region) = staging.region() {
@@ -207,7 +207,7 @@ impl Nixl {
 
     /// Asks a peer whether it packs, where that is not known: what it says of itself is new, or there is memory
     /// of another kind than when it was asked.
-    fn meet(&self, peer: &NixlPeer, told: Option<Told>, is_new: bool, deadline: Instant) {
+    fn meet(&self, peer: &NixlPeer, told: Option<PackerAddress>, is_new: bool, deadline: Instant) {
         // Held throughout, so that nobody else asks the same.
         let (Some(told), Some(mut met)) = (told, peer.0.met.try_lock_until(deadline)) else {
             return;
@@ -245,7 +245,7 @@ impl Transport for Nixl {
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
-        let region = self.state.desk.regions.remove(region, deadline, || (), || ())?;
+        let region = self.state.admission.regions.remove(region, deadline, || (), || ())?;
         self.state.prepared.forget_region(region);
         self.state
             .agent
@@ -261,9 +261,9 @@ impl Transport for Nixl {
             .map_err(|code| Error::Unsupported(format!("NIXL gives no metadata: {code}")))?;
         let mut metadata = metadata;
         if let Some(control) = &self.control {
-            metadata.extend(control.describe(&self.state.yards)?);
+            metadata.extend(control.describe(&self.state.areas)?);
         }
-        let (instance, spans) = (self.state.instance, self.state.desk.regions.spans());
+        let (instance, spans) = (self.state.instance, self.state.admission.regions.spans());
         let foreign = false;
         Ok(Description { instance, foreign, spans, metadata: &metadata, told: None }.encode())
     }
@@ -338,7 +338,7 @@ impl Transport for Nixl {
             return Err(Error::Disconnected);
         }
         let theirs = peer.spans();
-        let opened = self.state.desk.open(copies, &theirs, deadline, None, &peer.0.rate)?;
+        let opened = self.state.admission.open(copies, &theirs, deadline, None, &peer.0.rate)?;
         self.state.post(peer, copies, opened, &theirs)
     }
 
@@ -355,9 +355,9 @@ impl Transport for Nixl {
     ) -> Result<Transfer, Error> {
         let (whole, written) = Whole::of(loops)?;
         let way = peer.packer(self.state.has_gpu()).and_then(|packer| {
-            let (ours, theirs) = (self.state.desk.regions.spans(), peer.spans());
+            let (ours, theirs) = (self.state.admission.regions.spans(), peer.spans());
             let spans = (&ours, &*theirs);
-            Some((packer.limits(spans, &self.state.yards, loops, &written)?, packer))
+            Some((packer.limits(spans, &self.state.areas, loops, &written)?, packer))
         });
         let Some((limits, packer)) = way else {
             return self.read_loops(peer, loops, deadline);
@@ -368,8 +368,8 @@ impl Transport for Nixl {
         let client = &packer.client;
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
         let rate = &peer.0.rate;
-        let desk = &self.state.desk;
-        let custody = desk.open_whole(&whole, &written, deadline, Some(interrupt), rate)?;
+        let admission = &self.state.admission;
+        let custody = admission.open_whole(&whole, &written, deadline, Some(interrupt), rate)?;
         if !custody.is_empty() {
             client.post(Chunked::packed(custody.clone(), loops.clone(), limits));
         }
@@ -377,17 +377,17 @@ impl Transport for Nixl {
     }
 
     fn staging(&self) -> StagingStatistics {
-        self.state.settle_forsaken();
-        self.state.yards.statistics()
+        self.state.settle_orphans();
+        self.state.areas.statistics()
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.state.desk, Some(&self.state.lookers), program, deadline)
+        digests::digest(&self.state.admission, Some(&self.state.lookers), program, deadline)
     }
 
     fn statistics(&self) -> Statistics {
         let turned_away = self.control.as_ref().map_or(0, Control::turned_away);
-        Statistics { turned_away, ..self.state.desk.statistics() }
+        Statistics { turned_away, ..self.state.admission.statistics() }
     }
 }
 

@@ -7,8 +7,8 @@ use kvferry_layout::{CutLimits, Loops, Place, Price, Rates};
 
 use kvferry_transport::Instance;
 use kvferry_transport::shared::bytes::Fields;
+use kvferry_transport::shared::packing_area::PackingAreas;
 use kvferry_transport::shared::spans::Spans;
-use kvferry_transport::shared::yard::Yards;
 use kvferry_transport::tcp::{Address, Client, Secret, gather};
 
 /// Of a card's memory, parts of so many bytes at least, however fast they begin.
@@ -25,7 +25,7 @@ pub(super) const MARK: &[u8; 8] = b"kvfy-pck";
 
 /// What a description tells of a peer's server.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Told {
+pub(super) struct PackerAddress {
     pub(super) address: Address,
     host: Pool,
     /// Of the card that packs.
@@ -40,7 +40,7 @@ pub(super) struct Pool {
     pub(super) slot: u64,
 }
 
-impl Told {
+impl PackerAddress {
     /// Where the server is.
     pub(super) fn endpoint(&self) -> SocketAddr {
         self.address.at
@@ -106,7 +106,7 @@ impl Packer {
     pub(super) fn limits(
         &self,
         (ours, theirs): (&Spans, &Spans),
-        yards: &Yards,
+        areas: &PackingAreas,
         loops: &Loops,
         written: &[(u64, u64)],
     ) -> Option<CutLimits> {
@@ -116,7 +116,7 @@ impl Packer {
         let read = loops.nests().filter_map(|nest| nest.extents()).map(|(read, _)| read);
         let theirs = theirs.place(read.map(|read| (read.start, read.end - read.start)))?;
         let ours = ours.place(written.iter().copied())?;
-        yards.of(ours)?;
+        areas.of(ours)?;
         if self.on_cards != (ours != Place::Host, theirs != Place::Host) {
             return None;
         }
@@ -200,16 +200,16 @@ mod tests {
             [b"metadata", told, &length, MARK].concat()
         };
         let without = framed(&told);
-        let (metadata, read) = Told::split(&without, instance);
+        let (metadata, read) = PackerAddress::split(&without, instance);
         assert_eq!(metadata, b"metadata");
         let read = read.expect("it tells of a server");
         assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.bytes == 1 << 20));
         told.extend([256_u64, 32].iter().flat_map(|number| number.to_le_bytes()));
         let with = framed(&told);
-        let card = Told::split(&with, instance).1.and_then(|told| told.card);
+        let card = PackerAddress::split(&with, instance).1.and_then(|told| told.card);
         assert!(card.is_some_and(|card| (card.bytes, card.slot) == (256, 32)));
         // Half of a number is nothing.
         told.pop();
-        assert!(Told::split(&framed(&told), instance).1.is_none());
+        assert!(PackerAddress::split(&framed(&told), instance).1.is_none());
     }
 }

@@ -8,7 +8,7 @@
 //! meanwhile, the slot may have been used for something else, and the part is read again.
 //!
 //! Host memory is gathered and scattered by the CPU, that of a card by a kernel on it, between its pool and
-//! slots of its own memory ([`Yards`]). Each lane asks for one part, fetches it, asks for the next, and only
+//! slots of its own memory ([`PackingAreas`]). Each lane asks for one part, fetches it, asks for the next, and only
 //! then waits until the first is in its place: so one part is gathered while another is on the wire and a
 //! third is scattered. A part is in place, and its slots are free, when both kernels have ended.
 
@@ -19,17 +19,17 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, Loops, Place, Region};
 
-use super::packer::{MARK, Packer, Told};
+use super::packer::{MARK, Packer, PackerAddress};
 use super::peer::{Inner, NixlPeer};
 use super::state::State;
 use kvferry_transport::shared::Transfer;
 use kvferry_transport::shared::bytes::put_block;
+use kvferry_transport::shared::packing_area::PackingAreas;
 use kvferry_transport::shared::random::random;
 use kvferry_transport::shared::rate::RateWatch;
 use kvferry_transport::shared::staging::{Full, Use};
-use kvferry_transport::shared::yard::Yards;
 use kvferry_transport::tcp::{
-    Bounds, Client, Delivery, Fetch, Fetched, Forsaken, Lanes, Room, Secret, Server,
+    Bounds, Client, Delivery, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
 };
 use kvferry_transport::{Error, InvalidFrame};
 
@@ -54,14 +54,14 @@ impl Control {
         bind: SocketAddr,
         advertise: Option<IpAddr>,
     ) -> Result<Option<Self>, Error> {
-        let host = state.yards.of(Place::Host).and_then(|yard| yard.staging.region());
+        let host = state.areas.of(Place::Host).and_then(|area| area.staging.region());
         let Some(Region { bytes: host, .. }) = host else { return Ok(None) };
         let secret = Secret { instance: state.instance, token: random()? };
-        let (regions, generation) = (state.desk.regions.clone(), Arc::new(AtomicU64::new(0)));
-        let yards = state.yards.clone();
+        let (regions, generation) = (state.admission.regions.clone(), Arc::new(AtomicU64::new(0)));
+        let areas = state.areas.clone();
         let bounds = Bounds::of_this_process();
         let fetched = Delivery::Fetched;
-        let server = Server::start(bind, bounds, secret, regions, generation, yards, fetched)?;
+        let server = Server::start(bind, bounds, secret, regions, generation, areas, fetched)?;
         Ok(Some(Self { server, secret, advertise, host }))
     }
 
@@ -71,7 +71,7 @@ impl Control {
     }
 
     /// What peers must know, to be put behind NIXL's metadata.
-    pub(super) fn describe(&self, yards: &Yards) -> Result<Vec<u8>, Error> {
+    pub(super) fn describe(&self, areas: &PackingAreas) -> Result<Vec<u8>, Error> {
         let mut address = self.server.address()?;
         match self.advertise {
             Some(ip) => address.set_ip(ip),
@@ -81,10 +81,10 @@ impl Control {
         let mut out = self.secret.token.to_vec();
         out.extend(self.host.to_le_bytes());
         put_block(&mut out, address.to_string().as_bytes());
-        if let Some((_, yard)) = yards.card()
-            && let Some(region) = yard.staging.region()
+        if let Some((_, area)) = areas.card()
+            && let Some(region) = area.staging.region()
         {
-            for number in [region.bytes, yard.staging.slot_bytes()] {
+            for number in [region.bytes, area.staging.slot_bytes()] {
                 out.extend(number.to_le_bytes());
             }
         }
@@ -99,7 +99,7 @@ impl Control {
 pub(super) fn meet(
     state: &Arc<State>,
     peer: &NixlPeer,
-    told: &Told,
+    told: &PackerAddress,
     deadline: Instant,
 ) -> Option<Packer> {
     let on_cards = (state.has_gpu(), peer.is_on_gpu());
@@ -111,8 +111,8 @@ pub(super) fn meet(
         return None;
     };
     let ours = match on_cards.0 {
-        true => state.yards.card().map(|(_, yard)| yard),
-        false => state.yards.of(Place::Host),
+        true => state.areas.card().map(|(_, area)| area),
+        false => state.areas.of(Place::Host),
     };
     let Some(ours) = ours else {
         directly(&"the memory of our own GPU is not packed");
@@ -173,20 +173,20 @@ impl Fetch for Fetcher {
     ) -> Result<Room, Full> {
         // Whoever is told so reads directly, and hears that the transport is gone.
         let state = self.state.upgrade().ok_or(Full::Stalled)?;
-        state.settle_forsaken();
+        state.settle_orphans();
         let written = loops.nests().filter_map(|nest| nest.extents()).map(|(_, written)| written);
         let written = written.map(|written| (written.start, written.end - written.start));
         let place = match state.has_gpu() {
-            true => state.desk.regions.spans().place(written),
+            true => state.admission.regions.spans().place(written),
             false => Some(Place::Host),
         };
         let place = place.ok_or(Full::Stalled)?;
-        let staging = state.yards.of(place).ok_or(Full::Stalled)?.staging.clone();
-        let yards = state.yards.clone();
+        let staging = state.areas.of(place).ok_or(Full::Stalled)?.staging.clone();
+        let areas = state.areas.clone();
         // It may take long: the transport must not be kept for that.
         drop(state);
         let slot = staging.take_while(Use::Own, patience, is_wanted)?;
-        Ok(Room { slot, yards, place })
+        Ok(Room { slot, areas, place })
     }
 
     fn begin(
@@ -211,15 +211,15 @@ impl Fetch for Fetcher {
         self.read(&state, copies, deadline)
     }
 
-    fn forsake(&self, forsaken: Forsaken) {
+    fn adopt(&self, orphan: Orphan) {
         match self.state.upgrade() {
             Some(state) => {
-                state.forsaken.lock().push(forsaken);
+                state.orphans.lock().push(orphan);
                 // It may have ended before it was on the list.
-                state.settle_forsaken();
+                state.settle_orphans();
             }
             // The transport is gone, and NIXL's agent with it: nothing lands any more.
-            None => drop(forsaken),
+            None => drop(orphan),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
 
-use super::packer::{Packer, Told};
+use super::packer::{Packer, PackerAddress};
 use super::price::price;
 use kvferry_transport::shared::bytes::{Fields, put_block};
 use kvferry_transport::shared::rate::RateWatch;
@@ -134,7 +134,7 @@ pub(super) struct Description<'a> {
     /// NIXL's own part.
     pub(super) metadata: &'a [u8],
     /// How it is asked to pack: read by [`parse`](Self::parse), and written behind the metadata.
-    pub(super) told: Option<Told>,
+    pub(super) told: Option<PackerAddress>,
 }
 
 impl Description<'_> {
@@ -183,7 +183,7 @@ impl Description<'_> {
             Error::BadDescription("it is not one of the nixl transport".to_owned())
         })?;
         let (metadata, told) =
-            if foreign { (metadata, None) } else { Told::split(metadata, instance) };
+            if foreign { (metadata, None) } else { PackerAddress::split(metadata, instance) };
         Ok(Description { instance, foreign, spans: Spans::from_peer(regions)?, metadata, told })
     }
 }

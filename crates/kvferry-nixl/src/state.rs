@@ -13,23 +13,23 @@ use super::job::Job;
 use super::options::{CardPacking, NixlOptions};
 use super::peer::NixlPeer;
 use super::prepared::PreparedLists;
-use kvferry_cuda::digest::Lookers;
-use kvferry_cuda::{CudaOptions, Porter};
+use kvferry_cuda::digest::DigestLaunchers;
+use kvferry_cuda::{CardPacker, CudaOptions};
 use kvferry_transport::shared::Transfer;
+use kvferry_transport::shared::admission::{Admission, Opened};
 use kvferry_transport::shared::custody::{Custody, Part};
-use kvferry_transport::shared::desk::{Desk, Opened};
+use kvferry_transport::shared::packing_area::{PackingArea, PackingAreas};
 use kvferry_transport::shared::spans::Spans;
 use kvferry_transport::shared::staging::Staging;
-use kvferry_transport::shared::yard::{Yard, Yards};
-use kvferry_transport::tcp::Forsaken;
+use kvferry_transport::tcp::Orphan;
 use kvferry_transport::{Error, Instance, RegionId};
 
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) agent: Arc<Agent>,
     pub(super) instance: Instance,
-    pub(super) desk: Desk,
-    pub(super) lookers: Lookers,
+    pub(super) admission: Admission,
+    pub(super) lookers: DigestLaunchers,
     pub(super) peers: Mutex<Vec<NixlPeer>>,
     pub(super) prepared: PreparedLists,
     pub(super) queue: Mutex<Queue>,
@@ -38,8 +38,8 @@ pub(super) struct State {
     /// After the agent: dropped when it is gone.
     pub(super) abandoned: Abandoned,
     /// Likewise: what was read for nobody, and the memory it is read to.
-    pub(super) forsaken: Mutex<Vec<Forsaken>>,
-    pub(super) yards: Arc<Yards>,
+    pub(super) orphans: Mutex<Vec<Orphan>>,
+    pub(super) areas: Arc<PackingAreas>,
     pub(super) options: NixlOptions,
 }
 
@@ -50,7 +50,7 @@ impl State {
     ///
     /// As of [`Transport::register`](kvferry_transport::Transport::register).
     pub(super) unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
-        let regions = &self.desk.regions;
+        let regions = &self.admission.regions;
         let id = regions.insert(region)?;
         let span = (region.base, region.bytes, region.place);
         // SAFETY: the caller's promise is the same.
@@ -68,14 +68,14 @@ impl State {
     /// cannot, its runs are read one by one.
     pub(super) fn pack_on(&self, gpu: u32) {
         let card = &self.options.card;
-        let make = || -> Result<Yard, Error> {
-            let porter = Porter::new(&CudaOptions {
+        let make = || -> Result<PackingArea, Error> {
+            let packer = CardPacker::new(&CudaOptions {
                 gpu,
                 sms: card.sms,
                 kernel: card.kernel.clone(),
                 site_packages: self.options.site_packages.clone(),
             })?;
-            let free = porter.free_memory()?;
+            let free = packer.free_memory()?;
             let (bytes, slot) = card.fitted(free).ok_or_else(|| {
                 let CardPacking { staging, slot, .. } = card;
                 Error::Unsupported(format!(
@@ -83,7 +83,7 @@ impl State {
                      slots of {slot}, is too little"
                 ))
             })?;
-            let (base, memory) = porter.allocate(bytes)?;
+            let (base, memory) = packer.allocate(bytes)?;
             let region = Region { base, bytes, place: Place::Gpu(gpu) };
             let staging = Staging::over(region, slot, Some(memory));
             // SAFETY: the memory is kept by the state for longer than the agent, and only touched
@@ -94,9 +94,9 @@ impl State {
                 slots = bytes / slot,
                 "memory of GPU {gpu} is taken to pack short runs into"
             );
-            Ok(Yard::new(staging, Some(Arc::new(porter))))
+            Ok(PackingArea::new(staging, Some(Arc::new(packer))))
         };
-        self.yards.open(|| {
+        self.areas.open(|| {
             if card.staging == 0 || card.slot == 0 {
                 return None;
             }
@@ -106,13 +106,13 @@ impl State {
                      be packed: {error}"
                 );
             });
-            made.ok().map(|yard| (gpu, yard))
+            made.ok().map(|area| (gpu, area))
         });
     }
 
     /// Gives back what was read for nobody, once nothing can land in it.
-    pub(super) fn settle_forsaken(&self) {
-        self.forsaken.lock().retain(|forsaken| !forsaken.is_over());
+    pub(super) fn settle_orphans(&self) {
+        self.orphans.lock().retain(|orphan| !orphan.is_over());
     }
 
     /// Whether memory of a card is registered here.
@@ -128,7 +128,7 @@ impl State {
         deadline: Instant,
     ) -> Result<Transfer, Error> {
         let theirs = peer.spans();
-        let opened = self.desk.open_uncounted(copies, &theirs, deadline, &peer.0.rate)?;
+        let opened = self.admission.open_uncounted(copies, &theirs, deadline, &peer.0.rate)?;
         self.post(peer, copies, opened, &theirs)
     }
 
@@ -152,7 +152,7 @@ impl State {
                 custody: opened.custody.clone(),
                 peer: peer.clone(),
                 bytes: opened.copies.iter().map(|copy| copy.bytes).sum(),
-                job: Job::new(copies, &opened.copies, &self.desk.regions.spans(), theirs),
+                job: Job::new(copies, &opened.copies, &self.admission.regions.spans(), theirs),
             };
             self.queue.lock().posted.push_back(posted);
             self.changed.notify_all();

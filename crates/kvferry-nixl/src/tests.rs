@@ -120,7 +120,7 @@ fn nothing_stays_of_a_peer_that_is_disconnected_while_it_is_met() {
 #[test]
 fn a_peer_that_was_busy_when_it_was_met_packs() {
     let (source, reader) = (End::new(7, 4), End::new(1, 40));
-    let staging = &source.transport.state.yards.of(kvferry_layout::Place::Host).unwrap().staging;
+    let staging = &source.transport.state.areas.of(kvferry_layout::Place::Host).unwrap().staging;
     let all: Vec<_> = (0..4).map(|_| staging.take(Use::Peer, Duration::ZERO).unwrap()).collect();
     let peer = reader.connect(&source);
     drop(all);

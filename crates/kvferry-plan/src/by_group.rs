@@ -35,7 +35,7 @@ impl Transfer<'_> {
     }
 
     fn group(&self, cluster: &Cluster) -> usize {
-        self.plan.rhythms[cluster.rhythm].destination.group
+        self.plan.pairings[cluster.pairing].destination.group
     }
 
     /// The clusters of a group: they are sorted by it.

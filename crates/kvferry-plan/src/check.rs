@@ -35,7 +35,7 @@ impl Plan {
         }
         for (index, group) in self.groups.iter().enumerate() {
             let table = &request.destination[index];
-            if !group.holdings.is_empty() {
+            if !group.layouts.is_empty() {
                 let facts = (index, group.blocks, group.null_block);
                 let one_slot = group.one_slot && request.cached[index] < tokens;
                 check_table(Side::Destination, facts, one_slot, table)?;
@@ -79,7 +79,7 @@ fn check_table(
 fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<(), RequestError> {
     for pool in 0..groups.len() {
         let members = || (0..groups.len()).filter(move |&g| groups[g].pool == pool);
-        let members = || members().filter(|&g| !groups[g].holdings.is_empty());
+        let members = || members().filter(|&g| !groups[g].layouts.is_empty());
         let lists = || members().map(|group| (tables[group].blocks, groups[group].null_block));
         let blocks = members().map(|group| groups[group].blocks).max().unwrap_or(0);
         if all_differ(lists(), blocks as usize) {

@@ -63,7 +63,7 @@ impl<'t> Cursor<'t> {
                 return None;
             };
             self.clusters = rest;
-            self.list = self.segments.of(cluster.rhythm);
+            self.list = self.segments.of(cluster.pairing);
             if self.list.is_empty() {
                 continue;
             }

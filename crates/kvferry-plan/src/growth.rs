@@ -1,7 +1,7 @@
 //! What of a request can be read while the source still computes it.
 
 use crate::compile::Plan;
-use crate::walk::Rhythm;
+use crate::walk::Pairing;
 
 /// How a request can be read while it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,26 +19,26 @@ impl Plan {
     /// How a request can be read while it grows.
     pub fn growth(&self) -> Growth {
         let grows = |group: usize| {
-            let holdings = &self.groups[group].holdings;
+            let layouts = &self.groups[group].layouts;
             let appended = |law: &kvferry_layout::Law| law.entries > 0 && law.open == 0;
-            !holdings.is_empty()
-                && holdings
+            !layouts.is_empty()
+                && layouts
                     .iter()
-                    .all(|(law, holding)| appended(law) && holding.window.tokens.is_none())
+                    .all(|(law, layout)| appended(law) && layout.window.tokens.is_none())
         };
         let groups: Vec<bool> = (0..self.groups.len()).map(grows).collect();
-        let read = self.rhythms.iter().filter(|rhythm| groups[rhythm.destination.group]);
+        let read = self.pairings.iter().filter(|pairing| groups[pairing.destination.group]);
         let step = read.map(tokens_in_source_block).reduce(common);
         Growth { step: step.unwrap_or(u64::MAX), groups }
     }
 }
 
 /// How many tokens of the sequence end with one block of the source.
-fn tokens_in_source_block(rhythm: &Rhythm) -> u64 {
-    let phase = &rhythm.source.phase;
-    let entries = u128::from(rhythm.source.entries) * u128::from(phase.modulus)
+fn tokens_in_source_block(pairing: &Pairing) -> u64 {
+    let phase = &pairing.source.phase;
+    let entries = u128::from(pairing.source.entries) * u128::from(phase.modulus)
         / u128::from(phase.held.len().max(1));
-    let tokens = entries * u128::from(rhythm.law.tokens) / u128::from(rhythm.law.entries.max(1));
+    let tokens = entries * u128::from(pairing.law.tokens) / u128::from(pairing.law.entries.max(1));
     u64::try_from(tokens).unwrap_or(u64::MAX).max(1)
 }
 

@@ -65,17 +65,17 @@ impl LayerPlan {
     /// The part of the plan that reads some of the layers, by their index, and nothing else. It leaves no
     /// rest: that is for whoever reads what comes last.
     pub fn of(&self, layers: impl Fn(usize) -> bool) -> Plan {
-        let Plan { rhythms, sources, groups, source_groups, reads, holds, .. } = &self.plan;
+        let Plan { pairings, sources, groups, source_groups, reads, holds, .. } = &self.plan;
         let chosen = sources.iter().map(|clusters| {
             let chosen = clusters.iter().filter(|cluster| layers(cluster.layer));
             chosen.cloned().collect()
         });
         Plan {
             parts: vec![],
-            rhythms: rhythms.clone(),
+            pairings: pairings.clone(),
             sources: chosen.collect(),
             rest: vec![],
-            leftovers: vec![],
+            unwritten: vec![],
             groups: groups.clone(),
             source_groups: *source_groups,
             reads: reads.clone(),

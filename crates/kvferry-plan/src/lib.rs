@@ -87,12 +87,12 @@
 //! | budget | how much work may be spent on finding and proving parts |
 //! | window | the tokens of a destination piece that are copied: what its group keeps or, where the source keeps less, what the piece needs |
 //! | nest | a part's bytes of one entry: loops (count, stride on each side) around one run, and the steps to other entries, kernel blocks and blocks (`nest`) |
-//! | rhythm | how a part's entries follow each other on both sides: law, phase and the two holdings; nests of one rhythm share segments (`walk`) |
-//! | holding | how one side's blocks hold a piece's entries: how many, how many of them evenly spaced, which of all |
+//! | pairing | how a part's entries follow each other on both sides: law, phase and the two block layouts; nests of one pairing share segments (`walk`) |
+//! | block layout | how one side's blocks hold a piece's entries: how many, how many of them evenly spaced, which of all |
 //! | turn | nests that follow each other within one outer loop (K, V, K, V), to be written out |
 //! | chain | nests each of which starts where the one before ends, on both sides |
 //! | cluster | a nest, or a chain of them, that is walked segment by segment, with the loops that lie outside of blocks |
-//! | leftover | what of the destination's own pieces and scratch a request may leave unwritten; clusters too |
+//! | unwritten | what of the destination's own pieces and scratch a request may leave unwritten; clusters too |
 //! | series | a set of (source byte, destination byte) pairs as a number, by which clusters are proven to be the parts |
 //!
 //! Serving (`request`, `check`, `transfer`), for each request:

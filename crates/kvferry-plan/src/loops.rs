@@ -22,14 +22,14 @@ impl Transfer<'_> {
         clusters: impl Iterator<Item = &'c Cluster>,
     ) -> Result<Loops, LoopsError> {
         let mut loops = Loops::default();
-        // For every rhythm that was met: its first table. There is one for each shape.
-        let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.rhythms.len()];
+        // For every pairing that was met: its first table. There is one for each shape.
+        let mut first_tables: Vec<Option<usize>> = vec![None; self.plan.pairings.len()];
         for cluster in clusters {
-            let segments = self.segments.of(cluster.rhythm);
+            let segments = self.segments.of(cluster.pairing);
             if segments.is_empty() {
                 continue;
             }
-            let first = *first_tables[cluster.rhythm]
+            let first = *first_tables[cluster.pairing]
                 .get_or_insert_with(|| add_tables(&mut loops, &segments));
             for (number, shape) in segments.shapes.iter().enumerate() {
                 for nest in &cluster.nests {

@@ -2,19 +2,19 @@
 
 use kvferry_layout::ByteCopy;
 
-use crate::compile::{Leftover, Plan};
+use crate::compile::{Plan, Unwritten};
 use crate::cursor::Cursor;
 use crate::request::{Request, RequestError};
 use crate::summary::{Area, Summary};
-use crate::walk::{Entries, Holding, Segments, walk_own_blocks, walk_rest};
+use crate::walk::{BlockLayout, Entries, Segments, walk_own_blocks, walk_rest};
 
 /// A request that a plan has checked: yields its copies, any number of times.
 #[derive(Clone, Debug)]
 pub struct Transfer<'p> {
     pub(crate) plan: &'p Plan,
-    /// For every rhythm of the plan.
+    /// For every pairing of the plan.
     pub(crate) segments: Segments,
-    /// For every leftover.
+    /// For everything that may be left unwritten.
     rest: Segments,
 }
 
@@ -22,30 +22,30 @@ impl Plan {
     /// Checks a request and prepares its copies, in time proportional to its blocks.
     pub fn transfer(&self, request: &Request<'_>) -> Result<Transfer<'_>, RequestError> {
         self.check(request)?;
-        let entries = |law, holding: &Holding| {
-            Entries::new(law, &holding.window, request.tokens, request.cached[holding.group])
+        let entries = |law, layout: &BlockLayout| {
+            Entries::new(law, &layout.window, request.tokens, request.cached[layout.group])
         };
         let mut segments = Segments::new();
-        for rhythm in &self.rhythms {
-            let group = rhythm.destination.group;
-            let Entries { first, end, .. } = entries(rhythm.law, &rhythm.destination);
-            let tables = (&request.source[rhythm.source.group], &request.destination[group]);
-            rhythm.walk(first, end, tables, &mut segments)?;
+        for pairing in &self.pairings {
+            let group = pairing.destination.group;
+            let Entries { first, end, .. } = entries(pairing.law, &pairing.destination);
+            let tables = (&request.source[pairing.source.group], &request.destination[group]);
+            pairing.walk(first, end, tables, &mut segments)?;
             segments.end();
         }
         let mut rest = Segments::default();
-        for leftover in &self.leftovers {
-            match leftover {
+        for unwritten in &self.unwritten {
+            match unwritten {
                 _ if request.tokens == 0 => {}
-                Leftover::Entries(law, holding) => {
-                    let table = &request.destination[holding.group];
-                    walk_rest(holding, &entries(*law, holding), table, &mut rest)?;
+                Unwritten::Entries(law, layout) => {
+                    let table = &request.destination[layout.group];
+                    walk_rest(layout, &entries(*law, layout), table, &mut rest)?;
                 }
-                Leftover::Blocks { group } => {
+                Unwritten::Blocks { group } => {
                     let facts = &self.groups[*group];
-                    let first_own = facts.holdings.iter().map(|(law, holding)| {
-                        let held = entries(*law, holding).held;
-                        holding.phase.local(held) / holding.entries
+                    let first_own = facts.layouts.iter().map(|(law, layout)| {
+                        let held = entries(*law, layout).held;
+                        layout.phase.local(held) / layout.entries
                     });
                     let first_own = first_own.min().unwrap_or(u64::MAX);
                     let table = &request.destination[*group];

@@ -22,7 +22,7 @@ use self::encode::Encoded;
 use super::driver::{Card, Kernel, Module, Pinned, Stream};
 use super::nvrtc::Nvrtc;
 use kvferry_transport::Error;
-use kvferry_transport::shared::look::CardDigest;
+use kvferry_transport::shared::digests::CardDigest;
 
 /// The kernel, in CUDA C.
 pub const KERNEL: &str = include_str!("sum.cu");
@@ -37,26 +37,26 @@ const CTAS: u32 = 2;
 static SITE_PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(vec![]);
 
 /// What it takes to look at each card, for as long as somebody has it.
-static LOOKERS: Mutex<BTreeMap<u32, Weak<Looker>>> = Mutex::new(BTreeMap::new());
+static LOOKERS: Mutex<BTreeMap<u32, Weak<DigestLauncher>>> = Mutex::new(BTreeMap::new());
 
 /// What a transport has made to look at its cards: it goes with the transport, the last that has it.
 #[derive(Debug, Default)]
-pub struct Lookers(Mutex<BTreeMap<u32, Arc<Looker>>>);
+pub struct DigestLaunchers(Mutex<BTreeMap<u32, Arc<DigestLauncher>>>);
 
-impl Lookers {
+impl DigestLaunchers {
     /// That of a card, made when it is first asked for.
-    fn of(&self, card: u32) -> Result<Arc<Looker>, Error> {
+    fn of(&self, card: u32) -> Result<Arc<DigestLauncher>, Error> {
         let mut known = self.0.lock();
         if let Some(looker) = known.get(&card) {
             return Ok(looker.clone());
         }
-        let looker = Looker::of(card)?;
+        let looker = DigestLauncher::of(card)?;
         known.insert(card, looker.clone());
         Ok(looker)
     }
 }
 
-impl CardDigest for Lookers {
+impl CardDigest for DigestLaunchers {
     unsafe fn digest(
         &self,
         card: u32,
@@ -81,7 +81,7 @@ pub fn remember(site_packages: &[PathBuf]) {
 }
 
 /// What it takes to look at a card's memory.
-pub struct Looker {
+pub struct DigestLauncher {
     card: Card,
     stream: Stream,
     kernel: Kernel,
@@ -98,7 +98,7 @@ struct Room {
     on_card: Option<(u64, usize)>,
 }
 
-impl Looker {
+impl DigestLauncher {
     /// That of a card: the one that somebody has, or a new one.
     pub fn of(card: u32) -> Result<Arc<Self>, Error> {
         let mut lookers = LOOKERS.lock();
@@ -185,7 +185,7 @@ impl Looker {
     }
 }
 
-impl Looker {
+impl DigestLauncher {
     /// How long the kernel takes for a program, in milliseconds, the shortest of several launches.
     ///
     /// # Safety
@@ -222,7 +222,7 @@ impl Looker {
     }
 }
 
-impl Drop for Looker {
+impl Drop for DigestLauncher {
     fn drop(&mut self) {
         // A digest that failed may have left its kernel running.
         let ended = self.stream.synchronize();
@@ -233,9 +233,9 @@ impl Drop for Looker {
     }
 }
 
-impl fmt::Debug for Looker {
+impl fmt::Debug for DigestLauncher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Looker").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
+        f.debug_struct("DigestLauncher").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
     }
 }
 

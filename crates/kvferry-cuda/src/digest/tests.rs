@@ -184,7 +184,7 @@ fn the_kernel_compiles_for_cards() {
 /// On a machine with a card: transports share what they look with, and the last one takes it away.
 #[test]
 fn what_looks_at_a_card_goes_with_the_last_that_has_it() {
-    let (one, other) = (super::Lookers::default(), super::Lookers::default());
+    let (one, other) = (super::DigestLaunchers::default(), super::DigestLaunchers::default());
     let Ok(looker) = one.of(0) else { return };
     let left = Arc::downgrade(&looker);
     drop(looker);
@@ -197,7 +197,7 @@ fn what_looks_at_a_card_goes_with_the_last_that_has_it() {
 
 #[test]
 fn without_a_driver_the_error_says_so() {
-    match super::Looker::of(0) {
+    match super::DigestLauncher::of(0) {
         Err(Error::NoDriver(reason)) => assert!(!reason.is_empty()),
         // On a machine with a card it works, or names what is missing.
         other => assert!(Path::new("/dev/nvidiactl").exists(), "{:?}", other.err()),

@@ -10,7 +10,7 @@ use crate::walk::Shape;
 /// the next on both sides; most often a single one.
 #[derive(Clone, Debug)]
 pub(crate) struct Cluster {
-    pub(crate) rhythm: usize,
+    pub(crate) pairing: usize,
     /// See [`Key::layer`].
     pub(crate) layer: usize,
     /// Indices of the regions on the source and on the destination.
@@ -38,7 +38,7 @@ impl Cluster {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub(crate) group: usize,
-    pub(crate) rhythm: usize,
+    pub(crate) pairing: usize,
     pub(crate) regions: (u32, u32),
     /// Bytes from one block to the next on the source and on the destination.
     pub(crate) blocks: (u64, u64),
@@ -84,10 +84,10 @@ pub(crate) fn clusters(
             let inner = nest.loops.split_off(inner.unwrap_or(nest.loops.len()));
             outer = std::mem::replace(&mut nest.loops, inner);
         }
-        let Key { rhythm, regions, blocks, layer, .. } = key;
+        let Key { pairing, regions, blocks, layer, .. } = key;
         let whole = Shape { entries: evenly(&key), repeats: 1, ..Shape::default() };
         let fits = nests.iter().map(|nest| Fitted::new(nest, &whole, 1, &[])).collect();
-        Cluster { rhythm, layer, regions, blocks, outer, nests, usual: (whole, fits) }
+        Cluster { pairing, layer, regions, blocks, outer, nests, usual: (whole, fits) }
     };
     clusters.into_iter().map(cluster).collect()
 }

@@ -3,42 +3,42 @@
 mod cluster;
 mod cover;
 mod fitted;
-mod leftover;
-mod numbered;
+mod interner;
 mod prove;
 mod readers;
 mod series;
 mod spread;
+mod unwritten;
 
 use kvferry_layout::{Law, Manifest, Piece, Window};
 
 pub(crate) use cluster::Cluster;
 pub use cover::Part;
 pub(crate) use fitted::Fitted;
-pub(crate) use leftover::Leftover;
+pub(crate) use unwritten::Unwritten;
 
 use crate::incompatible::Incompatible;
 use crate::nest::{BothSteps, Loop, Nest};
-use crate::walk::{Holding, Rhythm};
+use crate::walk::{BlockLayout, Pairing};
 use cluster::{Key, clusters};
 use cover::{Budget, Cover, cover};
-use leftover::leftovers;
-use numbered::Numbered;
+use interner::Interner;
 use prove::{Merged, prove_cover, prove_merging};
 pub use spread::Spread;
 use spread::spread;
+use unwritten::unwritten;
 
 /// What one destination rank does to take over a request from another engine, compiled once per pair
 /// of engines. Its size grows with the number of layers, never with the number of blocks.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub(crate) parts: Vec<Part>,
-    pub(crate) rhythms: Vec<Rhythm>,
+    pub(crate) pairings: Vec<Pairing>,
     /// For every source rank.
     pub(crate) sources: Vec<Vec<Cluster>>,
-    /// What the parts leave of the destination's pieces: their `rhythm` is an index into `leftovers`.
+    /// What the parts leave of the destination's pieces: their `pairing` is an index into `unwritten`.
     pub(crate) rest: Vec<Cluster>,
-    pub(crate) leftovers: Vec<Leftover>,
+    pub(crate) unwritten: Vec<Unwritten>,
     pub(crate) groups: Vec<DestinationGroup>,
     /// Groups of the source engine.
     pub(crate) source_groups: usize,
@@ -67,7 +67,7 @@ pub(crate) struct DestinationGroup {
     pub(crate) one_slot: bool,
     pub(crate) pool: usize,
     /// The distinct ways in which its pieces are held; empty where the rank has none.
-    pub(crate) holdings: Vec<(Law, Holding)>,
+    pub(crate) layouts: Vec<(Law, BlockLayout)>,
 }
 
 impl Plan {
@@ -112,31 +112,32 @@ impl Plan {
         let mut holds = vec![false; sources.len()];
         wanted.iter().flat_map(|want| &want.offers).for_each(|offer| holds[offer.source] = true);
         prove_cover(destination, sources, &cover, &mut Budget::new())?;
-        let (rhythms, nests) = nests(destination, sources, &cover, layer);
-        let mut reads = Numbered::default();
-        for rhythm in &rhythms {
-            let Holding { group, blocks, null_block, .. } = rhythm.source;
-            let one_slot = rhythm.law.entries == 0;
-            let destination_group = rhythm.destination.group;
+        let (pairings, nests) = nests(destination, sources, &cover, layer);
+        let mut reads = Interner::default();
+        for pairing in &pairings {
+            let BlockLayout { group, blocks, null_block, .. } = pairing.source;
+            let one_slot = pairing.law.entries == 0;
+            let destination_group = pairing.destination.group;
             reads.number(SourceTable { group, blocks, null_block, one_slot, destination_group });
         }
-        let repeated =
-            |key: &Key| several_blocks(rhythms[key.rhythm].law, &rhythms[key.rhythm].destination);
+        let repeated = |key: &Key| {
+            several_blocks(pairings[key.pairing].law, &pairings[key.pairing].destination)
+        };
         let evenly = |key: &Key| {
-            let rhythm = &rhythms[key.rhythm];
-            rhythm.source.even.min(rhythm.destination.even)
+            let pairing = &pairings[key.pairing];
+            pairing.source.even.min(pairing.destination.even)
         };
         let clusters_by_source: Vec<_> =
             nests.into_iter().map(|nests| clusters(nests, &repeated, &evenly)).collect();
 
-        let (leftovers, rest) = leftovers(destination, &cover.windows);
-        let repeated = |key: &Key| match &leftovers[key.rhythm] {
-            Leftover::Entries(law, held) => several_blocks(*law, held),
-            Leftover::Blocks { group } => destination.groups()[*group].blocks > 1,
+        let (unwritten, rest) = unwritten(destination, &cover.windows);
+        let repeated = |key: &Key| match &unwritten[key.pairing] {
+            Unwritten::Entries(law, held) => several_blocks(*law, held),
+            Unwritten::Blocks { group } => destination.groups()[*group].blocks > 1,
         };
-        let evenly = |key: &Key| match &leftovers[key.rhythm] {
-            Leftover::Entries(_, held) => held.even,
-            Leftover::Blocks { .. } => 1,
+        let evenly = |key: &Key| match &unwritten[key.pairing] {
+            Unwritten::Entries(_, held) => held.even,
+            Unwritten::Blocks { .. } => 1,
         };
         let rest = clusters(rest, &repeated, &evenly);
 
@@ -144,9 +145,9 @@ impl Plan {
             .map(|group| facts(destination, group, &cover.windows[group]));
         let merged = Merged {
             cover: &cover,
-            rhythms: &rhythms,
+            pairings: &pairings,
             sources: &clusters_by_source,
-            leftovers: &leftovers,
+            unwritten: &unwritten,
             rest: &rest,
         };
         prove_merging(destination, sources, &merged)?;
@@ -155,10 +156,10 @@ impl Plan {
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
             reads: reads.list,
             windowed: windowed(destination, &cover.windows),
-            rhythms,
+            pairings,
             sources: clusters_by_source,
             rest,
-            leftovers,
+            unwritten,
             parts: cover.parts,
             holds,
         })
@@ -193,25 +194,26 @@ impl Plan {
     }
 }
 
-/// The parts as nests, for every source rank, and the rhythms that they name.
+/// The parts as nests, for every source rank, and the pairings that they name.
 fn nests(
     destination: &Manifest,
     sources: &[&Manifest],
     cover: &Cover,
     layer: &dyn Fn((usize, usize)) -> usize,
-) -> (Vec<Rhythm>, Vec<Vec<(Key, Nest)>>) {
-    let mut rhythms = Numbered::default();
+) -> (Vec<Pairing>, Vec<Vec<(Key, Nest)>>) {
+    let mut pairings = Interner::default();
     let mut nests: Vec<Vec<(Key, Nest)>> = vec![vec![]; sources.len()];
     for part in &cover.parts {
         let source = sources[part.source];
         let from = &source.groups()[part.from.0].pieces[part.from.1];
         let to = &destination.groups()[part.to.0].pieces[part.to.1];
         let kept = source.groups()[part.from.0].window;
-        let (source_holding, source_steps) = Holding::new(source, part.from, kept);
+        let (source_holding, source_steps) = BlockLayout::new(source, part.from, kept);
         let window = cover.windows[part.to.0][part.to.1];
-        let (destination_holding, destination_steps) = Holding::new(destination, part.to, window);
+        let (destination_holding, destination_steps) =
+            BlockLayout::new(destination, part.to, window);
         let kind = destination.kind(to);
-        let rhythm = rhythms.number(Rhythm {
+        let pairing = pairings.number(Pairing {
             law: kind.law,
             phase: part.phase,
             source: source_holding,
@@ -238,10 +240,10 @@ fn nests(
         );
         let regions = (from.view.region, to.view.region);
         let blocks = (source_steps.block, destination_steps.block);
-        let key = Key { group: part.to.0, rhythm, regions, blocks, layer: layer(part.to) };
+        let key = Key { group: part.to.0, pairing, regions, blocks, layer: layer(part.to) };
         nests[part.source].push((key, nest));
     }
-    (rhythms.list, nests)
+    (pairings.list, nests)
 }
 
 /// The pieces of which less is copied than their group keeps.
@@ -278,22 +280,22 @@ fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incom
 }
 
 /// Whether a request's entries can lie in more than one block.
-fn several_blocks(law: Law, held: &Holding) -> bool {
+fn several_blocks(law: Law, held: &BlockLayout) -> bool {
     law.entries > 0 && u64::from(held.blocks) * held.split > 1
 }
 
 fn facts(destination: &Manifest, index: usize, windows: &[Window]) -> DestinationGroup {
     let group = &destination.groups()[index];
-    let mut holdings = Numbered::default();
+    let mut layouts = Interner::default();
     for (number, piece) in group.pieces.iter().enumerate() {
-        let (held, _) = Holding::new(destination, (index, number), windows[number]);
-        holdings.number((destination.kind(piece).law, held));
+        let (held, _) = BlockLayout::new(destination, (index, number), windows[number]);
+        layouts.number((destination.kind(piece).law, held));
     }
     DestinationGroup {
         blocks: group.blocks,
         null_block: group.null_block,
         one_slot: group.tokens_per_block.is_none(),
         pool: destination.pool(index),
-        holdings: holdings.list,
+        layouts: layouts.list,
     }
 }

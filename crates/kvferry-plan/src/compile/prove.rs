@@ -7,11 +7,11 @@ use kvferry_layout::{MAX_AXES, Manifest, StateBox};
 
 use crate::compile::cluster::Cluster;
 use crate::compile::cover::{Budget, Cover, Part, common, in_cycle};
-use crate::compile::leftover::Leftover;
 use crate::compile::series::{Value, pair, repeated};
+use crate::compile::unwritten::Unwritten;
 use crate::incompatible::Incompatible;
 use crate::nest::{BothSteps, Loop, Steps};
-use crate::walk::{Holding, Rhythm};
+use crate::walk::{BlockLayout, Pairing};
 
 /// Proves that the parts cover every piece of the destination exactly once, each from a source piece
 /// of the same state that holds it: every part lies in both pieces, no two parts of a piece share an
@@ -86,15 +86,15 @@ pub(crate) fn prove_cover(
 /// What [`prove_merging`] is about: what a plan makes of its parts and of the destination's own blocks.
 pub(crate) struct Merged<'a> {
     pub(crate) cover: &'a Cover,
-    pub(crate) rhythms: &'a [Rhythm],
+    pub(crate) pairings: &'a [Pairing],
     /// For every source rank.
     pub(crate) sources: &'a [Vec<Cluster>],
-    pub(crate) leftovers: &'a [Leftover],
+    pub(crate) unwritten: &'a [Unwritten],
     pub(crate) rest: &'a [Cluster],
 }
 
 /// Proves that the clusters copy each byte of an entry that the parts name, from where and to where the
-/// parts say, once, at the pace of the part's rhythm, and nothing else; and that the clusters of the
+/// parts say, once, at the pace of the part's pairing, and nothing else; and that the clusters of the
 /// rest are the destination's own pieces and scratch. What the parts say is read off the manifests; the
 /// two are compared as [`series`](crate::compile::series), in time that grows with the number of parts.
 pub(crate) fn prove_merging(
@@ -103,17 +103,18 @@ pub(crate) fn prove_merging(
     merged: &Merged<'_>,
 ) -> Result<(), Incompatible> {
     let Cover { parts, windows } = merged.cover;
-    let mut rhythms = Numbers::new(merged.rhythms);
+    let mut pairings = Numbers::new(merged.pairings);
     let mut ledger = Ledger::default();
     for part in parts {
         let source = sources[part.source];
         let from = &source.groups()[part.from.0].pieces[part.from.1];
         let to = &destination.groups()[part.to.0].pieces[part.to.1];
         let (kept, copied) = (source.groups()[part.from.0].window, windows[part.to.0][part.to.1]);
-        let (source_holding, source_steps) = Holding::new(source, part.from, kept);
-        let (destination_holding, destination_steps) = Holding::new(destination, part.to, copied);
+        let (source_holding, source_steps) = BlockLayout::new(source, part.from, kept);
+        let (destination_holding, destination_steps) =
+            BlockLayout::new(destination, part.to, copied);
         let kind = destination.kind(to);
-        let rhythm = Rhythm {
+        let pairing = Pairing {
             law: kind.law,
             phase: part.phase,
             source: source_holding,
@@ -121,7 +122,7 @@ pub(crate) fn prove_merging(
         };
         let class = Class {
             source: part.source,
-            rhythm: rhythms.of(&rhythm, &to.state)?,
+            pairing: pairings.of(&pairing, &to.state)?,
             regions: (from.view.region, to.view.region),
             steps: BothSteps { source: source_steps, destination: destination_steps },
         };
@@ -147,18 +148,18 @@ pub(crate) fn prove_merging(
 }
 
 fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompatible> {
-    let mut leftovers = Numbers::new(merged.leftovers);
+    let mut unwritten = Numbers::new(merged.unwritten);
     let mut ledger = Ledger::default();
     for (index, group) in destination.groups().iter().enumerate() {
         let own = |count, stride| Loop { count, source: stride, destination: stride };
         for (piece_index, piece) in group.pieces.iter().enumerate() {
             let window = merged.cover.windows[index][piece_index];
-            let (held, steps) = Holding::new(destination, (index, piece_index), window);
+            let (held, steps) = BlockLayout::new(destination, (index, piece_index), window);
             let kind = destination.kind(piece);
-            let leftover = Leftover::Entries(kind.law, held);
+            let entries = Unwritten::Entries(kind.law, held);
             let class = Class {
                 source: 0,
-                rhythm: leftovers.of(&leftover, &piece.state)?,
+                pairing: unwritten.of(&entries, &piece.state)?,
                 regions: (piece.view.region, piece.view.region),
                 steps: BothSteps { source: steps, destination: steps },
             };
@@ -173,10 +174,10 @@ fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompa
         }
         for scratch in &group.scratch {
             let steps = Steps { block: scratch.block, ..Steps::default() };
-            let leftover = Leftover::Blocks { group: index };
+            let blocks = Unwritten::Blocks { group: index };
             let class = Class {
                 source: 0,
-                rhythm: leftovers.of(&leftover, "scratch")?,
+                pairing: unwritten.of(&blocks, "scratch")?,
                 regions: (scratch.region, scratch.region),
                 steps: BothSteps { source: steps, destination: steps },
             };
@@ -194,7 +195,7 @@ fn start(manifest: &Manifest, region: u32, offset: u64) -> u64 {
     manifest.regions()[region as usize].base + offset
 }
 
-/// The numbers of a plan's rhythms or leftovers.
+/// The numbers of a plan's pairings, or of what it may leave unwritten.
 struct Numbers<'a, T> {
     list: &'a [T],
     numbers: HashMap<&'a T, usize>,
@@ -224,7 +225,7 @@ fn unproven(state: &str, problem: &str) -> Incompatible {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Class {
     source: usize,
-    rhythm: usize,
+    pairing: usize,
     regions: (u32, u32),
     steps: BothSteps,
 }
@@ -264,8 +265,8 @@ impl<'a> Ledger<'a> {
     fn take(&mut self, source: usize, clusters: &[Cluster]) -> Result<(), Incompatible> {
         for cluster in clusters {
             for nest in &cluster.nests {
-                let (rhythm, regions) = (cluster.rhythm, cluster.regions);
-                let found = self.find(Class { source, rhythm, regions, steps: nest.steps });
+                let (pairing, regions) = (cluster.pairing, cluster.regions);
+                let found = self.find(Class { source, pairing, regions, steps: nest.steps });
                 let blocks = (nest.steps.source.block, nest.steps.destination.block);
                 let index = found.filter(|_| blocks == cluster.blocks);
                 let index =
@@ -328,7 +329,7 @@ mod tests {
             source: Steps { block: 256, kernel: 0, entry: 64 },
             destination: Steps { block: 512, kernel: 0, entry: 128 },
         };
-        let key = Key { group: 0, rhythm: 0, regions: (0, 0), blocks: (256, 512), layer: 0 };
+        let key = Key { group: 0, pairing: 0, regions: (0, 0), blocks: (256, 512), layer: 0 };
         let nest = |layer: u64, section: u64| {
             let start = (layer * 1024 + section * 32, 100_000 + layer * 4096 + section * 64);
             let heads = Loop { count: 2, source: 8, destination: 16 };
@@ -341,8 +342,8 @@ mod tests {
     fn proven(clusters: &[Cluster]) -> bool {
         let mut ledger = Ledger::default();
         for (key, nest) in layers() {
-            let (rhythm, regions) = (key.rhythm, key.regions);
-            let class = Class { source: 0, rhythm, regions, steps: nest.steps };
+            let (pairing, regions) = (key.pairing, key.regions);
+            let class = Class { source: 0, pairing, regions, steps: nest.steps };
             ledger.expect(class, "layers", nest.start(), nest.run, &nest.loops);
         }
         ledger.take(0, clusters).and_then(|()| ledger.settle()).is_ok()
@@ -428,7 +429,7 @@ mod tests {
     #[test]
     fn another_rhythm_or_region_is_another_thing() {
         let mut clusters = merged(layers());
-        clusters[0].rhythm = 1;
+        clusters[0].pairing = 1;
         assert!(!proven(&clusters));
         let mut clusters = merged(layers());
         clusters[0].regions = (0, 1);

@@ -68,7 +68,7 @@ const MAX_SPLIT: u64 = USUAL_TOKENS;
 const ROUNDS: usize = 16;
 
 /// Changes `parts`, in which every part of the destination is given once, so that the sources are
-/// loaded as evenly as their holdings allow, as far as that moves enough bytes to each.
+/// loaded as evenly as their block layouts allow, as far as that moves enough bytes to each.
 pub(crate) fn spread(
     destination: &Manifest,
     sources: &[&Manifest],

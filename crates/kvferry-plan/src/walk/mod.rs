@@ -1,15 +1,15 @@
 //! From block tables to stretches of entries that lie evenly on both sides.
 
+mod block_layout;
 mod entries;
-mod holding;
+mod pairing;
 mod rest;
-mod rhythm;
 mod rounds;
 mod segments;
 mod slot;
 
+pub(crate) use block_layout::BlockLayout;
 pub(crate) use entries::Entries;
-pub(crate) use holding::Holding;
+pub(crate) use pairing::Pairing;
 pub(crate) use rest::{walk_own_blocks, walk_rest};
-pub(crate) use rhythm::Rhythm;
 pub(crate) use segments::{SegmentList, Segments, Shape};

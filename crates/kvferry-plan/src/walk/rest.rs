@@ -1,32 +1,32 @@
 //! What a request leaves of its own blocks.
 
 use crate::request::{RequestError, Side, Table};
+use crate::walk::block_layout::BlockLayout;
 use crate::walk::entries::Entries;
-use crate::walk::holding::Holding;
 use crate::walk::segments::Segments;
 use crate::walk::slot::{Slot, Within};
 
 /// Adds the part of a destination group's blocks that a request neither fills nor finds filled.
 pub(crate) fn walk_rest(
-    holding: &Holding,
+    layout: &BlockLayout,
     entries: &Entries,
     table: &Table<'_>,
     segments: &mut Segments,
 ) -> Result<(), RequestError> {
-    let local = |index| holding.phase.local(index);
+    let local = |index| layout.phase.local(index);
     let (held, first, end) = (local(entries.held), local(entries.first), local(entries.end));
     // Own blocks before the first needed entry, then those from the last one on.
-    let before = held / holding.entries..first.div_ceil(holding.entries);
-    let after = (end / holding.entries).max(before.end)..u64::MAX;
+    let before = held / layout.entries..first.div_ceil(layout.entries);
+    let after = (end / layout.entries).max(before.end)..u64::MAX;
     for positions in [before, after] {
-        let blocks = own_blocks(positions.start, holding.null_block, table);
+        let blocks = own_blocks(positions.start, layout.null_block, table);
         for (position, _) in blocks.take_while(|(position, _)| *position < positions.end) {
-            let block = position.saturating_mul(holding.entries);
-            let after = block.saturating_add(holding.entries);
+            let block = position.saturating_mul(layout.entries);
+            let after = block.saturating_add(layout.entries);
             for (from, to) in [(held, first), (end, after)] {
                 let (mut at, to) = (from.max(block), to.min(after));
                 while at < to {
-                    let walker = holding.enter_local(Side::Destination, table, at)?;
+                    let walker = layout.enter_local(Side::Destination, table, at)?;
                     let count = walker.even_left().min(to - at);
                     segments.push(walker.slot, walker.slot, count);
                     at += count;

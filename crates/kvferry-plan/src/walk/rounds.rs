@@ -4,7 +4,7 @@
 use kvferry_layout::BlockPair;
 use kvferry_layout::arithmetic::gcd;
 
-use crate::walk::holding::{Holding, Walker};
+use crate::walk::block_layout::{BlockLayout, Walker};
 use crate::walk::segments::Segments;
 use crate::walk::slot::Within;
 
@@ -44,9 +44,9 @@ pub(crate) struct Taken {
 }
 
 impl Rounds {
-    pub(crate) fn new(source: &Holding, destination: &Holding) -> Self {
+    pub(crate) fn new(source: &BlockLayout, destination: &BlockLayout) -> Self {
         let (ours, theirs) = (source.entries, destination.entries);
-        let even = |holding: &Holding| holding.even == holding.entries;
+        let even = |layout: &BlockLayout| layout.even == layout.entries;
         let divisor = gcd(ours, theirs);
         let cuts = (ours / divisor).saturating_add(theirs / divisor) - 1;
         let suits = even(source) && even(destination) && ours != theirs && cuts <= MOST_CUTS;
@@ -76,7 +76,7 @@ impl Rounds {
             return Taken::default();
         }
         if self.cuts.is_empty() {
-            self.cut(source.holding.entries, destination.holding.entries);
+            self.cut(source.layout.entries, destination.layout.entries);
         }
         let (a, b) = self.blocks;
         let (sources, destinations) = (source.ids(), destination.ids());
@@ -88,7 +88,7 @@ impl Rounds {
             dead(source) || dead(destination)
         });
         let is_dead = |walker: &Walker<'_>, ids: &[u32]| {
-            dead && walker.holding.null_block.is_some_and(|null| ids.contains(&null))
+            dead && walker.layout.null_block.is_some_and(|null| ids.contains(&null))
         };
         let ends = |(sources, destinations): (&[u32], &[u32])| {
             self.cuts.iter().any(|cut| cut.may_continue(sources, destinations))
@@ -158,8 +158,8 @@ mod tests {
     use crate::request::{Side, Table};
     use crate::walk::segments::Segment;
 
-    fn holding(entries: u64) -> Holding {
-        Holding {
+    fn layout(entries: u64) -> BlockLayout {
+        BlockLayout {
             group: 0,
             entries,
             even: entries,
@@ -205,7 +205,7 @@ mod tests {
             from[entries.div_ceil(ours) as usize..].fill(0);
             to[entries.div_ceil(theirs) as usize..].fill(0);
             let (from, to) = (Table::new(&from), Table::new(&to));
-            let (source, destination) = (holding(ours), holding(theirs));
+            let (source, destination) = (layout(ours), layout(theirs));
             let enter = || (
                 source.enter(Side::Source, &from, 0).unwrap(),
                 destination.enter(Side::Destination, &to, 0).unwrap(),
@@ -232,7 +232,7 @@ mod tests {
                 if done >= entries {
                     break;
                 }
-                let at = |holding: &Holding| done / holding.entries;
+                let at = |layout: &BlockLayout| done / layout.entries;
                 prop_assert!(blocks.0 as u64 * ours == many && blocks.1 as u64 * theirs == many);
                 walkers = (
                     source.enter(Side::Source, &from, at(&source) * ours).unwrap(),

@@ -33,11 +33,11 @@ impl Shape {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Segment {
     pub(crate) blocks: BlockPair,
-    /// Index among the shapes of its rhythm.
+    /// Index among the shapes of its pairing.
     pub(crate) shape: u32,
 }
 
-/// The segments of a rhythm, and the shapes that they name.
+/// The segments of a pairing, and the shapes that they name.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SegmentList<'s> {
     pub(crate) blocks: &'s [BlockPair],
@@ -61,13 +61,13 @@ impl SegmentList<'_> {
     }
 }
 
-/// The segments of a request, for one rhythm after the other, each in the order of its tables.
+/// The segments of a request, for one pairing after the other, each in the order of its tables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Segments {
     shapes: Vec<Shape>,
-    /// Blocks, and the index of their shape among those of their rhythm.
+    /// Blocks, and the index of their shape among those of their pairing.
     list: List,
-    /// Where in `shapes` and in `list` each rhythm's part ends.
+    /// Where in `shapes` and in `list` each pairing's part ends.
     ends: Vec<(usize, usize)>,
     /// The segment that the next stretch may still continue.
     open: Option<(Slot, Slot, Shape)>,
@@ -112,7 +112,7 @@ impl Segments {
         Self { shapes: vec![], list, ends: vec![], open: None }
     }
 
-    /// The segments of rhythm `index`.
+    /// The segments of pairing `index`.
     pub(crate) fn of(&self, index: usize) -> SegmentList<'_> {
         let start = self.start(index);
         let end = self.ends[index];
@@ -127,7 +127,7 @@ impl Segments {
         if index == 0 { (0, 0) } else { self.ends[index - 1] }
     }
 
-    /// Ends a rhythm.
+    /// Ends a pairing.
     pub(crate) fn end(&mut self) {
         self.close();
         self.ends.push((self.shapes.len(), self.list.blocks.len()));
@@ -240,7 +240,7 @@ impl Segments {
         self.list.numbers.push(shape);
     }
 
-    /// The index of a shape among those of the rhythm at hand.
+    /// The index of a shape among those of the pairing at hand.
     fn number(&mut self, shape: Shape) -> u32 {
         // Mostly the shape of the segment before; where block sizes differ, some take turns.
         let known = &self.shapes[self.start(self.ends.len()).0..];

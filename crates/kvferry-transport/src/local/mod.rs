@@ -25,7 +25,7 @@ use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, 
 use crate::shared::Transfer;
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
-use crate::shared::look;
+use crate::shared::digests;
 use crate::shared::random::random;
 use crate::tcp::{Bounds, Tcp, TcpOptions, TcpPeer};
 
@@ -141,7 +141,7 @@ impl Transport for Local {
     }
 
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
-        let id = self.tcp.desk().insert_host(self.name(), region)?;
+        let id = self.tcp.admission().insert_host(self.name(), region)?;
         self.identity.advance();
         Ok(id)
     }
@@ -149,7 +149,7 @@ impl Transport for Local {
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
         let gone = || self.identity.advance();
         let evict = || self.tcp.cut_all();
-        self.tcp.desk().regions.remove(region, deadline, gone, evict).map(|_| ())
+        self.tcp.admission().regions.remove(region, deadline, gone, evict).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
@@ -219,8 +219,8 @@ impl Transport for Local {
             return self.tcp.read(&peer.0.tcp, copies, deadline);
         };
         let theirs = &direct.regions().spans;
-        let desk = self.tcp.desk();
-        let opened = desk.open(copies, theirs, deadline, None, &peer.0.tcp.0.rate)?;
+        let admission = self.tcp.admission();
+        let opened = admission.open(copies, theirs, deadline, None, &peer.0.tcp.0.rate)?;
         if !opened.custody.is_empty() {
             let operation = Chunked::new(opened.custody.clone(), opened.copies);
             self.workers.post(operation, direct.clone());
@@ -229,7 +229,7 @@ impl Transport for Local {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(self.tcp.desk(), None, program, deadline)
+        digests::digest(self.tcp.admission(), None, program, deadline)
     }
 
     fn rates(&self, peer: &LocalPeer) -> Rates {

@@ -1,13 +1,14 @@
 //! What the back ends are built from.
 
+pub mod admission;
 pub mod bytes;
 pub mod chunks;
 mod counters;
 pub mod custody;
 mod deadlines;
-pub mod desk;
-pub mod look;
+pub mod digests;
 mod merge;
+pub mod packing_area;
 pub mod python;
 pub mod random;
 pub mod rate;
@@ -16,7 +17,6 @@ pub mod spans;
 pub mod staging;
 pub mod thread;
 pub mod walk;
-pub mod yard;
 
 pub use custody::Transfer;
 pub use walk::carry_out;

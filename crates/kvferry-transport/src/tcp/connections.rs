@@ -17,9 +17,9 @@ use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use super::proof::Secret;
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
+use crate::shared::packing_area::PackingAreas;
 use crate::shared::region::{Hold, Regions};
 use crate::shared::staging::{Full, Slot, Use};
-use crate::shared::yard::Yards;
 use crate::strangers::{Mentions, Origin};
 
 /// How long a connection may wait for memory to pack into before its peer is told to ask again. It is deaf until
@@ -35,7 +35,7 @@ pub(super) struct Shared {
     pub(super) secret: Secret,
     pub(super) regions: Arc<Regions>,
     pub(super) generation: Arc<dyn Generation>,
-    pub(super) yards: Arc<Yards>,
+    pub(super) areas: Arc<PackingAreas>,
     pub(super) delivery: Delivery,
     pub(super) turned_away: AtomicU64,
     pub(super) mentions: Mutex<Mentions>,
@@ -311,7 +311,7 @@ impl Shared {
         spans: &mut Vec<(u64, u64)>,
         answer: &mut Answer,
     ) -> Result<Option<Slot>, End> {
-        let loops = gather::decode(body, self.yards.most())?;
+        let loops = gather::decode(body, self.areas.most())?;
         if loops.packed_bytes() != Some(request.bytes) {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
@@ -331,9 +331,9 @@ impl Shared {
             }
         };
         let busy = Answer { verdict: Verdict::Busy, bytes: 0, ..*answer };
-        let yard = self.yards.of(place);
-        let (yard, slot) = match yard.map(|yard| (yard, yard.staging.take(Use::Peer, patience))) {
-            Some((yard, Ok(slot))) => (yard, slot),
+        let area = self.areas.of(place);
+        let (area, slot) = match area.map(|area| (area, area.staging.take(Use::Peer, patience))) {
+            Some((area, Ok(slot))) => (area, slot),
             Some((_, Err(Full::Moving))) => {
                 *answer = Answer { bytes: AGAIN, ..busy };
                 return Ok(None);
@@ -347,10 +347,10 @@ impl Shared {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
         let gathered = loops.gather(slot.address()).map_err(InvalidFrame::Loops)?;
-        // SAFETY: what is read was checked above, lies in memory of the yard's kind that may be read at any
+        // SAFETY: what is read was checked above, lies in memory of the packing area's kind that may be read at any
         // time, and is held; what is written lies in the slot, which is long enough and has no other user.
         // Both are kept until the bytes have been moved.
-        let Ok(moving) = (unsafe { yard.start(&gathered) }) else {
+        let Ok(moving) = (unsafe { area.start(&gathered) }) else {
             *answer = busy;
             return Ok(None);
         };
@@ -361,7 +361,7 @@ impl Shared {
                 Ok(None)
             }
             None => {
-                yard.keep(moving, Box::new((slot, holds)));
+                area.keep(moving, Box::new((slot, holds)));
                 *answer = busy;
                 Ok(None)
             }

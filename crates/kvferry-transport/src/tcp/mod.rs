@@ -27,16 +27,16 @@ use parking_lot::Mutex;
 
 use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
 use crate::shared::Transfer;
+use crate::shared::admission::{Admission, Whole};
 use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
-use crate::shared::desk::{Desk, Whole};
-use crate::shared::look;
+use crate::shared::digests;
+use crate::shared::packing_area::PackingAreas;
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
-use crate::shared::yard::Yards;
 
 mod bounds;
 mod client;
@@ -56,7 +56,7 @@ mod tests;
 pub use bounds::Bounds;
 pub(crate) use client::PeerRegions;
 #[doc(hidden)]
-pub use client::{Address, Client, Fetch, Fetched, Forsaken, Lanes, Room};
+pub use client::{Address, Client, Fetch, Fetched, Lanes, Orphan, Room};
 #[doc(hidden)]
 pub use connections::{Delivery, Generation};
 #[doc(hidden)]
@@ -97,9 +97,9 @@ impl Default for TcpOptions {
 pub struct Tcp {
     secret: Secret,
     options: TcpOptions,
-    desk: Desk,
+    admission: Admission,
     peers: Mutex<Vec<Arc<Client>>>,
-    yards: Arc<Yards>,
+    areas: Arc<PackingAreas>,
     server: Server,
 }
 
@@ -139,19 +139,19 @@ impl Tcp {
         generation: Arc<dyn Generation>,
     ) -> Result<Self, Error> {
         let secret = Secret { instance: Instance(random()?), token: random()? };
-        let desk = Desk::new()?;
-        let yards = Yards::new(Staging::new(options.staging, gather::SLOT_BYTES)?);
-        let regions = desk.regions.clone();
+        let admission = Admission::new()?;
+        let areas = PackingAreas::new(Staging::new(options.staging, gather::SLOT_BYTES)?);
+        let regions = admission.regions.clone();
         let server = Server::start(
             options.bind,
             bounds,
             secret,
             regions,
             generation,
-            yards.clone(),
+            areas.clone(),
             Delivery::Sent,
         )?;
-        Ok(Self { secret, options, desk, peers: Mutex::default(), yards, server })
+        Ok(Self { secret, options, admission, peers: Mutex::default(), areas, server })
     }
 
     /// Who this is.
@@ -159,8 +159,8 @@ impl Tcp {
         self.secret.instance
     }
 
-    pub(crate) fn desk(&self) -> &Desk {
-        &self.desk
+    pub(crate) fn admission(&self) -> &Admission {
+        &self.admission
     }
 
     pub(crate) fn cut_all(&self) {
@@ -181,11 +181,11 @@ impl Transport for Tcp {
     }
 
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
-        self.desk.insert_host(self.name(), region)
+        self.admission.insert_host(self.name(), region)
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
-        self.desk.regions.remove(region, deadline, || (), || self.server.cut_all()).map(|_| ())
+        self.admission.regions.remove(region, deadline, || (), || self.server.cut_all()).map(|_| ())
     }
 
     fn describe(&self) -> Result<Vec<u8>, Error> {
@@ -255,7 +255,8 @@ impl Transport for Tcp {
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
         // The peer checks its own side.
         let theirs = Spans::everything();
-        let opened = self.desk.open(copies, &theirs, deadline, Some(interrupt), &client.rate)?;
+        let opened =
+            self.admission.open(copies, &theirs, deadline, Some(interrupt), &client.rate)?;
         if !opened.custody.is_empty() {
             client.post(Chunked::new(opened.custody.clone(), opened.copies));
         }
@@ -263,7 +264,7 @@ impl Transport for Tcp {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        look::digest(&self.desk, None, program, deadline)
+        digests::digest(&self.admission, None, program, deadline)
     }
 
     fn rates(&self, peer: &TcpPeer) -> Rates {
@@ -289,7 +290,7 @@ impl Transport for Tcp {
         let (whole, written) = Whole::of(loops)?;
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
         let custody =
-            self.desk.open_whole(&whole, &written, deadline, Some(interrupt), &client.rate)?;
+            self.admission.open_whole(&whole, &written, deadline, Some(interrupt), &client.rate)?;
         if !custody.is_empty() {
             client.post(Chunked::packed(custody.clone(), loops.clone(), gather::LIMITS));
         }
@@ -297,11 +298,11 @@ impl Transport for Tcp {
     }
 
     fn staging(&self) -> StagingStatistics {
-        self.yards.statistics()
+        self.areas.statistics()
     }
 
     fn statistics(&self) -> Statistics {
-        Statistics { turned_away: self.turned_away(), ..self.desk.statistics() }
+        Statistics { turned_away: self.turned_away(), ..self.admission.statistics() }
     }
 }
 

@@ -12,8 +12,8 @@ use super::connections::{Delivery, Generation, Shared, State};
 use super::door::Door;
 use super::proof::Secret;
 use crate::contract::Error;
+use crate::shared::packing_area::PackingAreas;
 use crate::shared::region::Regions;
-use crate::shared::yard::Yards;
 
 /// Serves registered memory at one port.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl Server {
         secret: Secret,
         regions: Arc<Regions>,
         generation: Arc<dyn Generation>,
-        yards: Arc<Yards>,
+        areas: Arc<PackingAreas>,
         delivery: Delivery,
     ) -> Result<Self, Error> {
         let listener = TcpListener::bind(bind)
@@ -42,7 +42,7 @@ impl Server {
             secret,
             regions,
             generation,
-            yards,
+            areas,
             delivery,
             turned_away,
             mentions,

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
 
-use super::state::{Fetch, Forsaken, Lane, Room, State};
+use super::state::{Fetch, Lane, Orphan, Room, State};
 use crate::contract::{Error, Operation, Status};
 use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::custody::Custody;
+use crate::shared::packing_area::Moving;
 use crate::shared::staging::Slot;
-use crate::shared::yard::Moving;
 
 /// How long a lane waits for what is being fetched before it looks whether it is still wanted.
 const GLANCE: Duration = Duration::from_millis(1);
@@ -41,10 +41,10 @@ impl Landing {
         }
         let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
         operation.custody().stop(Error::Library(late));
-        let forsaken = Forsaken::scattered(moving, slot, chunk);
+        let orphan = Orphan::scattered(moving, slot, chunk);
         match &state.fetch {
-            Some(fetch) => fetch.forsake(forsaken),
-            None => drop(forsaken),
+            Some(fetch) => fetch.adopt(orphan),
+            None => drop(orphan),
         }
         None
     }
@@ -72,7 +72,7 @@ pub(super) fn fetch(
                     lane.cut_by_us.store(true, Ordering::SeqCst);
                 }
                 fetched.operation.cancel();
-                fetch.forsake(Forsaken::fetched(fetched.operation, fetched.room.slot));
+                fetch.adopt(Orphan::fetched(fetched.operation, fetched.room.slot));
                 return Err(match status {
                     Status::Quarantined(error) => error,
                     _ => Error::Disconnected,
@@ -120,7 +120,7 @@ pub(super) fn read_otherwise(
                 });
                 inner.cancel();
                 lane.forget(custody.id());
-                fetch.forsake(Forsaken::read(inner, chunk));
+                fetch.adopt(Orphan::read(inner, chunk));
                 return;
             }
         }

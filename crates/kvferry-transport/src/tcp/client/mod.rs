@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use self::lane::LaneThread;
 pub(crate) use self::state::PeerRegions;
-pub use self::state::{Fetch, Fetched, Forsaken, Lanes, Room};
+pub use self::state::{Fetch, Fetched, Lanes, Orphan, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};

@@ -14,10 +14,10 @@ use parking_lot::{Condvar, Mutex};
 use crate::contract::{Error, InvalidFrame, Operation};
 use crate::shared::Transfer;
 use crate::shared::chunks::{Chunk, Chunked};
+use crate::shared::packing_area::{Moving, PackingAreas};
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
 use crate::shared::staging::{Full, Slot};
-use crate::shared::yard::{Moving, Yards};
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Secret};
 use crate::tcp::socket;
@@ -97,7 +97,7 @@ pub trait Fetch: std::fmt::Debug + Send + Sync {
     /// Starts to read copies that were not gathered, straight to where they belong.
     fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error>;
     /// Keeps what is not wanted any more until nothing touches it.
-    fn forsake(&self, forsaken: Forsaken);
+    fn adopt(&self, orphan: Orphan);
 }
 
 /// Memory of our own for a part that is to be fetched. It is taken before the peer is asked, so that nothing is
@@ -107,7 +107,7 @@ pub struct Room {
     /// The memory.
     pub slot: Slot,
     /// Where it is from.
-    pub yards: Arc<Yards>,
+    pub areas: Arc<PackingAreas>,
     /// Of the slot, and of where it belongs.
     pub place: Place,
 }
@@ -129,26 +129,26 @@ impl Fetched {
     /// It has been fetched, the slot is as long as both halves of the loops say, and what they write is
     /// registered memory of the place, which stays so until the answer has ended.
     pub(super) unsafe fn scatter(&self, loops: &Loops) -> Result<Option<Moving>, Error> {
-        let Room { slot, yards, place } = &self.room;
+        let Room { slot, areas, place } = &self.room;
         let scatter = loops.scatter(slot.address());
         let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
-        let Some(yard) = yards.of(*place) else { return Ok(None) };
+        let Some(area) = areas.of(*place) else { return Ok(None) };
         // SAFETY: the caller's promise.
-        Ok(unsafe { yard.start(&scatter) }.ok())
+        Ok(unsafe { area.start(&scatter) }.ok())
     }
 }
 
 /// What nobody waits for any more, and what it may still touch. Dropping it gives that back: only where
 /// nothing runs any more.
 #[derive(Debug)]
-pub struct Forsaken {
+pub struct Orphan {
     operation: Option<Transfer>,
     moving: Option<Moving>,
     slot: Option<Slot>,
     chunk: Option<Chunk>,
 }
 
-impl Forsaken {
+impl Orphan {
     /// What was being fetched to a slot.
     pub fn fetched(operation: Transfer, slot: Slot) -> Self {
         Self { operation: Some(operation), moving: None, slot: Some(slot), chunk: None }
@@ -171,7 +171,7 @@ impl Forsaken {
     }
 }
 
-impl Drop for Forsaken {
+impl Drop for Orphan {
     fn drop(&mut self) {
         let ended = self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some());
         match (self.chunk.take(), ended) {

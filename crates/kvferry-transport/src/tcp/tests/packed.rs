@@ -100,7 +100,7 @@ fn a_tiny_pool_serves_everybody() {
 #[test]
 fn who_finds_no_slot_asks_again() {
     let source = End::new(2 * gather::SLOT_BYTES, 7);
-    let staging = &source.transport.yards.of(Place::Host).unwrap().staging;
+    let staging = &source.transport.areas.of(Place::Host).unwrap().staging;
     let reader = End::new(0, 1);
     let peer = reader.connect(&source.transport.describe().unwrap());
     wait_until_nothing_is_staged(&source);
@@ -174,7 +174,7 @@ fn without_memory_to_pack_into_reads_are_direct() {
 #[test]
 fn a_peer_that_is_busy_when_it_is_connected_to_packs() {
     let (source, reader) = (End::new(gather::SLOT_BYTES, 7), End::new(0, 1));
-    let staging = &source.transport.yards.of(Place::Host).unwrap().staging;
+    let staging = &source.transport.areas.of(Place::Host).unwrap().staging;
     let kept = staging.take(Use::Peer, Duration::ZERO);
     let peer = reader.connect(&source.transport.describe().unwrap());
     drop(kept);

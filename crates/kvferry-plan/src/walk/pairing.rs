@@ -3,22 +3,22 @@
 use kvferry_layout::{Law, Phase};
 
 use crate::request::{RequestError, Side, Table};
-use crate::walk::holding::{Holding, Walker};
+use crate::walk::block_layout::{BlockLayout, Walker};
 use crate::walk::rounds::Rounds;
 use crate::walk::segments::Segments;
 
-/// How a part's entries follow each other on the two sides. All parts with the same rhythm walk the
+/// How a part's entries follow each other on the two sides. All parts with the same pairing walk the
 /// same segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Rhythm {
+pub(crate) struct Pairing {
     pub(crate) law: Law,
     /// Which entries.
     pub(crate) phase: Phase,
-    pub(crate) source: Holding,
-    pub(crate) destination: Holding,
+    pub(crate) source: BlockLayout,
+    pub(crate) destination: BlockLayout,
 }
 
-impl Rhythm {
+impl Pairing {
     /// Adds the segments of entries `first..end`.
     pub(crate) fn walk(
         &self,
@@ -47,7 +47,7 @@ impl Rhythm {
                 let blocks = source.whole_blocks(&destination, turn_end - entry);
                 if blocks > 0 {
                     push_whole_blocks(&source, &destination, blocks, segments);
-                    let entries = blocks as u64 * source.holding.entries;
+                    let entries = blocks as u64 * source.layout.entries;
                     entry += entries;
                     if entry >= turn_end {
                         break;
@@ -88,7 +88,7 @@ fn push_whole_blocks(
     blocks: usize,
     segments: &mut Segments,
 ) {
-    let Holding { even, split, .. } = *source.holding;
+    let BlockLayout { even, split, .. } = *source.layout;
     let (sources, destinations) = (&source.ids()[..blocks], &destination.ids()[..blocks]);
     let mut start = 0;
     while start < blocks {

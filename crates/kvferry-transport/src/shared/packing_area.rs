@@ -34,49 +34,49 @@ pub trait Launched: fmt::Debug + Send + Sync {
     fn wait(&self, until: Instant) -> Option<Result<(), Error>>;
 }
 
-/// The yards of one transport.
+/// The packing areas of one transport.
 #[derive(Debug)]
-pub struct Yards {
-    host: Yard,
+pub struct PackingAreas {
+    host: PackingArea,
     /// That of the first card whose memory was registered; `None` inside where it does not pack.
-    card: OnceLock<Option<(u32, Yard)>>,
+    card: OnceLock<Option<(u32, PackingArea)>>,
 }
 
-impl Yards {
+impl PackingAreas {
     /// With a pool of host memory.
     pub fn new(staging: Arc<Staging>) -> Arc<Self> {
-        Arc::new(Self { host: Yard::new(staging, None), card: OnceLock::new() })
+        Arc::new(Self { host: PackingArea::new(staging, None), card: OnceLock::new() })
     }
 
-    /// Makes the yard of a card, unless that was tried before.
-    pub fn open(&self, make: impl FnOnce() -> Option<(u32, Yard)>) {
+    /// Makes the packing area of a card, unless that was tried before.
+    pub fn open(&self, make: impl FnOnce() -> Option<(u32, PackingArea)>) {
         self.card.get_or_init(make);
     }
 
-    /// The yard for memory of a place.
-    pub fn of(&self, place: Place) -> Option<&Yard> {
+    /// The packing area for memory of a place.
+    pub fn of(&self, place: Place) -> Option<&PackingArea> {
         match place {
             Place::Host => Some(&self.host),
             Place::Gpu(gpu) => self.card().filter(|card| card.0 == gpu).map(|card| card.1),
         }
     }
 
-    /// The card that packs, and its yard.
-    pub fn card(&self) -> Option<(u32, &Yard)> {
-        self.card.get()?.as_ref().map(|(gpu, yard)| (*gpu, yard))
+    /// The card that packs, and its packing area.
+    pub fn card(&self) -> Option<(u32, &PackingArea)> {
+        self.card.get()?.as_ref().map(|(gpu, area)| (*gpu, area))
     }
 
     /// Bytes of the longest slot.
     pub fn most(&self) -> u64 {
-        let card = self.card().map_or(0, |(_, yard)| yard.staging.slot_bytes());
+        let card = self.card().map_or(0, |(_, area)| area.staging.slot_bytes());
         card.max(self.host.staging.slot_bytes())
     }
 
     /// Of all of them together.
     pub fn statistics(&self) -> StagingStatistics {
         let mut sum = self.host.staging.statistics();
-        if let Some((_, yard)) = self.card() {
-            let card = yard.staging.statistics();
+        if let Some((_, area)) = self.card() {
+            let card = area.staging.statistics();
             sum.bytes += card.bytes;
             sum.in_use += card.in_use;
             sum.most_in_use += card.most_in_use;
@@ -90,7 +90,7 @@ impl Yards {
 
 /// Memory to pack into, and who moves bytes.
 #[derive(Debug)]
-pub struct Yard {
+pub struct PackingArea {
     pub staging: Arc<Staging>,
     /// The CPU, where there is none.
     engine: Option<Arc<dyn CopyEngine>>,
@@ -100,7 +100,7 @@ pub struct Yard {
     said: AtomicBool,
 }
 
-impl Yard {
+impl PackingArea {
     /// One whose bytes are moved by the engine, or without one by the CPU.
     pub fn new(staging: Arc<Staging>, engine: Option<Arc<dyn CopyEngine>>) -> Self {
         Self { staging, engine, stuck: Mutex::default(), said: AtomicBool::new(false) }
@@ -111,7 +111,7 @@ impl Yard {
     ///
     /// # Safety
     ///
-    /// As of [`walk::carry_out`], for memory of the yard's kind, until the answer has ended.
+    /// As of [`walk::carry_out`], for memory of the packing area's kind, until the answer has ended.
     pub unsafe fn start(&self, loops: &Loops) -> Result<Moving, Error> {
         let Some(engine) = &self.engine else {
             // SAFETY: the caller's promise.
@@ -142,14 +142,14 @@ impl Yard {
     }
 }
 
-impl Drop for Yard {
+impl Drop for PackingArea {
     fn drop(&mut self) {
         // Waits for what still runs, before the memory goes.
         self.engine = None;
     }
 }
 
-/// Bytes on their way in or out of a yard.
+/// Bytes on their way in or out of a packing area.
 #[derive(Debug)]
 #[must_use = "what it touches must be kept until it has ended"]
 pub struct Moving(Option<Box<dyn Launched>>);

@@ -15,7 +15,7 @@ use crate::contract::{Error, RegionId, Side, Statistics};
 
 /// What every back end has: its regions, its counters, and the thread that keeps deadlines.
 #[derive(Debug)]
-pub struct Desk {
+pub struct Admission {
     pub regions: Arc<Regions>,
     counters: Arc<Counters>,
     deadlines: Deadlines,
@@ -54,7 +54,7 @@ impl Whole {
     }
 }
 
-impl Desk {
+impl Admission {
     pub fn new() -> Result<Self, Error> {
         Ok(Self {
             regions: Arc::default(),

@@ -8,26 +8,26 @@ use kvferry_layout::Loops;
 use parking_lot::Mutex;
 
 use super::driver::{Card, OnCard};
-use super::errand::Errand;
-use super::line::{Extent, Line};
+use super::launch_queue::{Extent, LaunchQueue};
 use super::options::CudaOptions;
+use super::pack_launch::PackLaunch;
 use super::program::Program;
 use kvferry_transport::Error;
-use kvferry_transport::shared::yard::{CopyEngine, Launched};
+use kvferry_transport::shared::packing_area::{CopyEngine, Launched};
 
 /// Carries loops out on one card.
-pub struct Porter {
+pub struct CardPacker {
     card: Card,
     extent: Extent,
-    line: Mutex<Line>,
+    line: Mutex<LaunchQueue>,
 }
 
-impl Porter {
+impl CardPacker {
     /// Opens the card and loads the kernel.
     pub fn new(options: &CudaOptions) -> Result<Self, Error> {
         let card = Card::open(options.gpu)?;
         let all = card.multiprocessors()?;
-        let line = Mutex::new(Line::new(&card, options)?);
+        let line = Mutex::new(LaunchQueue::new(&card, options)?);
         Ok(Self { extent: Extent::new(options.sms, all), card, line })
     }
 
@@ -43,16 +43,16 @@ impl Porter {
     }
 }
 
-impl CopyEngine for Porter {
+impl CopyEngine for CardPacker {
     unsafe fn start(&self, loops: &Loops) -> Result<Box<dyn Launched>, Error> {
         let program = Program::new(loops, self.extent.batch_bytes(loops.bytes()), |_| 0);
         // SAFETY: the caller's promise.
-        let errand = unsafe { Errand::start(&self.line, &program, self.extent)? };
-        Ok(Box::new(errand))
+        let launch = unsafe { PackLaunch::start(&self.line, &program, self.extent)? };
+        Ok(Box::new(launch))
     }
 }
 
-impl Drop for Porter {
+impl Drop for CardPacker {
     fn drop(&mut self) {
         // Kernels end by themselves; what they touch may go after this.
         if let Err(error) = self.line.lock().finish() {
@@ -61,8 +61,8 @@ impl Drop for Porter {
     }
 }
 
-impl fmt::Debug for Porter {
+impl fmt::Debug for CardPacker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Porter").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
+        f.debug_struct("CardPacker").field("gpu", &self.card.ordinal()).finish_non_exhaustive()
     }
 }

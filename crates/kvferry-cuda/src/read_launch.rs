@@ -21,20 +21,20 @@ pub struct CudaTransfer {
     transfer: Transfer,
     posted: Instant,
     /// `None` where there was nothing to launch.
-    flight: Option<Arc<Flight>>,
+    launch: Option<Arc<ReadLaunch>>,
 }
 
 impl CudaTransfer {
     /// The call that started the operation returns now.
-    pub(super) fn posted(custody: Arc<Custody>, flight: Option<Arc<Flight>>) -> Self {
-        Self { transfer: Transfer::posted(custody), posted: Instant::now(), flight }
+    pub(super) fn posted(custody: Arc<Custody>, launch: Option<Arc<ReadLaunch>>) -> Self {
+        Self { transfer: Transfer::posted(custody), posted: Instant::now(), launch }
     }
 }
 
 impl Operation for CudaTransfer {
     fn poll(&self) -> Status {
-        if let Some(flight) = &self.flight {
-            flight.landed();
+        if let Some(launch) = &self.launch {
+            launch.landed();
         }
         self.transfer.poll()
     }
@@ -65,7 +65,7 @@ impl Operation for CudaTransfer {
     }
 }
 
-pub(super) struct Flight {
+pub(super) struct ReadLaunch {
     peer: CudaPeer,
     custody: Arc<Custody>,
     bytes: u64,
@@ -86,7 +86,7 @@ struct Aloft {
     kept: Option<(Pinned, OnCard)>,
 }
 
-impl Flight {
+impl ReadLaunch {
     pub(super) fn new(
         peer: CudaPeer,
         table: Arc<Table>,
@@ -129,7 +129,7 @@ impl Flight {
     }
 }
 
-impl Landing for Flight {
+impl Landing for ReadLaunch {
     fn ends(&self) -> Ends {
         self.ends
     }
@@ -165,9 +165,9 @@ impl Aloft {
     }
 }
 
-impl fmt::Debug for Flight {
+impl fmt::Debug for ReadLaunch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Flight")
+        f.debug_struct("ReadLaunch")
             .field("peer", &self.peer)
             .field("custody", &self.custody)
             .finish_non_exhaustive()

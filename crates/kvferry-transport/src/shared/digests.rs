@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvferry_digest::{Digest, Program, host};
 use kvferry_layout::Place;
 
-use super::desk::Desk;
+use super::admission::Admission;
 use crate::contract::Error;
 
 /// Looks at the memory of cards.
@@ -26,7 +26,7 @@ pub trait CardDigest: fmt::Debug + Send + Sync {
 
 /// The digests of a program's parts, in registered memory. What is on a card, `cards` looks at.
 pub fn digest(
-    desk: &Desk,
+    admission: &Admission,
     cards: Option<&dyn CardDigest>,
     program: &Program,
     deadline: Instant,
@@ -39,7 +39,7 @@ pub fn digest(
         return Err(Error::Unsupported(several.to_owned()));
     }
     let extents: Vec<(u64, u64)> = program.extents().collect();
-    let _holds = desk.regions.hold(&extents)?;
+    let _holds = admission.regions.hold(&extents)?;
     match (place, cards) {
         // SAFETY: every extent lies in a registered region of that place, which is held: whoever registered it
         // promised that it stays mapped, and nobody can take it back meanwhile.

@@ -91,7 +91,7 @@ impl Kernels {
 }
 
 /// What launches need.
-pub(super) struct Line {
+pub(super) struct LaunchQueue {
     stream: Arc<Stream>,
     /// Where programs are uploaded while a launch is under way, and what marks their end.
     uploads: (Stream, Event),
@@ -111,7 +111,7 @@ pub(super) struct Line {
     _module: Module,
 }
 
-impl Line {
+impl LaunchQueue {
     pub(super) fn new(card: &Card, options: &CudaOptions) -> Result<Self, Error> {
         let capability = card.capability()?;
         let image = match &options.kernel {

@@ -8,25 +8,25 @@ use parking_lot::Mutex;
 
 use super::driver::{OnCard, Pinned, Stream};
 use super::landing::Landing;
-use super::line::{Extent, Line};
+use super::launch_queue::{Extent, LaunchQueue};
 use super::program::{Ends, Program};
 use super::signal::Signal;
 use kvferry_transport::Error;
-use kvferry_transport::shared::yard::Launched;
+use kvferry_transport::shared::packing_area::Launched;
 
 /// Loops that a card carries out.
 #[derive(Clone, Debug)]
-pub(crate) struct Errand(Arc<Launch>);
+pub(crate) struct PackLaunch(Arc<Launch>);
 
-impl Errand {
+impl PackLaunch {
     /// Launches the kernel for a program. After an error nothing of it runs.
     ///
     /// # Safety
     ///
-    /// All addresses in the program must stay valid until the errand has ended, and the errand itself must be
+    /// All addresses in the program must stay valid until the launch has ended, and the launch itself must be
     /// kept until then.
     pub(super) unsafe fn start(
-        line: &Mutex<Line>,
+        line: &Mutex<LaunchQueue>,
         program: &Program<'_>,
         extent: Extent,
     ) -> Result<Self, Error> {
@@ -46,7 +46,7 @@ impl Errand {
     }
 }
 
-impl Launched for Errand {
+impl Launched for PackLaunch {
     fn outcome(&self) -> Option<Result<(), Error>> {
         self.0.outcome_or_lost()
     }

@@ -8,7 +8,7 @@ use crate::walk::slot::{Slot, Within};
 
 /// How one side's blocks hold the entries of a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Holding {
+pub(crate) struct BlockLayout {
     pub(crate) group: usize,
     /// Entries in a block.
     pub(crate) entries: u64,
@@ -24,7 +24,7 @@ pub(crate) struct Holding {
     pub(crate) null_block: Option<u32>,
 }
 
-impl Holding {
+impl BlockLayout {
     /// How a piece is held, and its steps from one block, kernel block and entry to the next.
     /// `window` says which tokens of it are copied, or kept.
     pub(crate) fn new(
@@ -59,7 +59,7 @@ impl Holding {
         if even * split == entries {
             steps.kernel = 0;
         }
-        let holding = Self {
+        let layout = Self {
             group: index,
             entries,
             even,
@@ -69,7 +69,7 @@ impl Holding {
             blocks: group.blocks,
             null_block: group.null_block,
         };
-        (holding, steps)
+        (layout, steps)
     }
 
     /// Goes to where entry `entry` lies.
@@ -91,7 +91,7 @@ impl Holding {
     ) -> Result<Walker<'a>, RequestError> {
         let (position, rest) = (local / self.entries, local % self.entries);
         let mut walker =
-            Walker { holding: self, side, table, position, kernel: 0, slot: Slot::default() };
+            Walker { layout: self, side, table, position, kernel: 0, slot: Slot::default() };
         walker.enter_block()?;
         walker.advance(rest)?;
         Ok(walker)
@@ -100,7 +100,7 @@ impl Holding {
 
 /// A walk through the blocks of one side's table.
 pub(crate) struct Walker<'a> {
-    pub(crate) holding: &'a Holding,
+    pub(crate) layout: &'a BlockLayout,
     side: Side,
     table: &'a Table<'a>,
     position: u64,
@@ -112,12 +112,12 @@ pub(crate) struct Walker<'a> {
 impl Walker<'_> {
     /// How many entries lie evenly from here on.
     pub(crate) fn even_left(&self) -> u64 {
-        self.holding.even - self.slot.within.entry
+        self.layout.even - self.slot.within.entry
     }
 
     /// Goes `entries` on, which must not pass the end of the block.
     pub(crate) fn advance(&mut self, entries: u64) -> Result<(), RequestError> {
-        let Holding { entries: in_block, even, split, .. } = *self.holding;
+        let BlockLayout { entries: in_block, even, split, .. } = *self.layout;
         self.slot.within.entry += entries;
         if self.slot.within.entry < even {
             return Ok(());
@@ -143,7 +143,7 @@ impl Walker<'_> {
     /// How many blocks of both sides, at most `entries` entries of them, can be taken as they come:
     /// their entries lie alike on both sides, and none is dead.
     pub(crate) fn whole_blocks(&self, other: &Self, entries: u64) -> usize {
-        let (ours, theirs) = (self.holding, other.holding);
+        let (ours, theirs) = (self.layout, other.layout);
         let alike = (ours.entries, ours.even, ours.split)
             == (theirs.entries, theirs.even, theirs.split)
             && ours.even * ours.split == ours.entries;
@@ -158,7 +158,7 @@ impl Walker<'_> {
     pub(crate) fn live(&self, blocks: usize) -> usize {
         let ids = self.ids();
         let ids = &ids[..blocks.min(ids.len())];
-        let Some(null) = self.holding.null_block else { return ids.len() };
+        let Some(null) = self.layout.null_block else { return ids.len() };
         // First whether there is one at all.
         if kvferry_scan::count(ids, null) == 0 {
             return ids.len();
@@ -186,22 +186,21 @@ impl Walker<'_> {
 
     /// Looks the block at `position` up.
     fn enter_block(&mut self) -> Result<(), RequestError> {
-        let Self { holding, side, table, position, .. } = *self;
+        let Self { layout, side, table, position, .. } = *self;
         let index = position.checked_sub(table.first).and_then(|index| usize::try_from(index).ok());
         let id = index.and_then(|index| table.blocks.get(index)).copied();
         let id = id.ok_or(RequestError::TableTooShort {
             side,
-            group: holding.group,
+            group: layout.group,
             position,
             first: table.first,
             entries: table.blocks.len(),
         })?;
-        if holding.null_block == Some(id) {
-            return Err(RequestError::DeadBlock { side, group: holding.group, position });
+        if layout.null_block == Some(id) {
+            return Err(RequestError::DeadBlock { side, group: layout.group, position });
         }
         // Ids beyond the last block are refused before any table is walked.
-        self.slot =
-            Slot { block: id.wrapping_mul(holding.split as u32), within: Within::default() };
+        self.slot = Slot { block: id.wrapping_mul(layout.split as u32), within: Within::default() };
         Ok(())
     }
 }
