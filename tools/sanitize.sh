@@ -20,7 +20,9 @@ export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=$kind"
 # Peers are killed on purpose, and what they had is not theirs to free.
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 TSAN_OPTIONS=halt_on_error=0:second_deadlock_stack=1
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/$kind-sanitizer
-# A target of its own: the compiler's own plug-ins are built without.
-cargo test --locked --target "$host" -p kvferry-transport --lib -- --skip requests::
-cargo test --locked --target "$host" -p kvferry-conformance --test conformance -- "$@"
-cargo test --locked --target "$host" -p kvferry-agent --lib --test attacks
+# A target of its own: the compiler's own plug-ins are built without. All three each time, so that what they share is
+# built once.
+test=(cargo test --locked --target "$host" -p kvferry-transport -p kvferry-conformance -p kvferry-agent)
+"${test[@]}" --lib -- --skip requests::
+"${test[@]}" --test attacks
+"${test[@]}" --test conformance -- "$@"

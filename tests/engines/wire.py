@@ -1,4 +1,4 @@
-"""Two hosts on this machine, and the wire between them (`crates/kvferry-wire`)."""
+"""Hosts on this machine, and the wire between them (`crates/kvferry-wire`)."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ class Host:
 
 
 class Wire:
-    """`left` and `right`; nothing has to be taken down, whatever happens."""
+    """`left`, `right` and a `third`; nothing has to be taken down, whatever happens."""
 
     def __init__(self, mtu=1500):
         self.process = subprocess.Popen(
@@ -37,7 +37,7 @@ class Wire:
             bufsize=1,
         )
         hosts = json.loads(self._line())
-        self.left, self.right = Host(**hosts["left"]), Host(**hosts["right"])
+        self.left, self.right, self.third = (Host(**hosts[name]) for name in ("left", "right", "third"))
 
     def _line(self):
         ready, _, _ = select.select([self.process.stdout], [], [], _PATIENCE)

@@ -1,8 +1,8 @@
-//! Two hosts on one machine, and a wire between them.
+//! Two hosts on one machine, and a wire between them; and a third host on that wire, for whoever comes from elsewhere.
 //!
-//! A [`Host`] is a network namespace with one interface and one address. What a program in it sends to the
-//! other's address passes through this process, which delivers it as the [`Weather`] says: late, not at
-//! all, out of order, or no faster than a rate. Programs on the two hosts see nothing else of each other,
+//! A [`Host`] is a network namespace with one interface and one address. What a program in it sends to
+//! another's address passes through this process, which delivers it as the [`Weather`] says: late, not at
+//! all, out of order, or no faster than a rate. Programs on the hosts see nothing else of each other,
 //! and nothing of the machine's own network.
 //!
 //! Nothing has to be taken down: namespaces and interfaces have no name outside of this process, and go
@@ -47,30 +47,29 @@ pub enum Error {
     },
 }
 
-/// Two hosts that can reach each other.
+/// Hosts that can reach each other.
 #[derive(Debug)]
 pub struct Wire {
     /// One end.
     pub left: Host,
     /// The other.
     pub right: Host,
+    /// A third one.
+    pub third: Host,
     weather: Arc<Mutex<Weather>>,
     over: Arc<AtomicBool>,
     carriers: Vec<JoinHandle<()>>,
 }
 
 impl Wire {
-    /// Makes both hosts, with packets of at most `mtu` bytes between them, in fair weather.
+    /// Makes the hosts, with packets of at most `mtu` bytes between them, in fair weather.
     pub fn lay(mtu: u16) -> Result<Self, Error> {
         let (left, from_left) = Host::make([10, 99, 0, 1], mtu)?;
         let (right, from_right) = Host::make([10, 99, 0, 2], mtu)?;
+        let (third, from_third) = Host::make([10, 99, 0, 3], mtu)?;
         let (weather, over) = (Arc::default(), Arc::default());
-        let ends = [(from_left.clone(), from_right.clone()), (from_right, from_left)];
-        let mut carriers = Vec::new();
-        for (from, to) in ends {
-            carriers.extend(weather::carry(from, to, Arc::clone(&weather), Arc::clone(&over)));
-        }
-        Ok(Self { left, right, weather, over, carriers })
+        let carriers = weather::carry(&[from_left, from_right, from_third], &weather, &over);
+        Ok(Self { left, right, third, weather, over, carriers })
     }
 
     /// From now on. What is on its way already arrives as it would have.

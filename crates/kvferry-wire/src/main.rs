@@ -1,4 +1,4 @@
-//! `kvferry-wire [MTU]` makes two hosts and says, in one line of JSON, how to enter them; each further line of
+//! `kvferry-wire [MTU]` makes the hosts and says, in one line of JSON, how to enter them; each further line of
 //! its standard input is a weather, answered with `ok` or what is wrong with it. It ends with its input.
 
 use std::io::{BufRead, Write};
@@ -16,9 +16,9 @@ fn main() -> ExitCode {
         Ok(wire) => wire,
         Err(error) => return failed(&error.to_string()),
     };
-    let [left, right] = [&wire.left, &wire.right]
+    let [left, right, third] = [&wire.left, &wire.right, &wire.third]
         .map(|host| json!({"netns": host.path(), "address": host.address.to_string()}));
-    say(&json!({"left": left, "right": right}).to_string());
+    say(&json!({"left": left, "right": right, "third": third}).to_string());
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let set = serde_json::from_str(&line)

@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 use crate::Error;
 
-/// How packets fare, in both directions.
+/// How packets fare, in all directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Weather {
@@ -26,7 +26,7 @@ pub struct Weather {
     pub jitter_ms: f64,
     /// The share that is lost.
     pub loss: f64,
-    /// Bytes a second, in each direction; `None` for as many as there are.
+    /// Bytes a second that each host may send; `None` for as many as there are.
     pub rate: Option<f64>,
     /// Nothing passes.
     pub cut: bool,
@@ -58,23 +58,32 @@ const GLANCE: Duration = Duration::from_millis(100);
 /// When it arrives, which one it is, and the packet.
 type Due = Reverse<(Instant, u64, Vec<u8>)>;
 
-/// The two threads of one direction.
+/// Two threads for each host: what it sends, and what it receives.
 pub(crate) fn carry(
-    from: Arc<File>,
-    to: Arc<File>,
-    weather: Arc<Mutex<Weather>>,
-    over: Arc<AtomicBool>,
-) -> [JoinHandle<()>; 2] {
-    let (sender, receiver) = bounded(1 << 16);
-    let done = Arc::clone(&over);
-    [
-        thread::spawn(move || take(&from, &sender, &weather, &over)),
-        thread::spawn(move || deliver(&receiver, &to, &done)),
-    ]
+    hosts: &[Arc<File>],
+    weather: &Arc<Mutex<Weather>>,
+    over: &Arc<AtomicBool>,
+) -> Vec<JoinHandle<()>> {
+    let (senders, receivers): (Vec<_>, Vec<_>) = hosts.iter().map(|_| bounded(1 << 16)).unzip();
+    let mut threads = vec![];
+    for (host, receiver) in hosts.iter().zip(receivers) {
+        let (to, done) = (Arc::clone(host), Arc::clone(over));
+        threads.push(thread::spawn(move || deliver(&receiver, &to, &done)));
+        let (from, senders) = (Arc::clone(host), senders.clone());
+        let (weather, over) = (Arc::clone(weather), Arc::clone(over));
+        threads.push(thread::spawn(move || take(&from, &senders, &weather, &over)));
+    }
+    threads
+}
+
+/// Whose a packet is: the hosts' IPv4 addresses end with 1, 2, and so on.
+fn receiver<'a>(packet: &[u8], hosts: &'a [Sender<Due>]) -> Option<&'a Sender<Due>> {
+    let last = packet.get(19).filter(|_| packet[0] >> 4 == 4)?;
+    hosts.get(usize::from(*last).checked_sub(1)?)
 }
 
 /// Decides the fate of each packet as it is sent.
-fn take(mut from: &File, sender: &Sender<Due>, weather: &Mutex<Weather>, over: &AtomicBool) {
+fn take(mut from: &File, hosts: &[Sender<Due>], weather: &Mutex<Weather>, over: &AtomicBool) {
     let mut dice = fastrand::Rng::with_seed(7);
     let mut packet = vec![0; 1 << 16];
     // When the wire has sent everything before.
@@ -84,6 +93,7 @@ fn take(mut from: &File, sender: &Sender<Due>, weather: &Mutex<Weather>, over: &
             return;
         }
         let Ok(length) = from.read(&mut packet) else { return };
+        let Some(to) = receiver(&packet[..length], hosts) else { continue };
         let (now, weather) = (Instant::now(), *weather.lock());
         if weather.cut || dice.f64() < weather.loss {
             continue;
@@ -100,7 +110,7 @@ fn take(mut from: &File, sender: &Sender<Due>, weather: &Mutex<Weather>, over: &
         let late = weather.delay_ms + weather.jitter_ms * dice.f64();
         let due = sent + Duration::from_secs_f64(late / 1e3);
         // A queue that is full loses what comes.
-        let _ = sender.try_send(Reverse((due, number, packet[..length].to_vec())));
+        let _ = to.try_send(Reverse((due, number, packet[..length].to_vec())));
     }
 }
 

@@ -55,7 +55,18 @@ fn arrive(wire: &Wire, sockets: &[UdpSocket; 2], count: u32) -> Vec<u32> {
 #[test]
 fn hosts_reach_each_other_and_nothing_else() {
     let wire = wire();
-    assert_eq!(arrive(&wire, &sockets(&wire), 100), Vec::from_iter(0..100));
+    let sockets = sockets(&wire);
+    assert_eq!(arrive(&wire, &sockets, 100), Vec::from_iter(0..100));
+    let third = wire.third.run(|| UdpSocket::bind((wire.third.address, 900))).unwrap().unwrap();
+    third.set_read_timeout(Some(PATIENCE)).unwrap();
+    for socket in &sockets {
+        third.send_to(b"word", socket.local_addr().unwrap()).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let (_, from) = socket.recv_from(&mut [0; 4]).unwrap();
+        assert_eq!(from, third.local_addr().unwrap());
+        socket.send_to(b"back", from).unwrap();
+        third.recv(&mut [0; 4]).unwrap();
+    }
     // A port of the machine's own loopback.
     let outside = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = outside.local_addr().unwrap();

@@ -71,6 +71,10 @@ impl Host for Core {
                 Reply::Done
             }
             Question::Ping => Reply::Done,
+            // That has a question of its own, which nobody waits for as long as a peer says.
+            Question::Ask { task: Task::Written { .. }, .. } => {
+                Reply::Task(TaskReply::Refused("what a step writes is no task".to_owned()))
+            }
             Question::Ask { incarnation, key, read_by, rank, patience_ms, task } => {
                 debug!(who, %key, rank, "asked for a task");
                 let asked = self.granted(who, incarnation, &key, read_by);

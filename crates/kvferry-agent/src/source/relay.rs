@@ -53,7 +53,7 @@ impl Relay {
             Ok(link) => link,
             Err(reason) => return TaskReply::Unable(reason),
         };
-        let token = service.token;
+        let (token, patience_ms) = (service.token, patience.as_millis() as u64);
         let asked = link.ask(Question::Do { token, grant, patience_ms, task }, deadline.into());
         match asked.await {
             Ok(Reply::Task(reply)) => reply,

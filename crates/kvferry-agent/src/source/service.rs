@@ -128,6 +128,12 @@ impl Rank {
                     Ok(program) => program,
                     Err(error) => return TaskReply::Refused(error.to_string()),
                 };
+                // Whoever reads every byte that there is asks for no more. Others wait meanwhile.
+                let all = self.manifest.regions().iter().map(|region| region.bytes).sum();
+                if program.bytes() > all {
+                    let asked = program.bytes();
+                    return TaskReply::Refused(format!("{asked} bytes to look at, of {all}"));
+                }
                 match self.carrier.digest(&program, until) {
                     Ok(digests) => TaskReply::Digests(digests),
                     Err(error @ kvferry_transport::Error::Unsupported(_)) => {

@@ -39,7 +39,8 @@ impl Carrier for Pretends {
         Err(Error::Unsupported("nobody reads here".to_owned()))
     }
 
-    fn digest(&self, program: &Program, _: Instant) -> Result<Vec<Digest>, Error> {
+    fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        assert!(deadline < Instant::now() + Duration::from_secs(3600), "a peer's word is a bound");
         Ok(vec![Digest::default(); program.parts()])
     }
 }
@@ -143,6 +144,28 @@ fn a_task_is_done_under_its_lease_and_no_other() {
     forged.nonce ^= 1;
     let unknown = TaskReply::NotHeld(Loss::Unknown);
     assert_eq!(ask(about(&forged, &grant(), digest(1))), unknown, "another lease");
+    // Nor can a peer have a rank work, or wait, for as long as it likes: others come after it.
+    let for_ever = |task| {
+        let mut question = about(&ticket, &grant(), task);
+        let Question::Ask { patience_ms, .. } = &mut question else { unreachable!() };
+        *patience_ms = u64::MAX;
+        ask(question)
+    };
+    assert!(matches!(for_ever(digest(1)), TaskReply::Digests(_)));
+    let waits = for_ever(Task::Written { step: 9, known: 0 });
+    assert!(matches!(waits, TaskReply::Refused(_)), "{waits:?}");
+    let mut again = digest(TOKENS);
+    let Task::Digest { parts, .. } = &mut again else { unreachable!() };
+    let manifest = Manifest::from_bytes(&world.card.manifest).unwrap();
+    let all: u64 = manifest.regions().iter().map(|region| region.bytes).sum();
+    // Of two bytes each.
+    let one = parts[0].bounds.volume() * 2 * TOKENS;
+    *parts = vec![parts[0].clone(); (all / one) as usize + 1];
+    let more = for_ever(again);
+    assert!(
+        matches!(&more, TaskReply::Refused(why) if why.contains("bytes to look at")),
+        "{more:?}"
+    );
     world.scheduler.revoke("r");
     let ended = ask(about(&ticket, &grant(), digest(1)));
     assert!(matches!(ended, TaskReply::NotHeld(Loss::Ended(_))), "{ended:?}");

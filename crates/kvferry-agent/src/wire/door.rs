@@ -6,6 +6,8 @@
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -32,6 +34,9 @@ use crate::metrics::DoorCounts;
 /// So many answers of one connection may wait for something to happen while others are given; the next
 /// holds up the connection, for as long as it waits.
 const ASIDE: usize = 4096;
+/// So many bytes of those answers may wait until the peer takes them. A table is long, and a question short: whoever asks
+/// and does not read must not have all of them made at once.
+const MOST_UNSENT: usize = 32 << 20;
 /// So many connections may wait to be accepted: as many as come in a fifth of a second at 5,000 a second.
 const BACKLOG: u32 = 1024;
 
@@ -249,8 +254,8 @@ impl Door {
     ) -> PeerError {
         let sender = Arc::new(tokio::sync::Mutex::new(sender));
         let patience = self.limits.answer;
-        // Answers that wait for something to happen; they end with the connection.
-        let mut aside = JoinSet::new();
+        // Answers that wait for something to happen, and their bytes; they end with the connection.
+        let (mut aside, unsent) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
         loop {
             let message = match timeout(self.limits.idle, receiver.receive(MAX_QUESTION)).await {
                 Ok(Ok(message)) => message,
@@ -265,12 +270,19 @@ impl Door {
             while aside.try_join_next().is_some() {}
             let waits = question.waits() && aside.len() < ASIDE;
             let (host, sender, name) = (host.clone(), sender.clone(), who.to_owned());
+            let unsent = unsent.clone();
             let mut answer = Box::pin(async move {
                 let reply = host.answer(&name, question).await;
                 let message = encode(&(number, reply));
+                let bytes = if waits { message.len() } else { 0 };
+                if unsent.fetch_add(bytes, Relaxed) > MOST_UNSENT {
+                    return Err(PeerError::Slow("taking its answers"));
+                }
                 let sent = async { sender.lock().await.send(&message).await };
                 // Whoever asks and does not read would keep it for ever.
-                timeout(patience, sent).await.unwrap_or(Err(PeerError::Slow("taking an answer")))
+                let sent = timeout(patience, sent).await;
+                unsent.fetch_sub(bytes, Relaxed);
+                sent.unwrap_or(Err(PeerError::Slow("taking an answer")))
             });
             if waits {
                 // Most often there is something to tell at once.
@@ -338,44 +350,58 @@ mod tests {
             if question.waits() {
                 sleep(Duration::from_millis(10)).await;
             }
-            Reply::Status("much to say ".repeat(1000))
+            Reply::Status("much to say ".repeat(10_000))
         }
+    }
+
+    /// Whether a guest that asks so often, and never reads, is let go although answers have this long.
+    fn lets_go(question: &Question, times: u32, answer: Duration) -> bool {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let left = runtime.block_on(async {
+            let limits = Limits { answer, idle: Duration::from_secs(600), ..Limits::default() };
+            let door = Door::new(Trust::Loopback, Version::CURRENT, limits);
+            let (theirs, ours) = tokio::io::duplex(4096);
+            let (mut sender, mut receiver) =
+                channel::open(theirs, &Trust::Loopback, "p:1").await.unwrap();
+            let host = Arc::new(Talkative);
+            let visit = timeout(Duration::from_secs(60), door.visit(ours, &host));
+            let asked = async {
+                let hello = Hello { who: "d".to_owned() };
+                sender.send(&encode_opening(Version::CURRENT, &hello)).await.unwrap();
+                receiver.greeting().await.unwrap();
+                for number in 0..times {
+                    // Until it is let go.
+                    _ = sender.send(&encode(&(number, question))).await;
+                }
+                // It stays, and reads no more.
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                left = visit => left,
+                () = asked => unreachable!("it never ends"),
+            }
+        });
+        left == Ok(true)
+    }
+
+    fn follow() -> Question {
+        Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() }
     }
 
     /// Whoever asks and does not read holds up nothing for longer than it would wait itself.
     #[test]
     fn a_guest_that_does_not_read_is_let_go() {
-        let follow =
-            Question::Follow { sought: Sought::Name("cmpl-1".to_owned()), known: Known::default() };
-        for question in [Question::Status, follow] {
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-            let left = runtime.block_on(async {
-                let limits = Limits {
-                    answer: Duration::from_millis(50),
-                    idle: Duration::from_secs(600),
-                    ..Limits::default()
-                };
-                let door = Door::new(Trust::Loopback, Version::CURRENT, limits);
-                let (theirs, ours) = tokio::io::duplex(4096);
-                let (mut sender, mut receiver) =
-                    channel::open(theirs, &Trust::Loopback, "p:1").await.unwrap();
-                let hello = Hello { who: "d".to_owned() };
-                sender.send(&encode_opening(Version::CURRENT, &hello)).await.unwrap();
-                sender.send(&encode(&(1_u32, question))).await.unwrap();
-                let host = Arc::new(Talkative);
-                let visit = timeout(Duration::from_secs(60), door.visit(ours, &host));
-                let asked = async {
-                    receiver.greeting().await.unwrap();
-                    // It stays, and reads no more.
-                    std::future::pending::<()>().await;
-                };
-                tokio::select! {
-                    left = visit => left,
-                    () = asked => unreachable!("it never ends"),
-                }
-            });
-            assert_eq!(left, Ok(true), "it was let in, and has left");
+        for question in [Question::Status, follow()] {
+            assert!(lets_go(&question, 1, Duration::from_millis(50)), "{question:?}");
         }
+    }
+
+    /// However long it may take: answers that wait are made one by one, but all of them can come at once.
+    #[test]
+    fn answers_that_nobody_takes_are_not_all_made() {
+        let answer = encode(&Reply::Status("much to say ".repeat(10_000))).len();
+        let times = (2 * MOST_UNSENT / answer) as u32;
+        assert!((times as usize) < ASIDE);
+        assert!(lets_go(&follow(), times, Duration::from_secs(600)));
     }
 }
