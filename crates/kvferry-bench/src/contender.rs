@@ -351,7 +351,9 @@ impl Worker {
         if self.contender != Contender::NixlBare {
             // No threads besides the one that posts: on one host the slower choice in most cases,
             // over tcp the faster.
-            settings.parameters.retain(|(key, _)| key.starts_with("ucx_"));
+            settings
+                .parameters
+                .retain(|(key, _)| !key.contains("threads") && !key.contains("batch"));
         }
         let memory = memory::zeros(self.bytes)?;
         let span = (memory.base(), self.bytes as u64, Place::Host);

@@ -13,6 +13,28 @@ const PAGE: u64 = 4096;
 /// What UCX is told. Without the first it reads another process's GPU memory in software where it sees no NVLink, one
 /// card included: 0.5 GB/s instead of 1,800 on an H200. Without the others its TCP moves GPU memory in segments of 8 KB.
 const UCX: &str = "CUDA_IPC_ENABLE_GET_ZCOPY=on,TCP_TX_SEG_SIZE=4m,TCP_RX_SEG_SIZE=4m";
+/// The same number of bytes.
+const SEGMENT: u64 = 4 << 20;
+
+/// Bytes of the longest segment that UCX's TCP sends and receives in this process. One that is longer than its receiver
+/// takes ends the connection.
+pub(super) fn segments() -> (u64, u64) {
+    let told = |name| std::env::var(name).map_or(SEGMENT, |text| bytes(&text));
+    (told("UCX_TCP_TX_SEG_SIZE"), told("UCX_TCP_RX_SEG_SIZE"))
+}
+
+/// As UCX reads a size: 8k, 4MB, 8192, inf.
+fn bytes(text: &str) -> u64 {
+    let text = text.trim().to_ascii_lowercase();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let factor = match text[digits..].trim_start().bytes().next() {
+        Some(b'k') => 1 << 10,
+        Some(b'm') => 1 << 20,
+        Some(b'g') => 1 << 30,
+        _ => 1,
+    };
+    text[..digits].parse().map_or(u64::MAX, |number: u64| number.saturating_mul(factor))
+}
 
 /// How a [`Nixl`](super::Nixl) transport is set up.
 #[derive(Clone, Debug)]
@@ -118,6 +140,17 @@ impl NixlOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_read_as_ucx_reads_them() {
+        for (text, size) in
+            [("8k", 8192), ("4m", SEGMENT), ("4MB", SEGMENT), ("8192", 8192), ("2 gb", 2 << 30)]
+        {
+            assert_eq!(bytes(text), size, "{text}");
+        }
+        assert_eq!(["inf", "auto", ""].map(bytes), [u64::MAX; 3]);
+        assert!(UCX.contains("TCP_TX_SEG_SIZE=4m") && UCX.contains("TCP_RX_SEG_SIZE=4m"));
+    }
 
     #[test]
     fn staging_leaves_room_on_the_card() {

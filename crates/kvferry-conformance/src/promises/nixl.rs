@@ -51,7 +51,7 @@ pub(super) fn released_requests_of_nixl_land_late() {
     let library = unsafe { capi::Nixl::load(&find(None).unwrap()) }.unwrap();
     // With NIXL's own default of no threads besides its progress thread.
     let mut settings = NixlOptions::default().settings();
-    settings.parameters.retain(|(key, _)| key.starts_with("ucx"));
+    settings.parameters.retain(|(key, _)| key.starts_with("ucx") || key == "engine_config");
     let agent = capi::Agent::new(&library, "bare", &settings).unwrap();
     let agent = std::sync::Arc::new(agent);
     let ours = HostMemory::new(bytes).unwrap();
