@@ -5,7 +5,8 @@
 #   tools/sanitize.sh [address|thread] [ARG…]    arguments for the conformance suite: which tests
 #
 # `thread` (ThreadSanitizer) does not see into the standard library, which is not rebuilt: what it reports there is to be
-# read with that in mind. The switch is one of the compiler's own, which stable ones take when told to.
+# read with that in mind, and the compiler wants to hear that it is meant. The switches are the compiler's own, which
+# stable ones take when told to.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=${1:-address}
@@ -17,6 +18,7 @@ case $kind in address | thread) ;; *)
 esac
 host=$(rustc -vV | sed -n 's/^host: //p')
 export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=$kind"
+[ "$kind" = address ] || RUSTFLAGS+=" -Cunsafe-allow-abi-mismatch=sanitizer"
 # Peers are killed on purpose, and what they had is not theirs to free.
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 TSAN_OPTIONS=halt_on_error=0:second_deadlock_stack=1
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/$kind-sanitizer

@@ -82,6 +82,10 @@ fn a_tiny_pool_serves_everybody() {
                 let loops = every_other(base, &reader);
                 let read = || reader.transport.read_packed(&peer, &loops, soon()).unwrap();
                 let operations: Vec<_> = (0..3).map(|_| read()).collect();
+                // All write the same memory: nobody looks at it before the last has ended.
+                for operation in &operations {
+                    operation.wait(soon());
+                }
                 operations.iter().for_each(|operation| {
                     check(operation, &reader, 7, 1);
                 });
