@@ -24,7 +24,7 @@ def test_it_is_installed(way):
 
 def test_its_exit_codes_are_those_of_the_program():
     pair = ["plan", "--model", "llama-3.1-8b", "--prefill", "tp=2", "--decode"]
-    fits, refused, wrong = ran(*pair, "tp=4"), ran(*pair, "tp=4,cache_dtype=fp8_e5m2"), ran(*pair, "tp=four")
+    fits, refused, wrong = ran(*pair, "tp=4"), ran(*pair, "tp=4,kv=fp8"), ran(*pair, "tp=four")
     assert fits.returncode == 0 and "llama-3.1-8b" in fits.stdout and fits.stderr == "", fits
     assert refused.returncode == 2 and refused.stderr.startswith("refused: "), refused
     assert wrong.returncode == 1 and "tp=four" in wrong.stderr and "Traceback" not in wrong.stderr, wrong

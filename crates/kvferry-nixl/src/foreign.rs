@@ -21,7 +21,8 @@ pub fn describe_foreign(
     metadata: &[u8],
 ) -> Result<Vec<u8>, Error> {
     let spans = Spans::from_peer(regions)?;
-    Ok(Description { instance, foreign: true, spans, metadata, told: None }.encode())
+    Ok(Description { instance, foreign: true, segments: None, spans, metadata, told: None }
+        .encode())
 }
 
 /// Sends notifications to processes that use NIXL: an agent of its own, without any memory.

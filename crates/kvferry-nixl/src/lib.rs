@@ -67,6 +67,7 @@ use driver::Driver;
 pub use find::{VARIABLE, VERSION, cache_directory, find};
 pub use foreign::{Bell, describe_foreign};
 pub use install::install;
+use options::Segments;
 pub use options::{CardPacking, NixlOptions};
 use packer::PackerAddress;
 use packing::Control;
@@ -264,13 +265,15 @@ impl Transport for Nixl {
             metadata.extend(control.describe(&self.state.areas)?);
         }
         let (instance, spans) = (self.state.instance, self.state.admission.regions.spans());
-        let foreign = false;
-        Ok(Description { instance, foreign, spans, metadata: &metadata, told: None }.encode())
+        let segments = Some(Segments::of_this_process());
+        let (foreign, metadata, told) = (false, &metadata[..], None);
+        Ok(Description { instance, foreign, segments, spans, metadata, told }.encode())
     }
 
     fn connect(&self, description: &[u8], deadline: Instant) -> Result<NixlPeer, Error> {
-        let Description { instance, foreign, spans, metadata, told } =
+        let Description { instance, foreign, segments, spans, metadata, told } =
             Description::parse(description)?;
+        segments.map_or(Ok(()), |theirs| Segments::of_this_process().check(theirs))?;
         loop {
             // Held while it is loaded, so that two calls do not load the same peer at once; never while something is
             // waited for, since others connect and disconnect meanwhile.

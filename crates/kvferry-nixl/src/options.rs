@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::capi::AgentSettings;
 use kvferry_cuda::driver;
+use kvferry_transport::Error;
 use kvferry_transport::tcp::gather;
 
 /// Slots that are made to fit are multiples of this many bytes.
@@ -16,11 +17,32 @@ const UCX: &str = "CUDA_IPC_ENABLE_GET_ZCOPY=on,TCP_TX_SEG_SIZE=4m,TCP_RX_SEG_SI
 /// The same number of bytes.
 const SEGMENT: u64 = 4 << 20;
 
-/// Bytes of the longest segment that UCX's TCP sends and receives in this process. One that is longer than its receiver
-/// takes ends the connection.
-pub(super) fn segments() -> (u64, u64) {
-    let told = |name| std::env::var(name).map_or(SEGMENT, |text| bytes(&text));
-    (told("UCX_TCP_TX_SEG_SIZE"), told("UCX_TCP_RX_SEG_SIZE"))
+/// Bytes of the longest segments of UCX's TCP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Segments {
+    pub(super) sent: u64,
+    pub(super) received: u64,
+}
+
+impl Segments {
+    pub(super) fn of_this_process() -> Self {
+        let told = |name| std::env::var(name).map_or(SEGMENT, |text| bytes(&text));
+        Self { sent: told("UCX_TCP_TX_SEG_SIZE"), received: told("UCX_TCP_RX_SEG_SIZE") }
+    }
+
+    /// Nobody may send more than the other side has room for: UCX does not agree on it, and writes beyond its buffer.
+    pub(super) fn check(self, peer: Self) -> Result<(), Error> {
+        for (who, one, other) in [("the peer", peer, self), ("this process", self, peer)] {
+            if one.sent > other.received {
+                return Err(Error::Unsupported(format!(
+                    "over UCX's TCP {who} sends segments of up to {} bytes, and the other side has room for {}: set \
+                     UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE to the same on both sides, or not at all",
+                    one.sent, other.received
+                )));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// As UCX reads a size: 8k, 4MB, 8192, inf.
@@ -150,6 +172,20 @@ mod tests {
         }
         assert_eq!(["inf", "auto", ""].map(bytes), [u64::MAX; 3]);
         assert!(UCX.contains("TCP_TX_SEG_SIZE=4m") && UCX.contains("TCP_RX_SEG_SIZE=4m"));
+    }
+
+    #[test]
+    fn neither_side_sends_more_than_the_other_has_room_for() {
+        let of = |sent, received| Segments { sent, received };
+        let usual = of(SEGMENT, SEGMENT);
+        for (fine, peer) in [(usual, usual), (of(8192, SEGMENT), of(SEGMENT, 8192))] {
+            assert!(fine.check(peer).is_ok(), "{fine:?} {peer:?}");
+        }
+        let small = of(8192, 8192);
+        let said = usual.check(small).unwrap_err().to_string();
+        assert!(said.contains("this process sends") && said.contains("room for 8192"), "{said}");
+        let said = small.check(usual).unwrap_err().to_string();
+        assert!(said.contains("the peer sends segments of up to 4194304 bytes"), "{said}");
     }
 
     #[test]

@@ -28,8 +28,6 @@ pub(super) const MARK: &[u8; 8] = b"kvfy-pck";
 pub(super) struct PackerAddress {
     pub(super) address: Address,
     host: Pool,
-    /// Bytes of the longest segment that its UCX sends over TCP.
-    pub(super) segment: u64,
     /// Of the card that packs.
     card: Option<Pool>,
 }
@@ -63,13 +61,12 @@ impl PackerAddress {
             let mut fields = Fields(told);
             let secret = Secret { instance, token: fields.array()? };
             let host = Pool { bytes: fields.u64()?, slot: gather::SLOT_BYTES };
-            let segment = fields.u64()?;
             let at = std::str::from_utf8(fields.block()?).ok()?.parse().ok()?;
             let card = match fields.0.is_empty() {
                 true => None,
                 false => Some(Pool { bytes: fields.u64()?, slot: fields.u64()? }),
             };
-            let told = Self { address: Address { secret, at, packs: true }, host, segment, card };
+            let told = Self { address: Address { secret, at, packs: true }, host, card };
             fields.0.is_empty().then_some((nixl, told))
         };
         match split() {
@@ -196,7 +193,7 @@ mod tests {
     fn what_is_told_is_read() {
         let instance = Instance([3; 16]);
         let mut told = vec![7; 32];
-        told.extend([1_u64 << 20, 8192].iter().flat_map(|number| number.to_le_bytes()));
+        told.extend((1_u64 << 20).to_le_bytes());
         put_block(&mut told, b"127.0.0.1:5000");
         let framed = |told: &[u8]| {
             let length = (told.len() as u32).to_le_bytes();
@@ -206,7 +203,6 @@ mod tests {
         let (metadata, read) = PackerAddress::split(&without, instance);
         assert_eq!(metadata, b"metadata");
         let read = read.expect("it tells of a server");
-        assert_eq!(read.segment, 8192);
         assert!(read.pool(true).is_none() && read.pool(false).is_some_and(|p| p.bytes == 1 << 20));
         told.extend([256_u64, 32].iter().flat_map(|number| number.to_le_bytes()));
         let with = framed(&told);

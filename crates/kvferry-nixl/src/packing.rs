@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, Loops, Place, Region};
 
-use super::options::segments;
 use super::packer::{MARK, Packer, PackerAddress};
 use super::peer::{Inner, NixlPeer};
 use super::state::State;
@@ -81,7 +80,6 @@ impl Control {
         }
         let mut out = self.secret.token.to_vec();
         out.extend(self.host.to_le_bytes());
-        out.extend(segments().0.to_le_bytes());
         put_block(&mut out, address.to_string().as_bytes());
         if let Some((_, area)) = areas.card()
             && let Some(region) = area.staging.region()
@@ -104,14 +102,6 @@ pub(super) fn meet(
     told: &PackerAddress,
     deadline: Instant,
 ) -> Option<Packer> {
-    let receives = segments().1;
-    if told.segment > receives {
-        tracing::warn!(
-            "{peer:?} sends segments of {} bytes over UCX's TCP, and this process receives {receives} at most: reads over \
-             TCP will break off. Set UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE to the same on both sides, or not at all",
-            told.segment
-        );
-    }
     let on_cards = (state.has_gpu(), peer.is_on_gpu());
     let directly = |why: &dyn std::fmt::Display| {
         tracing::info!("short runs of {peer:?} are read one by one, because {why}");

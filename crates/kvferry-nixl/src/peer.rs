@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvferry_layout::{Place, Price, Region};
 use parking_lot::Mutex;
 
+use super::options::Segments;
 use super::packer::{Packer, PackerAddress};
 use super::price::price;
 use kvferry_transport::shared::bytes::{Fields, put_block};
@@ -130,6 +131,8 @@ pub(super) struct Description<'a> {
     pub(super) instance: Instance,
     /// Whether the process knows nothing of kvferry.
     pub(super) foreign: bool,
+    /// Of its UCX's TCP; what a process has that knows nothing of kvferry is not known.
+    pub(super) segments: Option<Segments>,
     pub(super) spans: Spans,
     /// NIXL's own part.
     pub(super) metadata: &'a [u8],
@@ -152,6 +155,9 @@ impl Description<'_> {
             out.extend(place.to_le_bytes());
         }
         put_block(&mut out, self.metadata);
+        if let Some(Segments { sent, received }) = self.segments {
+            out.extend([sent, received].iter().flat_map(|bytes| bytes.to_le_bytes()));
+        }
         out
     }
 
@@ -177,13 +183,18 @@ impl Description<'_> {
                 });
             }
             let metadata = fields.block()?;
-            fields.0.is_empty().then_some((instance, foreign, regions, metadata))
+            let segments = match foreign {
+                true => None,
+                false => Some(Segments { sent: fields.u64()?, received: fields.u64()? }),
+            };
+            fields.0.is_empty().then_some((instance, foreign, regions, metadata, segments))
         };
-        let (instance, foreign, regions, metadata) = parse().ok_or_else(|| {
+        let (instance, foreign, regions, metadata, segments) = parse().ok_or_else(|| {
             Error::BadDescription("it is not one of the nixl transport".to_owned())
         })?;
         let (metadata, told) =
             if foreign { (metadata, None) } else { PackerAddress::split(metadata, instance) };
-        Ok(Description { instance, foreign, spans: Spans::from_peer(regions)?, metadata, told })
+        let spans = Spans::from_peer(regions)?;
+        Ok(Description { instance, foreign, segments, spans, metadata, told })
     }
 }

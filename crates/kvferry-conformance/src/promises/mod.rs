@@ -171,6 +171,7 @@ pub(crate) fn for_nixl_tcp() -> Vec<Promise> {
     vec![
         ("other_metadata_is_loaded", nixl::other_metadata_is_loaded),
         ("a_missing_plugin_is_named", nixl::a_missing_plugin_is_named),
+        ("segments_without_room_are_refused", nixl::segments_without_room_are_refused),
         ("released_requests_of_nixl_land_late", nixl::released_requests_of_nixl_land_late),
     ]
 }

@@ -35,11 +35,33 @@ pub(super) fn other_metadata_is_loaded() {
     let mut other = good[..28 + 20 * regions].to_vec();
     other.extend((metadata.len() as u32).to_le_bytes());
     other.extend(metadata);
+    other.extend(&good[good.len() - 16..]);
     let result = pair.transport.connect(&other, soon());
     assert!(matches!(result, Err(Error::BadDescription(_))), "{result:?}");
     pair.transport.connect(good, soon()).unwrap();
     done(&pair.read_all());
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, MIB));
+}
+
+/// UCX's TCP writes beyond its buffer where a peer sends longer segments than it has room for.
+pub(super) fn segments_without_room_are_refused() {
+    let pair = Pair::<NixlTcpEnd>::new(MIB);
+    // At the end: what it sends at most, and what it has room for.
+    let good = &pair.process.description;
+    let (rest, numbers) = good.split_at(good.len() - 16);
+    let numbers: Vec<u64> =
+        numbers.chunks(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap())).collect();
+    assert_eq!(numbers, [4 << 20, 4 << 20]);
+    for (numbers, said) in
+        [([5 << 20, 4 << 20], "the peer sends"), ([8192, 8192], "this process sends")]
+    {
+        let numbers: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
+        match pair.transport.connect(&[rest, &numbers].concat(), soon()) {
+            Err(Error::Unsupported(why)) => assert!(why.contains(said), "{why}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    pair.transport.connect(good, soon()).unwrap();
 }
 
 /// Not a promise but the reason for one: NIXL's own interface lets a request go, and its bytes land
