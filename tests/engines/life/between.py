@@ -14,7 +14,7 @@ from .inside import side
 #: The answer that says how far a request is: its place among all of them (`Reply` in the agent's `wire/message.rs`).
 FRONTIER = 7
 #: The question whether what was read counts: its place among all of them (`Question`).
-CONFIRM = 11
+CONFIRM = 2
 #: Bytes that come before whoever asks says anything (`wire/channel.rs`).
 GREETING = 9
 
