@@ -5,16 +5,24 @@ P's own agent passes nothing on that contradicts what it has said before. What D
 """
 
 import io
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 from .inside import side
 
-#: The answer that says how far a request is: its place among all of them (`Reply` in the agent's `wire/message.rs`).
-FRONTIER = 7
-#: The question whether what was read counts: its place among all of them (`Question`).
-CONFIRM = 2
+
+def _number(message, name):
+    """What stands for a question or an answer: its place among all of them."""
+    source = Path(__file__).parents[3] / "crates/kvferry-agent/src/wire/message.rs"
+    (body,) = re.findall(rf"enum {message} \{{\n(.*?)\n\}}", source.read_text(), re.DOTALL)
+    return re.findall(r"^    (\w+)", body, re.MULTILINE).index(name)
+
+
+#: The answer that says how far a request is, and the question whether what was read counts.
+FRONTIER, CONFIRM = _number("Reply", "Frontier"), _number("Question", "Confirm")
 #: Bytes that come before whoever asks says anything (`wire/channel.rs`).
 GREETING = 9
 
