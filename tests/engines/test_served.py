@@ -52,7 +52,7 @@ def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
     # One server after the other: what is sent to both at once is in test_served_both.py and life/test_push*.py.
-    extra = {"lease": LEASE, "push": "never", **extra}
+    extra = {"lease": LEASE, "push": "never", "drain_signal": "SIGUSR2", **extra}
     pair = Pair(folder / kind, folder, serve, transfer, extra, only)
     try:
         pair.start("prefill", "decode")
@@ -356,8 +356,8 @@ def test_a_server_that_drains(pair):
     promised, late = text(draw, 300), text(draw, 300)
     alone = {prompt: ask(pair, "decode", prompt) for prompt in (promised, late)}
     log = pair.log("prefill")
-    said = re.findall(r"`kvferry drain (\S+)`, or SIGUSR2 to process (\d+)", log.read_text())
-    address, process = said[-1]
+    address = re.findall(r"`kvferry drain (\S+)`", log.read_text())[-1]
+    process = re.findall(r"so does SIGUSR2 to process (\d+)", log.read_text())[-1]
 
     before = moved(pair)
     params = prefill(pair, promised)

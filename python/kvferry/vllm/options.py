@@ -65,7 +65,7 @@ class Options:
     #: all.
     next_turn: float = _option(0.0, least=0)
     #: The signal to the engine's process that drains it, as `kvferry drain` does.
-    drain_signal: str = _option("SIGUSR2", one_of=("SIGUSR1", "SIGUSR2", "none"))
+    drain_signal: str = _option("none", one_of=("SIGUSR1", "SIGUSR2", "none"))
     #: Whether D also reads from engines with vLLM's own NixlConnector, which cannot confirm: their
     #: `kv_lease_duration`, in seconds (vLLM's default is 30). D's cache then has their layout. 0: not at all.
     stock_lease: float = _option(0.0, least=0)

@@ -43,14 +43,11 @@ class SchedulerSide:
             logger.info(
                 "kvferry: engine %s listens on %s, and peers are told %s", engine, options.host, self.agent.address
             )
+        logger.info("kvferry: `kvferry drain %s` prepares its end", self.agent.address)
+        # The process is vLLM's: its signals are left alone unless that was asked for.
         if options.drain_signal != "none":
             self.agent.drain_on(getattr(signal, options.drain_signal))
-            logger.info(
-                "kvferry: `kvferry drain %s`, or %s to process %d, prepares its end",
-                self.agent.address,
-                options.drain_signal,
-                os.getpid(),
-            )
+            logger.info("kvferry: so does %s to process %d", options.drain_signal, os.getpid())
         #: The engine's word for its address, where it shares a key with others.
         self.seal = self.agent.engine_seal
         #: Tokens of the longest request.
