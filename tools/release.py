@@ -38,7 +38,7 @@ def versions(cargo_toml):
 
 def with_version(cargo_toml, version):
     """The same with another version everywhere."""
-    own = re.compile(r'^(version = |kvferry-\w+ = \{ path = "[^"]+", version = )"[^"]+"', re.MULTILINE)
+    own = re.compile(r'^(version = |kvferry(?:-\w+)? = \{ path = "[^"]+", version = )"[^"]+"', re.MULTILINE)
     return own.sub(rf'\g<1>"{version}"', cargo_toml)
 
 

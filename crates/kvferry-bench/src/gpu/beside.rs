@@ -10,13 +10,13 @@ use kvferry_nixl::Nixl;
 use kvferry_transport::Transport;
 use serde::Serialize;
 
-use super::Failure;
 use super::case::Case;
 use super::measure::{Bench, median, transfer};
 use super::memory::{Memory, argument};
 use super::outcome::Outcome;
 use super::packed;
 use super::source::Packing;
+use crate::Failure;
 
 /// Weights of a rank, and launches that read them in a step: those of llama-3.1-70b on 8 cards.
 const WEIGHTS: u64 = 17_600 << 20;

@@ -5,7 +5,7 @@ use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
 use kvferry_plan::{Plan, Table};
 
-use super::Failure;
+use crate::Failure;
 
 /// A pair of engines and a request.
 pub(super) struct Case {

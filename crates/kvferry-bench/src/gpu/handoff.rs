@@ -9,10 +9,10 @@ use kvferry_plan::{ByteCopy, Plan, Request, Table};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
-use super::Failure;
 use super::case::{Case, Ranks};
 use super::measure::{Bench, Ready, median, soon};
 use super::outcome::Outcome;
+use crate::Failure;
 
 const PAGES: [(u64, &str, &str); 2] =
     [(16, "tp=4,block=16", "tp=8,block=16"), (64, "tp=4,block=64", "tp=8,block=64")];

@@ -9,10 +9,10 @@ use kvferry_plan::{ByteCopy, Loops, Plan, Price, Rates, Request};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
-use super::Failure;
 use super::case::{Case, Ranks, borrowed, placed, tables};
 use super::memory::{Checker, Memory};
 use super::source::{Held, Packing, Source};
+use crate::Failure;
 
 /// A card that had nothing to do takes up to a tenth longer at first.
 const WARM_UP: Duration = Duration::from_millis(50);

@@ -6,7 +6,7 @@ use kvferry_cuda::driver::{Card, Kernel, Mapped, Module, Stream};
 use kvferry_cuda::nvrtc;
 use kvferry_plan::ByteCopy;
 
-use super::Failure;
+use crate::Failure;
 
 const POISON: u8 = 0xa5;
 const SHAPE: (u32, u32) = (1056, 512);

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::Failure;
+use crate::Failure;
 
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Outcome {

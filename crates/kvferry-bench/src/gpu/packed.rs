@@ -10,11 +10,11 @@ use kvferry_plan::{Loops, Request};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
-use super::Failure;
 use super::case::Case;
 use super::measure::{Bench, Measured, Ready, measured, median, soon};
 use super::outcome::Outcome;
 use super::source::Packing;
+use crate::Failure;
 use crate::bare::Bare;
 
 /// What was found. Times are medians in microseconds, from block ids to the last byte.

@@ -7,8 +7,8 @@ use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::Transport;
 use serde::{Deserialize, Serialize};
 
-use super::Failure;
 use super::memory::{Checker, Memory};
+use crate::Failure;
 use crate::helper::{Helper, answer};
 
 #[derive(Debug, Serialize, Deserialize)]

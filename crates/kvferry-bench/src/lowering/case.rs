@@ -7,8 +7,8 @@ use kvferry_models::{Topology, presets};
 use kvferry_plan::{BlockTable, Plan};
 use kvferry_transport::memory::HostMemory;
 
-use super::Failure;
 use super::source::Source;
+use crate::Failure;
 use crate::memory;
 
 /// A pair of engines and a request.

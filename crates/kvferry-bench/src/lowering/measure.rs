@@ -11,9 +11,9 @@ use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{Error, Operation, Status, Transport, carry_out};
 use serde::{Deserialize, Serialize};
 
-use super::Failure;
 use super::case::{Case, Ready, cases};
 use super::source::{Source, seed};
+use crate::Failure;
 use crate::{chosen, memory};
 
 pub(super) struct Settings {

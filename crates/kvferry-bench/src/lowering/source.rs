@@ -4,7 +4,7 @@ use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{Error, Transport};
 use serde::{Deserialize, Serialize};
 
-use super::Failure;
+use crate::Failure;
 use crate::helper::{Helper, answer};
 use crate::memory;
 

@@ -13,7 +13,7 @@ use clap::Args;
 use serde::Serialize;
 
 use self::pair::{Pair, Prefill, Times, Way};
-use super::Failure;
+use crate::Failure;
 
 /// Measure how much of the transfer prefill hides, against the prompt's length.
 ///

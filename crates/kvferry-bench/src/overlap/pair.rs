@@ -16,8 +16,8 @@ use kvferry_transport::Transport;
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 
-use super::Failure;
 use super::link::{Limited, Link};
+use crate::Failure;
 use crate::memory::{fill, zeros};
 
 const LAYERS: u64 = 32;
