@@ -53,6 +53,8 @@ CASES = [
     ("KvferryPeersRefused", "refusals", A, lambda now: 7, False),
     ("KvferryStrangers", "connections_turned_away", A, often, True),
     ("KvferryStrangers", "connections_turned_away", A, every(1, HOUR), False),
+    ("KvferryDataStrangers", "data_connections_turned_away", A, often, True),
+    ("KvferryDataStrangers", "data_connections_turned_away", A, every(1, HOUR), False),
     ("KvferryProtocolBroken", "connections_misbehaved", A, once, True),
     ("KvferryProtocolBroken", "connections_misbehaved", A, lambda now: 7, False),
     # With an audit in a hundred requests, half an hour may pass between two.
