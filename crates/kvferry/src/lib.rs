@@ -81,7 +81,7 @@ mod transports;
 
 pub use kvferry_agent::{
     Audit, BlockTable, Carrier, Ended, Ending, Error, Grant, Key, Load, Notice, Outcome, Released,
-    Scheduler, SchedulerOptions, Ticket, TlsFiles, Trust, Worker, WorkerOptions,
+    Scheduler, SchedulerOptions, Ticket, Tls, TlsFiles, Trust, Worker, WorkerOptions,
 };
 pub use kvferry_layout::{Manifest, Place, Region};
 pub use transports::TransportOptions;

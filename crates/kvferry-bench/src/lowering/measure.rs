@@ -158,21 +158,13 @@ impl<T: Transport> Reader<'_, T> {
         let mut operations = vec![];
         for source in 0..self.ready.plan.source_count() {
             let ways = cost::choose(&self.rates, &groups(&exact, source), choice);
-            let mut copies: Vec<ByteCopy> = vec![];
-            for (group, way) in ways.iter().enumerate() {
-                if *way == Way::Packed {
-                    continue;
-                }
-                let (at, more) = (copies.len(), exact.summary_of(source, group).copies);
-                copies.resize(at + more as usize, ByteCopy::default());
-                exact.copies_of(source, group).fill(&mut copies[at..]);
-            }
-            if !copies.is_empty() {
-                operations.push(self.transport.read(self.peer, &copies, soon())?);
-            }
-            if ways.contains(&Way::Packed) {
-                let loops = exact.loops_of(source, |group| ways[group] == Way::Packed)?;
-                operations.push(self.transport.read_packed(self.peer, &loops, soon())?);
+            // As a worker does it.
+            for way in Way::ALL.into_iter().filter(|way| ways.contains(way)) {
+                let loops = exact.loops_of(source, |group| ways[group] == way)?;
+                operations.push(match way {
+                    Way::Direct => self.transport.read_loops(self.peer, &loops, soon())?,
+                    Way::Packed => self.transport.read_packed(self.peer, &loops, soon())?,
+                });
             }
         }
         operations.iter().try_for_each(done)
