@@ -1,4 +1,4 @@
-"""Says how long each test took, for `tools/durations.py`, in the file that `KVFERRY_DURATIONS` names."""
+"""Says how long each test took and how it failed, for `tools/durations.py`, in the file that `KVFERRY_DURATIONS` names."""
 
 import json
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 TICK = os.sysconf("SC_CLK_TCK")
+#: Characters that are kept of how a test failed.
+FAILURE = 3000
 
 
 def busy():
@@ -42,3 +44,10 @@ def pytest_runtest_protocol(item):
         took = {"name": name, "seconds": round(time.monotonic() - began, 2), "busy": round(spent, 2)}
         with open(path, "a") as file:
             file.write(json.dumps(took) + "\n")
+
+
+def pytest_runtest_logreport(report):
+    if report.failed and (path := os.environ.get("KVFERRY_DURATIONS")):
+        how = f"{report.longreprtext[-FAILURE:]}\n{report.capstdout[-FAILURE:]}"
+        with open(path, "a") as file:
+            file.write(json.dumps({"name": f"{Path.cwd().name}/{report.nodeid}", "failed": how}) + "\n")

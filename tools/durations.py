@@ -1,10 +1,11 @@
-"""Names what has become slow: tests that took more than twice as long as in most of the runs before.
+"""Names what has become slow, tests that took more than twice as long as in most of the runs before, and what failed.
 
     python3 tools/durations.py FOLDER
 
 The folder has a file for each run, a line of JSON for each test (tests/conftest.py) or part of the run (tools/test.sh):
-its `name`, its `seconds` and, if known, how many of them it kept a core `busy`. The last file is this run's. What runs
-before were is forgotten but for the last few. This only says so: how long a test takes is the machine's affair, too.
+its `name`, its `seconds` and, if known, how many of them it kept a core `busy`; and one for each that `failed`, with how.
+The last file is this run's. What runs before were is forgotten but for the last few. This only says so: how long a test
+takes is the machine's affair, too.
 """
 
 import json
@@ -19,7 +20,13 @@ RUNS, LITTLE = 9, 3.0
 def read(path):
     """Seconds by name."""
     lines = map(json.loads, path.read_text().splitlines())
-    return {line["name"]: line["seconds"] for line in lines}
+    return {line["name"]: line["seconds"] for line in lines if "seconds" in line}
+
+
+def failures(path):
+    """How each test failed that did, by name."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["name"]: line["failed"] for line in lines if "failed" in line}
 
 
 def slower(now, before):
@@ -46,6 +53,9 @@ def main(folder):
     print("the longest:")
     for name, seconds in sorted(now.items(), key=lambda one: -one[1])[:15]:
         print(f"  {seconds:7.1f} s  {name}")
+    # Here once more: the output of whole lanes of tests comes after theirs.
+    for name, how in failures(last).items():
+        print(f"\nfailed: {name}\n{how}")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,17 @@ def test_what_doubles_is_named_and_a_slow_machine_is_not(tmp_path, capsys):
     assert named() == [] and len(list(tmp_path.iterdir())) == durations.RUNS + 1
 
 
+def test_what_failed_is_said_again_at_the_end(tmp_path, capsys):
+    (tmp_path / "1.jsonl").write_text(
+        json.dumps({"name": "engines/a", "failed": "AssertionError: 1 == 2"})
+        + "\n"
+        + json.dumps({"name": "engines/a", "seconds": 3.0})
+    )
+    tool("durations").main(tmp_path)
+    said = capsys.readouterr().out
+    assert said.endswith("\nfailed: engines/a\nAssertionError: 1 == 2\n") and "3.0 s  engines/a" in said
+
+
 def test_whoever_uses_what_changed_is_linted_and_what_changed_is_tested():
     def package(name, *uses, tests=()):
         targets = [{"kind": ["lib"], "name": name}] + [{"kind": ["test"], "name": test} for test in tests]
