@@ -13,6 +13,7 @@ __all__ = [
     "Scheduler",
     "Summary",
     "Worker",
+    "command",
     "compile",
     "facts",
     "finish",
