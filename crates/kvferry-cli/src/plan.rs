@@ -10,6 +10,7 @@ use crate::failure::Failure;
 use crate::output;
 use crate::report::Answer;
 use crate::sides::{Engine, Pair, PairArgs, name_parts};
+use crate::sizing::{LinkArgs, Sizing};
 use crate::text;
 
 /// Tell whether a pair of engines works, how many bytes a request moves, and in how many copies.
@@ -25,6 +26,8 @@ use crate::text;
 pub(crate) struct Args {
     #[command(flatten)]
     pair: PairArgs,
+    #[command(flatten)]
+    link: LinkArgs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -33,9 +36,10 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair)?;
+    let sizing = answer.size(&pair, &args.link)?;
     output::print(&match args.json {
-        true => format!("{:#}\n", as_json(&pair, &answer)),
-        false => heading(&pair) + &conclusion(&pair, &answer),
+        true => format!("{:#}\n", as_json(&pair, &answer, sizing.as_ref())),
+        false => heading(&pair) + &conclusion(&pair, &answer, sizing.as_ref()),
     });
     answer.end()
 }
@@ -66,12 +70,15 @@ fn heading(pair: &Pair) -> String {
 }
 
 /// What it moves, and what becomes of it: with kvferry, and without.
-fn conclusion(pair: &Pair, answer: &Answer) -> String {
+fn conclusion(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> String {
     let mut text = String::from("\n");
     match answer {
         Answer::Works { report, .. } => {
             text += &format!("{}\n", report.table());
             text += &line("moves", &report.against_minimum());
+            for (number, fact) in sizing.map(Sizing::lines).iter().flatten().enumerate() {
+                text += &line(if number == 0 { "link" } else { "" }, fact);
+            }
             text += &line("kvferry", "works: every byte that decode needs lands in its place");
         }
         Answer::Refused(_) => {
@@ -195,7 +202,7 @@ pub(crate) fn groups(engine: &Engine) -> Vec<EngineGroup> {
 }
 
 /// The answer for programs.
-pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> Value {
+pub(crate) fn as_json(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> Value {
     let engine = |engine: &Engine| {
         let groups: Vec<Value> = groups(engine)
             .iter()
@@ -235,7 +242,7 @@ pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> Value {
             "reason": verdict.reason,
         })
     });
-    json!({
+    let mut json = json!({
         "model": name(pair),
         "draft": pair.decode.ranks[0].identity().get("draft"),
         "prefill": engine(&pair.prefill),
@@ -247,5 +254,10 @@ pub(crate) fn as_json(pair: &Pair, answer: &Answer) -> Value {
         "reason": reason,
         "transfer": report,
         "engine": verdict,
-    })
+    });
+    if let Some(sizing) = sizing {
+        json["link"] = json!(sizing);
+        json["link"]["text"] = json!(sizing.lines());
+    }
+    json
 }

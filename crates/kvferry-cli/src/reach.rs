@@ -40,8 +40,14 @@ impl Reach {
     pub(crate) fn trust(&self) -> Result<Trust, Failure> {
         let has_port =
             self.address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-        if !has_port {
-            let problem = format!("'{}' is not an address: give host:port", self.address);
+        if !has_port || self.address.contains("//") {
+            let url = match self.address.contains("//") {
+                true => {
+                    ", of kvferry's own port (the server's log says 'listens on' it), not a URL"
+                }
+                false => "",
+            };
+            let problem = format!("'{}' is not an address: give host:port{url}", self.address);
             return Err(Failure::input(problem));
         }
         let tls = (&self.tls_certificate, &self.tls_key, &self.tls_authority);

@@ -8,13 +8,15 @@ use kvferry_models::rules::vllm::{self, Pools};
 use kvferry_models::{Facts, Model, Topology, families, presets};
 
 use crate::failure::Failure;
+use crate::hub;
 use crate::tables::{self, Spread};
+use crate::text;
 
 /// A pair of engines and a request.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PairArgs {
-    /// The model: a preset (any unambiguous part of its name; see 'kvferry models'), or a config.json
-    /// or the folder that it is in.
+    /// The model: as 'vllm serve' takes it (OWNER/NAME, or a folder), a preset (any unambiguous part of its name; see
+    /// 'kvferry models'), or a config.json.
     /// Not needed where both sides are manifests.
     #[arg(long, value_name = "NAME|FILE")]
     model: Option<String>,
@@ -33,11 +35,11 @@ pub(crate) struct PairArgs {
     /// The decode engine, named in the same way.
     #[arg(long, value_name = "TOPOLOGY|MANIFESTS", num_args = 1.., default_value = "tp=1")]
     decode: Vec<String>,
-    /// Tokens of the request.
-    #[arg(long, default_value_t = 8192)]
+    /// Tokens of the request: a number, or as in 128k (of 1024) or 1m.
+    #[arg(long, default_value_t = 8192, value_parser = text::parse_number)]
     tokens: u64,
     /// How many of these tokens the decode side holds already.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = text::parse_number)]
     cached: u64,
     /// Let the request's blocks follow each other in memory (the best case) instead of being scattered.
     #[arg(long)]
@@ -86,6 +88,14 @@ impl PairArgs {
         let model = self.model.as_deref().map(|name| self.model(name)).transpose()?;
         let side = |name: &str, words: &[String]| match words {
             [word] if !is_path(word) => made(model.as_ref(), name, word, &asked),
+            words if words.iter().all(|word| word.parse::<Topology>().is_ok()) => {
+                Err(Failure::input(format!(
+                    "--{name}: '{}' is one topology in {} words: write --{name} {}",
+                    words.join(" "),
+                    words.len(),
+                    words.join(",")
+                )))
+            }
             paths => read(name, paths),
         };
         let (prefill, decode) = (side("prefill", &self.prefill)?, side("decode", &self.decode)?);
@@ -150,16 +160,26 @@ fn is_path(word: &str) -> bool {
         || path.exists()
 }
 
-/// Reads a model: a file where there is one, and a preset otherwise.
+/// Reads a model: a file where there is one, what is known of a name on the hub, and a preset otherwise.
 fn load(name: &str, facts: &Facts) -> Result<Model, Failure> {
+    if hub::is_name(name) {
+        return match hub::find(name).map_err(Failure::input)? {
+            hub::Found::Config(path) => config(facts, name, &path),
+            hub::Found::Preset(preset) => {
+                let released = preset.source().hf_id;
+                if !released.eq_ignore_ascii_case(name) {
+                    eprintln!("{name}: by the preset {}, from {released}", preset.name);
+                }
+                preset.model().map_err(Failure::input)
+            }
+        };
+    }
     // A folder may be a model's own, as it was downloaded.
-    let config = Path::new(name).join("config.json");
-    let path = if config.is_file() { &config } else { Path::new(name) };
+    let inside = Path::new(name).join("config.json");
+    let path = if inside.is_file() { &inside } else { Path::new(name) };
     if !is_path(name) || path.is_dir() {
         return presets::find(name).and_then(|preset| preset.model()).map_err(Failure::input);
     }
-    let problem = |error: &dyn std::fmt::Display| Failure::input(format!("{name}: {error}"));
-    let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
     let stem = path.file_stem().map_or_else(|| name.into(), |stem| stem.to_string_lossy());
     // A file in a folder of its own is called after the folder.
     let folder = path.parent().and_then(Path::file_name).map(|folder| folder.to_string_lossy());
@@ -167,7 +187,15 @@ fn load(name: &str, facts: &Facts) -> Result<Model, Failure> {
         Some(folder) if stem == "config" => folder,
         _ => stem,
     };
-    families::read_with(facts, &called, &text).map_err(|error| problem(&error))
+    config(facts, &called, path)
+}
+
+/// Reads the model that a `config.json` describes.
+fn config(facts: &Facts, called: &str, path: &Path) -> Result<Model, Failure> {
+    let problem =
+        |error: &dyn std::fmt::Display| Failure::input(format!("{}: {error}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
+    families::read_with(facts, called, &text).map_err(|error| problem(&error))
 }
 
 /// An engine that runs the model in this topology, as vLLM would lay it out.

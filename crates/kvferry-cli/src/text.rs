@@ -67,6 +67,20 @@ impl Columns {
     }
 }
 
+/// A number as people write it: `32k` is 32 × 1024.
+pub(crate) fn parse_number(text: &str) -> Result<u64, String> {
+    let (digits, unit) = match text.to_ascii_lowercase().strip_suffix(['k', 'm']) {
+        Some(_) if text.ends_with(['k', 'K']) => (&text[..text.len() - 1], 1 << 10),
+        Some(_) => (&text[..text.len() - 1], 1 << 20),
+        None => (text, 1),
+    };
+    let number: u64 = digits.parse().map_err(|error| match digits.parse::<u128>() {
+        Ok(_) => "the number is too large".to_owned(),
+        Err(_) => format!("{error}"),
+    })?;
+    number.checked_mul(unit).ok_or_else(|| "the number is too large".to_owned())
+}
+
 /// A number of bytes for people: `1.5 MiB`.
 pub(crate) fn bytes(count: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -91,6 +105,25 @@ pub(crate) fn number(count: u64) -> String {
     text
 }
 
+/// A number by its first three figures: `4.65`, `0.0123`, `1230`.
+pub(crate) fn figures(number: f64) -> String {
+    let places = 2 - number.abs().max(1e-9).log10().floor() as i32;
+    let text = format!("{number:.*}", places.clamp(0, 9) as usize);
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
+    }
+}
+
+/// A time: `215 ms`, `3.2 s`.
+pub(crate) fn seconds(seconds: f64) -> String {
+    match seconds {
+        long if long >= 1.0 => format!("{} s", figures(long)),
+        short if short >= 1e-3 => format!("{} ms", figures(1e3 * short)),
+        short => format!("{} µs", figures(1e6 * short)),
+    }
+}
+
 /// A number of things: `1 rank`, `2 ranks`.
 pub(crate) fn many(count: u64, word: &str) -> String {
     format!("{} {word}{}", number(count), if count == 1 { "" } else { "s" })
@@ -108,5 +141,11 @@ mod tests {
         assert_eq!(bytes(1536 * 1024), "1.5 MiB");
         assert_eq!(number(1_234_567), "1 234 567");
         assert_eq!(number(12), "12");
+        assert_eq!(
+            [4.651, 0.01234, 1234.0, 100.0, 0.0].map(figures),
+            ["4.65", "0.0123", "1234", "100", "0"]
+        );
+        assert_eq!([2.0, 0.2147, 0.0000021].map(seconds), ["2 s", "215 ms", "2.1 µs"]);
+        assert_eq!(["32k", "1M", "8192"].map(parse_number), [Ok(32768), Ok(1 << 20), Ok(8192)]);
     }
 }

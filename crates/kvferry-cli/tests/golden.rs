@@ -39,6 +39,10 @@ const CASES: &[(&str, &str)] = &[
     // Plain attention: windows, other block sizes, other layouts, fewer heads than ranks.
     ("f-windows", "--model gpt-oss-20b --prefill tp=2 --decode tp=1,block=32 --tokens 1000"),
     ("f-layouts", "--model llama-3.1-8b --prefill tp=2,layout=LBNHC --decode tp=4,layout=BLHNC"),
+    (
+        "f-link",
+        "--model llama-3.1-70b --prefill tp=4 --decode tp=4 --link 100Gbit --requests 2 --prefill-rate 10k",
+    ),
     ("f-replicas", "--model llama-3.1-8b --prefill tp=16 --decode tp=2 --contiguous"),
 ];
 

@@ -59,6 +59,15 @@ fn topologies() {
     plan("tp=0", &["'0' is not a value for 'tp'"]);
     plan("tp=four", &["'four' is not a value for 'tp'"]);
     plan("blok=16", &["no key 'blok'", "did you mean 'block'?"]);
+    plan(
+        "tp=2,dp=2",
+        &["'dp' does not belong into a topology", "a cache of its own", "Leave it out"],
+    );
+    plan("ep=4", &["'ep' does not belong into a topology", "experts keep nothing of a prompt"]);
+    refuses(
+        &["plan", "--model", "llama-3.1-8b", "--prefill", "tp=4", "pp=2"],
+        &["'tp=4 pp=2' is one topology in 2 words: write --prefill tp=4,pp=2"],
+    );
     plan("tp=2,tp=4", &["given twice"]);
     plan("tp", &["key=value"]);
     plan("tp=2,layout=LBHCN", &["did you mean 'LBHNC'?"]);
@@ -92,6 +101,42 @@ fn models() {
     );
 }
 
+/// What `vllm serve` takes.
+#[test]
+fn names_on_the_hub() {
+    let folder = Folder::new("hub");
+    let asked = |name: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(["plan", "--json", "--tokens", "1k", "--model", name])
+            .env("HF_HUB_CACHE", &folder.0)
+            .output()
+            .expect("the command starts");
+        let text = |bytes| String::from_utf8(bytes).expect("the output is text");
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let (code, _, errors) = asked("Qwen/Qwen3-8B");
+    assert_eq!(code, Some(1));
+    let remedy = "'hf download Qwen/Qwen3-8B config.json'";
+    assert!(errors.contains("no preset") && errors.contains(remedy), "{errors}");
+    // By its name, in whatever form it was released.
+    let (code, plan, said) = asked("meta-llama/Llama-3.1-8B-Instruct");
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("by the preset llama-3.1-8b, from meta-llama/Llama-3.1-8B"), "{said}");
+    assert!(plan.contains("\"tokens\": 1024"), "{plan}");
+    // As `hf download` leaves it, which says more than a preset does.
+    let model = folder.0.join("models--Qwen--Qwen3-8B");
+    let snapshot = model.join("snapshots/abc");
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(model.join("refs")).unwrap();
+    fs::write(model.join("refs/main"), "abc\n").unwrap();
+    fs::write(snapshot.join("config.json"), presets::find("qwen3-32b").unwrap().config).unwrap();
+    let (code, plan, said) = asked("Qwen/Qwen3-8B");
+    assert_eq!((code, said.as_str()), (Some(0), ""));
+    assert!(plan.contains("Qwen/Qwen3-8B"), "{plan}");
+    // Nor can a name lead out of the cache.
+    assert!(asked("../etc").2.contains("../etc"));
+}
+
 #[test]
 fn requests() {
     let plan = ["plan", "--model", "llama-3.1-8b"];
@@ -100,6 +145,8 @@ fn requests() {
         &["--cached 11 is more than --tokens 10"],
     );
     refuses(&[&plan[..], &["--tokens", "99999999999"]].concat(), &["too long"]);
+    let nothing = ["--tokens", "64", "--cached", "64", "--link", "1Gbit"];
+    refuses(&[&plan[..], &nothing].concat(), &["--link: this request moves nothing"]);
 }
 
 #[test]
@@ -115,8 +162,17 @@ fn command_lines() {
             &["plan", "--model", "llama-3.1-8b", "--tokens", "many"],
             "invalid value 'many' for '--tokens <TOKENS>'",
         ),
+        (
+            &["plan", "--model", "llama-3.1-8b", "--tokens", "99999999999999999999k"],
+            "invalid value '99999999999999999999k' for '--tokens <TOKENS>': the number is too large",
+        ),
+        (
+            &["plan", "--model", "llama-3.1-8b", "--link", "100"],
+            "invalid value '100' for '--link <RATE>': a rate is as in 100Gbit or 12.5GB",
+        ),
+        (&["plan", "--model", "llama-3.1-8b", "--requests", "2"], "--link <RATE>"),
         (&["check", "a.json"], "unexpected argument 'a.json' found"),
-        (&["explain", "--model", "llama-3.1-8b"], "--out <FILE>"),
+        (&["explain", "--out"], "--out <FILE>"),
         (&["plan", "--draft", "mtp"], "--model <NAME|FILE>"),
         (&[], "Usage: kvferry <COMMAND>"),
     ] {
@@ -179,6 +235,10 @@ fn addresses() {
     let unknown =
         "no such host:1 does not answer: looking up the name of the host: entity not found";
     refuses(&["status", "no such host:1"], &[unknown]);
+    refuses(
+        &["status", "http://localhost:8100"],
+        &["give host:port, of kvferry's own port", "not a URL"],
+    );
     refuses(&["drain", "nohost"], &["'nohost' is not an address: give host:port"]);
     refuses(&["drain", "127.0.0.1:1"], &["127.0.0.1:1 does not answer: ", "refused"]);
 }

@@ -194,6 +194,16 @@ pub enum TopologyError {
         /// All keys.
         known: String,
     },
+    /// A key of vLLM that no manifest depends on.
+    ///
+    /// What to do: leave it out.
+    #[error("'{key}' does not belong into a topology: {why}. Leave it out")]
+    NoMatter {
+        /// The key.
+        key: String,
+        /// Why the caches do not depend on it.
+        why: String,
+    },
     /// A key twice.
     ///
     /// What to do: give the key once.

@@ -75,6 +75,39 @@ pub fn find(name: &str) -> Result<Preset, ConfigError> {
     }
 }
 
+/// Words in the names of releases that say how a model was trained on, by whom, or how its weights are stored: what it
+/// keeps of a prompt is the same.
+const SAME_MEMORY: &[&str] = &[
+    "ai21", "meta", "nvidia", "base", "chat", "instruct", "it", "thinking", "hf", "bf16", "fp8",
+    "fp4", "nvfp4", "mxfp4", "int4", "int8", "w4a16", "w8a8", "4bit", "8bit", "awq", "gptq", "bnb",
+    "dynamic",
+];
+
+/// The preset of a model that is named as on the hub, `OWNER/NAME`: by the name alone, whoever copied it, and whatever
+/// form of its weights it is.
+///
+/// ```
+/// use kvferry_models::presets;
+///
+/// let preset = presets::released("meta-llama/Llama-3.1-70B-Instruct").unwrap();
+/// assert_eq!(preset.name, "llama-3.1-70b");
+/// assert_eq!(presets::released("Qwen/Qwen3-8B"), None);
+/// ```
+pub fn released(id: &str) -> Option<Preset> {
+    let wanted = release(id);
+    all().find(|preset| release(preset.name) == wanted || release(&preset.source().hf_id) == wanted)
+}
+
+/// The words of a release's name that its memory depends on.
+fn release(id: &str) -> Vec<String> {
+    let name = id.rsplit('/').next().unwrap_or(id).to_lowercase();
+    // A source may say more about where it is from.
+    let name = name.split([' ', ',']).next().unwrap_or_default();
+    let date = |word: &str| word.len() >= 4 && word.bytes().all(|byte| byte.is_ascii_digit());
+    let words = name.split(['-', '_']);
+    words.filter(|word| !SAME_MEMORY.contains(word) && !date(word)).map(str::to_owned).collect()
+}
+
 /// The preset whose name, or whose first words, are spelled most like `wanted`.
 fn nearest(wanted: &str) -> Option<&'static str> {
     let starts = |name: &'static str| {
@@ -88,6 +121,15 @@ fn nearest(wanted: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_release_is_one_preset() {
+        for preset in all() {
+            let id = preset.source().hf_id;
+            assert_eq!(released(&id), Some(preset), "{id}");
+            assert_eq!(released(&format!("somebody/{}-FP8", preset.name)), Some(preset));
+        }
+    }
 
     #[test]
     fn a_misspelled_part_of_a_name_finds_the_preset() {

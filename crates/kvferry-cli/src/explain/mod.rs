@@ -18,6 +18,7 @@ use crate::output;
 use crate::plan;
 use crate::report::Answer;
 use crate::sides::{Engine, Pair, PairArgs, name_parts};
+use crate::sizing::LinkArgs;
 
 /// The page, with a mark where each of its parts goes.
 const PAGE: &str = include_str!("page/page.html");
@@ -39,8 +40,10 @@ const SCRIPTS: [&str; 5] = [
 pub(crate) struct Args {
     #[command(flatten)]
     pair: PairArgs,
+    #[command(flatten)]
+    link: LinkArgs,
     /// Where to write the page.
-    #[arg(long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", default_value = "explain.html")]
     out: PathBuf,
     /// Print what was written as JSON.
     #[arg(long)]
@@ -52,7 +55,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let answer = Answer::of(&pair)?;
     let Answer::Works { plans, report } = &answer else { return answer.end() };
     let picture = picture(&pair, plans).map_err(Failure::input)?;
-    let mut data = plan::as_json(&pair, &answer);
+    let sizing = answer.size(&pair, &args.link)?;
+    let mut data = plan::as_json(&pair, &answer, sizing.as_ref());
     for (side, picture) in [("prefill", picture.prefill), ("decode", picture.decode)] {
         for (key, value) in [
             ("text", picture.text.into()),
@@ -69,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
         .map_err(|error| Failure::input(format!("--out {}: {error}", args.out.display())))?;
     output::print(&match args.json {
         true => format!("{:#}\n", json!({ "page": args.out, "bytes": page.len() })),
-        false => format!("wrote {}\n", args.out.display()),
+        false => format!("wrote {}: open it in a browser\n", args.out.display()),
     });
     Ok(())
 }

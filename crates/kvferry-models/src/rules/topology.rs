@@ -244,6 +244,31 @@ const KEYS: [&str; 16] = [
     "caching",
 ];
 
+/// The keys by their names in vLLM, where those are others.
+const IN_VLLM: [(&str, &str); 6] = [
+    ("tensor_parallel_size", "tp"),
+    ("pipeline_parallel_size", "pp"),
+    ("prefill_context_parallel_size", "pcp"),
+    ("decode_context_parallel_size", "dcp"),
+    ("block_size", "block"),
+    ("kv_cache_dtype", "kv"),
+];
+
+/// What is said with the others, and does not matter here.
+const NO_MATTER: [(&str, &str); 2] = [
+    (
+        "dp",
+        "each of the engines that work in data parallel keeps a cache of its own, and is one side of a pair",
+    ),
+    ("ep", "experts keep nothing of a prompt"),
+];
+
+/// A key as it is written here.
+fn key_of(written: &str) -> String {
+    let key = written.trim().trim_start_matches("--").to_lowercase().replace('-', "_");
+    IN_VLLM.into_iter().find(|&(long, _)| long == key).map_or(key, |(_, short)| short.to_owned())
+}
+
 impl Topology {
     /// Number of ranks.
     pub fn ranks(&self) -> u32 {
@@ -256,16 +281,17 @@ impl FromStr for Topology {
 
     fn from_str(text: &str) -> Result<Self, TopologyError> {
         let mut topology = Self::default();
-        let mut seen: Vec<&str> = vec![];
+        let mut seen: Vec<String> = vec![];
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             let Some((key, value)) = part.split_once('=') else {
                 return Err(TopologyError::NotAPair(part.to_owned()));
             };
-            let (key, value) = (key.trim(), value.trim());
+            let (key, value) = (key_of(key), value.trim());
             if seen.contains(&key) {
-                return Err(TopologyError::Twice(key.to_owned()));
+                return Err(TopologyError::Twice(key));
             }
-            seen.push(key);
+            seen.push(key.clone());
+            let key = key.as_str();
             let number = |range: std::ops::RangeInclusive<u32>| {
                 value.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
                     TopologyError::BadValue {
@@ -331,6 +357,12 @@ impl FromStr for Topology {
                 "hma" => topology.hma = word(&["off", "on"])? == 1,
                 "caching" => topology.caching = word(&["off", "on"])? == 1,
                 _ => {
+                    if let Some((_, why)) = NO_MATTER.iter().find(|(known, _)| *known == key) {
+                        return Err(TopologyError::NoMatter {
+                            key: key.to_owned(),
+                            why: (*why).to_owned(),
+                        });
+                    }
                     return Err(TopologyError::UnknownKey {
                         found: key.to_owned(),
                         nearest: suggest::nearest(key, KEYS).map(str::to_owned),

@@ -69,6 +69,7 @@ function drawVerdict() {
   add("prefill", data.prefill.text);
   add("decode", data.decode.text);
   add("request", `${many(data.tokens, "token")}, ${data.cached ? number(data.cached) + " cached" : "none cached"}, ${data.blocks} blocks`);
+  if (data.link) add("link", `${data.link.text.join("; ")}.`);
 }
 
 function drawMatrix() {
