@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -51,6 +53,35 @@ def test_what_failed_is_said_again_at_the_end(tmp_path, capsys):
     tool("durations").main(tmp_path)
     said = capsys.readouterr().out
     assert said.endswith("\nfailed: engines/a\nAssertionError: 1 == 2\n") and "3.0 s  engines/a" in said
+
+
+def test_a_file_is_as_old_as_what_it_holds(tmp_path):
+    """Cargo builds what is newer than what it has built: never may a changed file seem older than what was made of the
+    one before."""
+    clone, record = tmp_path / "clone", tmp_path / "record"
+
+    def run(now, **files):
+        """A clean clone of these files, looked at `now`, and the times of what is in it."""
+        shutil.rmtree(clone, ignore_errors=True)
+        (clone / "crate").mkdir(parents=True)
+        for name, text in files.items():
+            (clone / "crate" / name).write_text(text)
+        for command in (["init", "--quiet"], ["add", "."]):
+            subprocess.run(["git", "-C", clone, *command], check=True)
+        tool("unchanged").main(clone, record, now)
+        return {path.name: path.stat().st_mtime for path in (clone / "crate").iterdir()} | {
+            "crate": (clone / "crate").stat().st_mtime
+        }
+
+    assert run(100, a="1", b="1") == {"a": 100, "b": 100, "crate": 100}
+    # Nothing was built at 100 from what is there now.
+    assert run(200, a="1", b="2") == {"a": 100, "b": 200, "crate": 100}
+    # What was cut short at 200 was not built: as new as it was then.
+    assert run(300, a="1", b="2") == {"a": 100, "b": 200, "crate": 100}
+    # Back again is a change, too; and a file more or less is one of its folder.
+    assert run(400, a="1", b="1") == {"a": 100, "b": 400, "crate": 100}
+    assert run(500, a="1") == {"a": 100, "crate": 500}
+    assert run(600, a="1", b="1") == {"a": 100, "b": 600, "crate": 600}
 
 
 def test_whoever_uses_what_changed_is_linted_and_what_changed_is_tested():
