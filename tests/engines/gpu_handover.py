@@ -92,7 +92,7 @@ PUSH = {"max_num_batched_tokens": 64, "extra": {"push": "always"}}
 
 #: P has vLLM's own connector. It frees nothing by itself meanwhile: only what D tells it counts.
 STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
-FROM_STOCK = {"extra": {"stock_lease": 600.0}}
+FROM_STOCK = {"extra": {"nixl_connector_lease_seconds": 600.0}}
 
 #: By name: the model, options of P and of D.
 PAIRS = {
@@ -248,8 +248,8 @@ def side_by_side(pairs, asked):
 def one_by_one(pairs, asked):
     """Runs pairs of engines; returns those that were wrong."""
     wrong = []
-    extra = {"transport": asked.transport, "gpu_kernel": asked.kernel}
-    extra = {name: value for name, value in extra.items() if value}
+    extra = {"transport": asked.transport} if asked.transport else {}
+    kernel = {"gpu_kernel_file": asked.kernel} if asked.kernel else {}
     for pair in pairs:
         kind, p, d = (PAIRS | RATES)[pair]
         path = asked.models / kind
@@ -262,7 +262,8 @@ def one_by_one(pairs, asked):
                 # Another's connector cannot say what it holds.
                 audit = {"audit": "off" if pair in RATES or "stock" in p else "all"}
                 # What is tiny takes no time, and is read ahead all the same.
-                ours = {"least_ahead": 0.0} | own.get("extra", {}) | audit | extra
+                ahead = {"advanced": {"min_read_ahead_seconds": 0.0} | kernel}
+                ours = ahead | own.get("extra", {}) | audit | extra
                 changed = {
                     "prepare": [watch, *own.get("prepare", ())],
                     "extra": own["extra"] if "stock" in own else ours,

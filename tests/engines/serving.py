@@ -32,7 +32,7 @@ for module in (
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
 PATIENCE = 240
 #: Where a test does not wait for their end, nothing ends by itself, however busy the machine.
-PATIENT = {"lease": 600.0, "handshake": 60.0}
+PATIENT = {"lease_seconds": 600.0, "handshake_timeout_seconds": 60.0}
 
 
 class Server:

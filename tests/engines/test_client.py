@@ -41,7 +41,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("client")
     save_tokenizer(save_model("qwen3", folder / "qwen3"))
     # Requests that cannot be loaded are computed, and those to read from are looked for briefly.
-    extra = {"handshake": 0.5, "meet": 0.5, "patience": 5, "lease": 1.0}
+    extra = {"handshake_timeout_seconds": 0.5, "push_timeout_seconds": 0.5, "queue_timeout_seconds": 5, "lease_seconds": 1.0}
     pair = Decode(folder / "qwen3", folder, SEPARATE, {"kv_load_failure_policy": "recompute"}, extra)
     try:
         pair.start("decode")

@@ -11,7 +11,7 @@ import torch
 
 
 def test_it_passes_on_a_pair_that_is_right(serve, capsys):
-    watched = {"prepare": [gpu_handover.watch], "extra": {"audit": "all", "least_ahead": 0.0}}
+    watched = {"prepare": [gpu_handover.watch], "extra": {"audit": "all", "advanced": {"min_read_ahead_seconds": 0.0}}}
     pushes = gpu_handover.PUSH | {"extra": {"audit": "all", "push": "always"}}
     prefill = serve("qwen3", "kv_producer", block_size=32, **watched | pushes)
     decode = serve("qwen3", "kv_consumer", block_size=96, **watched)

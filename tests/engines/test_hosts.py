@@ -37,7 +37,7 @@ def pair(wire, tmp_path_factory):
     key = folder / "key"
     key.write_bytes(base64.b64encode(os.urandom(32)))
     key.chmod(0o600)
-    extra = {"lease": LEASE, "transport": "tcp", "push": "never", "key_file": str(key)}
+    extra = {"lease_seconds": LEASE, "transport": "tcp", "push": "never", "key_file": str(key)}
     only = {
         # As behind a NAT: the address to listen on is not the one that peers use.
         "prefill": {"host": "0.0.0.0", "advertise": wire.left.address},

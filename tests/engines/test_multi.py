@@ -100,8 +100,8 @@ def test_tokens_are_those_of_one_engine_alone(engines, name):
 @MORE
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_dead_prefill_engine(serve, policy):
-    prefill = serve("qwen3", "kv_producer", block_size=32, extra={"lease": 6}, **BESIDE)
-    decode = serve("qwen3", "kv_consumer", block_size=32, failure=policy, extra={"handshake": 10}, **BESIDE)
+    prefill = serve("qwen3", "kv_producer", block_size=32, extra={"lease_seconds": 6}, **BESIDE)
+    decode = serve("qwen3", "kv_consumer", block_size=32, failure=policy, extra={"handshake_timeout_seconds": 10}, **BESIDE)
     first, prompt = prompts(random.Random(19), [40, 150])
     assert hand_over(prefill, decode, first)
     (params,) = prefill.prefill([prompt])

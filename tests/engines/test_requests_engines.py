@@ -38,7 +38,7 @@ def model(folder):
 @pytest.fixture(scope="module")
 def engines(model):
     # A lease lasts until a busy machine is at D; one that nobody comes for ends before `idle` gives up.
-    p = Server(model, "kv_producer", **BOTH, extra={"lease": 30.0})
+    p = Server(model, "kv_producer", **BOTH, extra={"lease_seconds": 30.0})
     # Room for few requests at a time.
     d = Server(model, "kv_consumer", **BOTH, blocks=20, max_model_len=384)
     d.call(listen)

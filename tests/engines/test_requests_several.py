@@ -32,7 +32,7 @@ def engines(folder):
             if not path.exists():
                 save_tokenizer(save_model(kind, path))
             # Which way is the cheapest is measured, and some read more than is needed: here bytes are counted.
-            d = {"skip_tokenizer_init": False, "extra": {"lowering": "direct"}, **options}
+            d = {"skip_tokenizer_init": False, "extra": {"advanced": {"read_method": "direct"}}, **options}
             # Asked one after the other, as most routers do.
             p = {"skip_tokenizer_init": False, "extra": {"push": "never"}}
             running[key] = Server(path, "kv_producer", **p), Server(path, "kv_consumer", **d)

@@ -57,7 +57,7 @@ def fleet(tmp_path_factory):
         folder,
         SERVE,
         {"kv_load_failure_policy": "recompute"},
-        {"lease": LEASE},
+        {"lease_seconds": LEASE},
         {name: {"port": port} for name, port in ports.items()},
         **({"python": OLDER, "beside": ()} if OLDER else {}),
     )

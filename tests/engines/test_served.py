@@ -52,7 +52,7 @@ def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
     # One server after the other: what is sent to both at once is in test_served_both.py and life/test_push*.py.
-    extra = {"lease": LEASE, "push": "never", "drain_signal": "SIGUSR2", **extra}
+    extra = {"lease_seconds": LEASE, "push": "never", "drain_signal": "SIGUSR2", **extra}
     pair = Pair(folder / kind, folder, serve, transfer, extra, only)
     try:
         pair.start("prefill", "decode")
@@ -458,7 +458,7 @@ def test_data_parallel_engines_have_an_address_each(tmp_path_factory):
     only = {"prefill": {"port": port}}
     serve = [*SEPARATE, "--data-parallel-size", "2"]
     # Twelve processes: on a small machine even a handshake waits for its turn.
-    with served(tmp_path_factory, "qwen3", serve, {}, {"handshake": 60.0}, only) as pair:
+    with served(tmp_path_factory, "qwen3", serve, {}, {"handshake_timeout_seconds": 60.0}, only) as pair:
         draw = random.Random(6)
         prompts = [text(draw, draw.randrange(50, 500)) for _ in range(16)]
         alone = [ask(pair, "decode", prompt) for prompt in prompts]

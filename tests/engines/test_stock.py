@@ -15,7 +15,7 @@ from serving import idle
 
 #: P frees nothing by itself while a test runs: only what D tells it counts.
 STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
-NIXL = {"transport": "nixl", "stock_lease": 600.0}
+NIXL = {"transport": "nixl", "nixl_connector_lease_seconds": 600.0}
 FERRY = {"extra": NIXL}
 
 #: By family: the model, its engines by name, and the pairs of them.
@@ -130,7 +130,7 @@ def test_requests_that_end_early_and_those_that_wait(serve):
     """Whatever becomes of a request on D, P hears of it; and while it waits, P keeps its blocks."""
     usual = {"block_size": 32}
     prefill = serve("qwen3", "kv_producer", stock=True, extra={"kv_lease_duration": 9}, **usual)
-    options = NIXL | {"stock_lease": 9.0}
+    options = NIXL | {"nixl_connector_lease_seconds": 9.0}
     decode = serve("qwen3", "kv_consumer", extra=options, prefix=True, **usual)
     draw = random.Random(21)
     first, second, third, fourth = prompts(draw, [100, 300, 200, 70])
@@ -170,7 +170,7 @@ def test_requests_that_end_early_and_those_that_wait(serve):
 @pytest.mark.more
 def test_a_stock_engine_that_is_gone(serve, policy):
     prefill = serve("qwen3", "kv_producer", block_size=32, **STOCK)
-    options = NIXL | {"handshake": 2.0}
+    options = NIXL | {"handshake_timeout_seconds": 2.0}
     decode = serve("qwen3", "kv_consumer", block_size=32, failure=policy, extra=options)
     decode.call(listen)
     (prompt,) = prompts(random.Random(22), [200])
@@ -224,7 +224,7 @@ REFUSED = {
     "nobody has asked for it": (
         ("qwen3", {"extra": {"kv_lease_duration": 3}}),
         ("qwen3", {"extra": {"transport": "nixl"}}),
-        ["runs vLLM's stock NixlConnector", "'stock_lease'"],
+        ["runs vLLM's stock NixlConnector", "'nixl_connector_lease_seconds'"],
     ),
     "the format of a state": (
         ("nemotron_h", {"prepare": [CHANNELS_FIRST], "mamba_ssm_cache_dtype": "float16"}),

@@ -29,7 +29,7 @@ def start_side(kind, engine=None, *, role="kv_both", ranks=1, tracer=None, **opt
         speculative_config=None,
     )
     more = {"tracer": tracer} if tracer else {}
-    return kind(config, cache, Options.read({"lease": 600.0} | options), **more)
+    return kind(config, cache, Options.read({"lease_seconds": 600.0} | options), **more)
 
 
 def request(name="request-1", trace_headers=None, **params):

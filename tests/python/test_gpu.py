@@ -11,7 +11,7 @@ from dataclasses import fields
 import kvferry
 import pytest
 from handmade import draft
-from kvferry.vllm.options import Options
+from kvferry.vllm.options import Advanced
 
 HERE = pathlib.Path(__file__).parent
 STAND_INS = HERE.parents[1] / "crates/kvferry-conformance/src"
@@ -127,7 +127,7 @@ def test_memory_that_peers_open_in_small_pages_is_spoken_of(driver):
 def test_too_little_to_pack_into_is_refused():
     manifest = kvferry.Manifest(draft("d", (0, 4), 4, 4096))
     # The connector's options say the same.
-    (option,) = [option for option in fields(Options) if option.name == "gpu_staging"]
+    (option,) = [option for option in fields(Advanced) if option.name == "gpu_staging_mib"]
     least = f"gpu_staging is 1 .MiB., but must be 0, .* or {option.metadata['least']} or more: "
     with pytest.raises(ValueError, match=least):
         kvferry.Worker(manifest, ranks=1, memory=None, transport="tcp", gpu_staging=1)

@@ -324,10 +324,10 @@ def test_tables_that_are_of_no_use(stock, changes, words):
     ("role", "options", "latent", "layout"),
     [
         ("kv_consumer", {}, False, None),
-        ("kv_consumer", {"stock_lease": 30}, False, "LBHNC"),
-        ("kv_both", {"stock_lease": 30}, False, "LBHNC"),
-        ("kv_producer", {"stock_lease": 30}, False, None),
-        ("kv_consumer", {"stock_lease": 30}, True, None),
+        ("kv_consumer", {"nixl_connector_lease_seconds": 30}, False, "LBHNC"),
+        ("kv_both", {"nixl_connector_lease_seconds": 30}, False, "LBHNC"),
+        ("kv_producer", {"nixl_connector_lease_seconds": 30}, False, None),
+        ("kv_consumer", {"nixl_connector_lease_seconds": 30}, True, None),
     ],
 )
 def test_d_has_the_layout_of_p(role, options, latent, layout):

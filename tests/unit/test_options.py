@@ -6,15 +6,15 @@ import pathlib
 import re
 
 import pytest
-from kvferry.vllm.options import Options
+from kvferry.vllm.options import Advanced, Options
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 def test_options_have_defaults_and_are_taken():
     assert Options.read({}).transport is None
-    made = Options.read({"transport": "local", "lease": 5, "port": 5600, "insecure": True})
-    assert (made.transport, made.lease, made.port, made.insecure) == ("local", 5, 5600, True)
+    made = Options.read({"transport": "local", "lease_seconds": 5, "port": 5600, "insecure": True})
+    assert (made.transport, made.lease_seconds, made.port, made.insecure) == ("local", 5, 5600, True)
     assert made.address(5600) == {"bind": "127.0.0.1:5600", "advertise": None}
     assert Options.read({"host": "::"}).address(1)["bind"] == "[::]:1"
     assert (made.port_of(0), made.port_of(3), Options().port_of(3)) == (5600, 5603, 0)
@@ -35,7 +35,8 @@ def test_an_audit_is_a_word_or_a_fraction():
 
 
 def test_memory_to_pack_into_is_none_or_enough():
-    assert [Options.read({"gpu_staging": mib}).gpu_staging for mib in (0, 2, 512)] == [0, 2, 512]
+    for mib in (0, 2, 512):
+        assert Options.read({"advanced": {"gpu_staging_mib": mib}}).advanced.gpu_staging_mib == mib
 
 
 def test_caches_on_a_gpu_go_by_cuda_or_nixl_and_others_by_tcp():
@@ -107,24 +108,28 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
     "given, message",
     [
         ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
-        ({"colour": 1}, "The options are advertise, audit, concurrent, deadline"),
-        ({"lease": "long"}, "'lease' .* is 'long', but must be a number"),
+        ({"colour": 1}, "The options are advanced, advertise, audit, draft, drain_signal"),
+        ({"lease": 5}, "no option 'lease': did you mean 'lease_s"),
+        ({"gpu_max_sms": 8}, "it belongs into 'advanced': {\"advanced\": {\"gpu_max_sms\": …}}"),
+        ({"advanced": {"gpu_sms": 8}}, "no option 'advanced.gpu_sms': did you mean 'advanced.gpu_max_sms'"),
+        ({"advanced": 8}, "'advanced' .* is 8, but must be options by their names"),
+        ({"lease_seconds": "long"}, "'lease_seconds' .* is 'long', but must be a number"),
         ({"port": "5600"}, "'port' .* must be a whole number"),
         ({"port": True}, "'port' .* must be a whole number"),
         ({"insecure": 1}, "'insecure' .* is 1, but must be true or false"),
         ({"key_file": 7}, "'key_file' .* is 7, but must be text, or left out"),
         ({"transport": "pigeon"}, "'pigeon', but must be one of local, tcp, cuda, nixl, gpu"),
         ({"port": 70000}, "'port' .* is 70000, but must be from 0 to 65535"),
-        ({"lease": 0}, "'lease' .* must be 0.02 or more"),
-        ({"deadline": float("nan")}, "'deadline' .* must be 0.001 or more"),
-        ({"concurrent": 0}, "'concurrent' .* must be 1 or more"),
+        ({"lease_seconds": 0}, "'lease_seconds' .* must be 0.02 or more"),
+        ({"load_timeout_seconds": float("nan")}, "'load_timeout_seconds' .* must be 0.001 or more"),
+        ({"advanced": {"max_concurrent_reads": 0}}, "'advanced.max_concurrent_reads' .* must be 1 or more"),
         ({"audit": 1.5}, "'audit' .* is 1.5, but must be from 0 to 1, or 'off', or 'all'"),
         ({"audit": "some"}, "'audit' .* is 'some', but must be a number, or 'off', or 'all'"),
         ({"audit": True}, "'audit' .* must be a number, or 'off', or 'all'"),
-        ({"gpu_staging": -1}, "'gpu_staging' .* is -1, but must be from 2 to 1048576, or 0"),
+        ({"advanced": {"gpu_staging_mib": -1}}, "'advanced.gpu_staging_mib' .* is -1, but must be from 2 to 1048576, or 0"),
         # Too little to pack into, which a worker would find out too late.
-        ({"gpu_staging": 1}, "'gpu_staging' .* is 1, but must be from 2 to 1048576, or 0"),
-        ({"gpu_staging": False}, "'gpu_staging' .* is False, but must be a whole number, or 0"),
+        ({"advanced": {"gpu_staging_mib": 1}}, "'advanced.gpu_staging_mib' .* is 1, but must be from 2 to 1048576, or 0"),
+        ({"advanced": {"gpu_staging_mib": False}}, "'advanced.gpu_staging_mib' .* is False, but must be a whole number, or 0"),
         ({"peers": "10.0.0.0/8"}, "'peers' .* must be networks or addresses, as in"),
         ({"peers": []}, "'peers' .* must be networks or addresses"),
         ({"peers": ["10.0.0.0/33"]}, "'peers' .* must be networks or addresses"),
@@ -139,9 +144,8 @@ def test_wrong_options_are_named(given, message):
 
 
 def test_the_page_lists_every_option_with_its_default():
-    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", PAGE.read_text(), re.MULTILINE)
-    defaults = {
-        option.name: option.default if isinstance(option.default, str) else json.dumps(option.default)
-        for option in dataclasses.fields(Options)
-    }
+    rows = re.findall(r"^\| `([\w.]+)` \| (?:`(.*?)`)? ?\|", PAGE.read_text(), re.MULTILINE)
+    options = [(option.name, option.default) for option in dataclasses.fields(Options) if option.name != "advanced"]
+    options += [(f"advanced.{option.name}", option.default) for option in dataclasses.fields(Advanced)]
+    defaults = {name: default if isinstance(default, str) else json.dumps(default) for name, default in options}
     assert {name: default or "null" for name, default in rows} == defaults

@@ -52,7 +52,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         transfer = vllm_config.kv_transfer_config
         options = Options.read(transfer.kv_connector_extra_config or {})
-        reads = options.stock_lease and transfer.is_kv_consumer
+        reads = options.nixl_connector_lease_seconds and transfer.is_kv_consumer
         return stock.layout(vllm_config) if reads else None
 
     # In the scheduler's process.

@@ -131,7 +131,7 @@ class Decode:
         )
 
     def _begin(self, request: Any) -> Wanted | None:
-        name, params, patience = request.request_id, request.kv_transfer_params, self.options.patience
+        name, params, patience = request.request_id, request.kv_transfer_params, self.options.queue_timeout_seconds
         origin = self.origins.of(request, request.num_prompt_tokens)
         rejected = is_rejected(request)
         source = Source.read(params)
@@ -155,7 +155,7 @@ class Decode:
         if self.stock is None and is_stock(params):
             raise ValueError(
                 "the other engine runs vLLM's stock NixlConnector, which cannot confirm what is read from it: use "
-                "FerryConnector there, too, or set the option 'stock_lease' here to read from it all the same"
+                "FerryConnector there, too, or set the option 'nixl_connector_lease_seconds' here to read from it all the same"
             )
         offer = stock or Offer.read(params)
         if stock is None and self.sealed:
@@ -200,7 +200,7 @@ class Decode:
 
     def _decline(self, ticket: dict[str, Any]) -> None:
         """Of a request that never waited here. Held first: its engine may not have been met yet, and is tried once."""
-        self.agent.hold(ticket, patience=self.options.patience)
+        self.agent.hold(ticket, patience=self.options.queue_timeout_seconds)
         self.agent.abandon(ticket)
 
     def _not_for(self, request: Any, offer: Offer) -> str | None:
@@ -269,8 +269,8 @@ class Decode:
                 wanted.lost, offer = str(error), None
             if offer is not None:
                 wanted.offer = offer
-            elif wanted.lost is None and time.monotonic() - wanted.since > self.options.handshake:
-                wanted.lost = f"its engine has not answered within {self.options.handshake:.0f} s"
+            elif wanted.lost is None and time.monotonic() - wanted.since > self.options.handshake_timeout_seconds:
+                wanted.lost = f"its engine has not answered within {self.options.handshake_timeout_seconds:.0f} s"
         return wanted.lost is not None or wanted.offer.first is not None
 
     def _has_windows(self, name: str, wanted: Wanted, tokens: int) -> bool:
@@ -289,7 +289,7 @@ class Decode:
         frontier = self.agent.frontier(name)
         if frontier is None:
             waited = time.monotonic() - wanted.since
-            if waited < self.options.meet:
+            if waited < self.options.push_timeout_seconds:
                 return False
             wanted.lost = f"the other engine has not heard of it within {waited:.0f} s"
             return True
@@ -322,7 +322,7 @@ class Decode:
             # That of a request that was given up and is tried again: P has not heard of it yet.
             assert wanted.follows is not None
             self.agent.unfollow(name)
-            self.agent.follow(name, **wanted.follows, patience=self.options.patience)
+            self.agent.follow(name, **wanted.follows, patience=self.options.queue_timeout_seconds)
             return False
         if any(ticket == other.ticket for other in self.wanted.values()):
             # Whatever becomes of this one, the other needs it.
@@ -381,7 +381,7 @@ class Decode:
             self.next.shares.append(siblings.Share(wanted.reader, name, read, wanted.blocks))
             return
         assert wanted.ticket is not None
-        ticket, deadline = wanted.ticket, self.options.deadline
+        ticket, deadline = wanted.ticket, self.options.load_timeout_seconds
         if wanted.stock and self.stock is not None:
             ticket, good = self.stock.reading(ticket)
             deadline = min(deadline, good)
@@ -397,7 +397,7 @@ class Decode:
             "deadline": deadline,
         }
         if wanted.offer is None:
-            load["patience"] = self.options.patience
+            load["patience"] = self.options.queue_timeout_seconds
         else:
             load["granted"] = wanted.offer.tokens
             load["source_blocks"], load["source_first"] = wanted.offer.blocks, wanted.offer.first
@@ -460,7 +460,7 @@ class Decode:
             if wanted.ticket is not None:
                 self.agent.abandon(wanted.ticket)
         elif wanted.ticket is None and wanted.lost is None and self.agent.frontier(request) is None:
-            self.unwanted[request] = (wanted.follows, time.monotonic() + self.options.meet)
+            self.unwanted[request] = (wanted.follows, time.monotonic() + self.options.push_timeout_seconds)
         else:
             self.agent.unfollow(request)
 

@@ -21,6 +21,45 @@ def _option(default: Any, **valid: Any) -> Any:
     return field(default=default, metadata=valid)
 
 
+def _read(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
+    """Checks every option of a group. An error names it, what it is, and what it must be."""
+    known = {option.name: option for option in fields(kind)}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean '{prefix}{near[0]}'? " if near else ""
+            # Which group it belongs to.
+            if not prefix and name in {option.name for option in fields(Advanced)}:
+                hint = f"it belongs into 'advanced': {{\"advanced\": {{\"{name}\": …}}}}. "
+            raise ValueError(
+                f"kv_connector_extra_config has no option '{prefix}{name}': {hint}The options are "
+                f"{', '.join(sorted(prefix + name for name in known))}"
+            )
+        wrong = _wrong(value, known[name].default, known[name].metadata)
+        if wrong:
+            raise _error(prefix + name, value, wrong)
+    return kind(**given)
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """What hardly anybody needs to set."""
+
+    #: Requests that a rank reads at once.
+    max_concurrent_reads: int = _option(64, least=1)
+    #: While P computes, D reads ahead whatever takes at least so many seconds; less waits for more.
+    min_read_ahead_seconds: float = _option(0.002, least=0)
+    #: How D reads: by what is cheapest, or always in one way.
+    read_method: str = _option("auto", one_of=("auto", "direct", "packed"))
+    #: Multiprocessors of a GPU that kernels which move blocks may take at most; 0: as many as are of use.
+    gpu_max_sms: int = _option(0, least=0)
+    #: Those kernels, compiled beforehand for a machine without NVRTC.
+    gpu_kernel_file: str | None = _option(None, file=True)
+    #: MiB of a GPU's memory that `nixl`, and so `gpu`, takes at most to pack short runs into; 0: none, and such
+    #: runs are read one by one.
+    gpu_staging_mib: int = _option(512, least=2, most=1 << 20, others=(0,))
+
+
 @dataclass(frozen=True)
 class Options:
     #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink, GPU memory), `cuda` (GPU memory
@@ -46,45 +85,32 @@ class Options:
     #: loopback where there is neither a key nor TLS nor `insecure`, all addresses otherwise; link-local ones never.
     peers: list[str] | None = _option(None, networks=True)
     #: Seconds that P keeps a request's blocks without hearing from D.
-    lease: float = _option(30.0, least=0.02)
+    lease_seconds: float = _option(30.0, least=0.02)
     #: The share of P's blocks that may be kept for D at once; beyond it P hands nothing over. By default all of them: where D
     #: is slow, requests wait, and none fails.
     lease_share: float = _option(1.0, least=0.01, most=1)
     #: Seconds that D may take to shake hands with a new engine.
-    handshake: float = _option(10.0, least=1e-3)
+    handshake_timeout_seconds: float = _option(10.0, least=1e-3)
     #: Seconds that a request may take to load, from when D has blocks for it.
-    deadline: float = _option(60.0, least=1e-3)
+    load_timeout_seconds: float = _option(60.0, least=1e-3)
     #: Seconds that a request may wait on D for blocks to be loaded into, while P keeps its own.
-    patience: float = _option(480.0, least=1e-3)
+    queue_timeout_seconds: float = _option(480.0, least=1e-3)
     #: Whether P tells the router to send requests to both engines at once, and D reads while P computes:
     #: `auto` is `always`, but for data-parallel engines, one of which a router cannot tell D in advance.
     push: str = _option("never", one_of=("auto", "always", "never"))
     #: Seconds that D waits for P to hear of a request that was sent to both.
-    meet: float = _option(30.0, least=1e-3)
+    push_timeout_seconds: float = _option(30.0, least=1e-3)
     #: Seconds that D keeps the blocks of an answer, for P to continue from in the next turn; 0: not at
     #: all.
-    next_turn: float = _option(0.0, least=0)
+    next_turn_seconds: float = _option(0.0, least=0)
     #: The signal to the engine's process that drains it, as `kvferry drain` does.
     drain_signal: str = _option("none", one_of=("SIGUSR1", "SIGUSR2", "none"))
     #: Whether D also reads from engines with vLLM's own NixlConnector, which cannot confirm: their
     #: `kv_lease_duration`, in seconds (vLLM's default is 30). D's cache then has their layout. 0: not at all.
-    stock_lease: float = _option(0.0, least=0)
+    nixl_connector_lease_seconds: float = _option(0.0, least=0)
     #: `shared`: both engines run the same draft model, and its states move with the others. `own`: the other
     #: engine runs none, or another one; nothing of the draft moves.
     draft: str = _option("shared", one_of=("shared", "own"))
-    #: Requests that a rank reads at once.
-    concurrent: int = _option(64, least=1)
-    #: While P computes, D reads ahead whatever takes at least so many seconds; less waits for more.
-    least_ahead: float = _option(0.002, least=0)
-    #: How D reads: by what is cheapest, or always in one way.
-    lowering: str = _option("auto", one_of=("auto", "direct", "packed"))
-    #: Multiprocessors of a GPU that kernels which move blocks may take at most; 0: as many as are of use.
-    gpu_sms: int = _option(0, least=0)
-    #: Those kernels, compiled beforehand for a machine without NVRTC.
-    gpu_kernel: str | None = _option(None, file=True)
-    #: MiB of a GPU's memory that `nixl`, and so `gpu`, takes at most to pack short runs into; 0: none, and such
-    #: runs are read one by one.
-    gpu_staging: int = _option(512, least=2, most=1 << 20, others=(0,))
     #: How many requests are compared with what P holds before they are used: `off`, a fraction from 0 to 1,
     #: or `all`. Unless it is `off`, the first ones of every new pair of engines always are.
     audit: float | str = _option(0.01, least=0, most=1, others=("off", "all"))
@@ -93,23 +119,15 @@ class Options:
     trace: str = _option("off", one_of=("off", "auto"), prefixes=("http://", "https://"))
     #: What to log: `debug` also says where each request's time went.
     logging: str = _option("info", one_of=("off", "error", "warning", "info", "debug"))
+    advanced: Advanced = _option(Advanced())
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
-        """Checks every option. An error names it, what it is, and what it must be."""
-        known = {option.name: option for option in fields(cls)}
-        for name, value in given.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean '{near[0]}'? " if near else ""
-                raise ValueError(
-                    f"kv_connector_extra_config has no option '{name}': {hint}The options are "
-                    f"{', '.join(sorted(known))}"
-                )
-            wrong = _wrong(value, known[name].default, known[name].metadata)
-            if wrong:
-                raise _error(name, value, wrong)
-        made = cls(**given)
+        """Checks every option, and those that go together."""
+        advanced = given.get("advanced", {})
+        if not isinstance(advanced, Mapping):
+            raise _error("advanced", advanced, "options by their names")
+        made: Options = _read(cls, {**given, "advanced": _read(Advanced, advanced, "advanced.")})
         made._check_trust()
         return made
 

@@ -33,7 +33,7 @@ class SchedulerSide:
         self.parallel = parallel = vllm_config.parallel_config
         self.agent = Scheduler(
             engine,
-            lease=options.lease,
+            lease=options.lease_seconds,
             **options.address(options.port_of(parallel.data_parallel_index)),
             **options.trust(),
         )
@@ -60,18 +60,18 @@ class SchedulerSide:
         by_layer = is_known(vllm_config, kv_cache_config)
         self.prefill = Prefill(self.agent, self.keep, groups, origins, self.push, by_layer)
         self.stock: Stock | None = None
-        if options.stock_lease:
-            self.stock = Stock(self.agent, groups, options.stock_lease)
+        if options.nixl_connector_lease_seconds:
+            self.stock = Stock(self.agent, groups, options.nixl_connector_lease_seconds)
         self.decode = Decode(self.agent, groups, origins, options, self.stock)
         self.turns = Turns(
-            self.agent, self.keep, groups, origins, vllm_config, options.next_turn
+            self.agent, self.keep, groups, origins, vllm_config, options.next_turn_seconds
         )
         #: Where others read from a buffer in host memory: what steps write to it.
         self.saves = Saves(kv_cache_config) if is_wanted(vllm_config) else None
         self.decode.buffered = self.saves is not None
-        if self.saves is not None and options.next_turn:
+        if self.saves is not None and options.next_turn_seconds:
             raise ValueError(
-                "the option 'next_turn' of kv_connector_extra_config is not for an engine whose "
+                "the option 'next_turn_seconds' of kv_connector_extra_config is not for an engine whose "
                 "kv_buffer_device is 'cpu': what it answers is not in host memory; leave it out"
             )
         #: What the counters were when they were last asked for.

@@ -5,9 +5,9 @@ import time
 from .inside import begin, counter, pump
 
 #: Nothing ends by itself while a test waits for it, however busy the machine.
-PATIENT = {"lease": 600.0, "meet": 600.0}
+PATIENT = {"lease_seconds": 600.0, "push_timeout_seconds": 600.0}
 #: What is tiny takes no time, and is read ahead all the same.
-AHEAD = {"extra": PATIENT | {"least_ahead": 0.0}}
+AHEAD = {"extra": PATIENT | {"advanced": {"min_read_ahead_seconds": 0.0}}}
 #: How the engines of a kind are started where a test does not care.
 USUAL = {
     "qwen3": AHEAD | {"block_size": 32, "async_scheduling": False},
@@ -16,10 +16,10 @@ USUAL = {
     "falcon_h1": AHEAD,
 }
 #: Options of a P whose leases are over soon: only for what is to come too late.
-SHORT = {"lease": 1.0}
+SHORT = {"lease_seconds": 1.0}
 #: Options of a D that soon knows when nobody is there. A busy machine may take longer to shake hands: where D
 #: must read, it `meets` P first.
-HANDSHAKE = {"handshake": 4.0}
+HANDSHAKE = {"handshake_timeout_seconds": 4.0}
 
 
 def more(*case):

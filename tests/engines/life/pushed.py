@@ -23,7 +23,7 @@ TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 #: Options of a D that does not wait for ever, but for longer than anything takes on a busy machine. Where it
 #: is to give up soon, it is made `hasty`.
-BOUNDED = {"extra": AHEAD["extra"] | {"handshake": 20.0, "meet": 60.0, "patience": 60.0}}
+BOUNDED = {"extra": AHEAD["extra"] | {"handshake_timeout_seconds": 20.0, "push_timeout_seconds": 60.0, "queue_timeout_seconds": 60.0}}
 
 
 #: No request has the name of one that a test before it has left behind.
@@ -124,7 +124,7 @@ def knows(prefill, decode, prompt, there=None):
 
 def begin_to_read(prefill, decode, prompt, prefix=None, there=None, **given):
     """Both engines have it, and D has blocks for it, with other options than it has for others."""
-    given = {"meet": 90.0, "patience": 90.0} | given
+    given = {"push_timeout_seconds": 90.0, "queue_timeout_seconds": 90.0} | given
     before = decode.call(set_options, given)
     decode.call(take_at_once, True)
     names = start(prefill, decode, [prompt], prefix=prefix, there=there)
@@ -137,7 +137,7 @@ def begin_to_read(prefill, decode, prompt, prefix=None, there=None, **given):
 @contextlib.contextmanager
 def hasty(*engines):
     """They soon give up on a P that has not heard of a request."""
-    before = [engine.call(set_options, {"meet": 3.0}) for engine in engines]
+    before = [engine.call(set_options, {"push_timeout_seconds": 3.0}) for engine in engines]
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ POLICIES = pytest.mark.parametrize("policy", [more("fail"), "recompute"])
 def test_what_cannot_be_loaded(engines, pair, kind, policy, tmp_path):
     options = {"failure": policy, "extra": HANDSHAKE}
     # D hears of a lease that is over when it asks for more time, which it does three times a term.
-    prefill, decode = pair(kind, p={"extra": {"lease": 60.0}}, d=options)
+    prefill, decode = pair(kind, p={"extra": {"lease_seconds": 60.0}}, d=options)
     hasty, _ = pair(kind, p={"extra": SHORT}, d=options)
     draw = random.Random(8)
     (prompt,) = prompts(draw, [70])
@@ -95,7 +95,7 @@ def side_lost(engine):
 @POLICIES
 def test_an_engine_that_is_gone(engines, pair, folder, policy, tmp_path):
     # A seed of its own, for an engine of its own to kill.
-    options = {"failure": policy, "extra": HANDSHAKE | {"deadline": 5.0}}
+    options = {"failure": policy, "extra": HANDSHAKE | {"load_timeout_seconds": 5.0}}
     prefill, decode = pair("qwen3", p={"seed": len(policy)}, d=options)
     draw = random.Random(9)
     (prompt,) = prompts(draw, [200])

@@ -98,7 +98,7 @@ def test_a_window_that_was_not_moved_whole_is_nobody_s_prefix(pair):
 
 
 #: Which way is the cheapest is measured, and some read more than is needed: here bytes are counted.
-EXACT = {"extra": PATIENT | {"lowering": "direct"}}
+EXACT = {"extra": PATIENT | {"advanced": {"read_method": "direct"}}}
 STATES = {"prefix": True, "prepare": [let_states_be_cached], **EXACT}
 #: Bytes of a token in the two attention layers of the tiny Nemotron-H, and of a sequence in its three
 #: recurrent ones: 8 heads of 16 x 16, and 3 columns of all heads and 2 groups of 2 x 16.

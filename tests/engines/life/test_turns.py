@@ -13,7 +13,7 @@ from .pushed import CHUNKS, content, ends, start
 from .test_held import let_states_be_cached
 
 #: Longer than a test.
-KEPT = {"extra": PATIENT | {"next_turn": 600.0}}
+KEPT = {"extra": PATIENT | {"next_turn_seconds": 600.0}}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_nothing_is_kept_that_was_not_asked_for(pair):
 
 def test_an_answer_that_nobody_continues_from(pair):
     """Its time is over: that is no loss to anybody."""
-    prefill, decode = pair("qwen3", {"extra": PATIENT | {"next_turn": 12.0}})
+    prefill, decode = pair("qwen3", {"extra": PATIENT | {"next_turn_seconds": 12.0}})
     (prompt,) = prompts(random.Random(22), [70])
     answered(prefill, decode, prompt)
     assert decode.used_blocks() == 3
