@@ -17,12 +17,6 @@ PREFILL, DECODE = ("prefill", "prefill2"), ("decode", "decode2")
 SERVERS = (*PREFILL, *DECODE)
 #: Servers that come later.
 ADDED = ("prefill3", "decode3")
-#: What a server begins with: it forks its children, which would import vLLM once more each if they were spawned.
-FORKING = """\
-import multiprocessing
-context = multiprocessing.get_context
-multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
-"""
 
 
 class Fleet(Pair):
@@ -42,9 +36,6 @@ class Fleet(Pair):
         self.environment["PYTHONPATH"] = str(Path(__file__).parent)
         # vLLM waits so long for a worker to end by itself, before it asks it to.
         self.environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"
-        (_, _, serve) = (self.folder / "bin" / "vllm").read_text().partition("\n")
-        self.forking = self.folder / "forking.py"
-        self.forking.write_text(FORKING + serve)
 
     def servers(self):
         """Those that run now."""
@@ -74,7 +65,7 @@ class Fleet(Pair):
                 {"kv_connector": "MultiConnector", "kv_role": ours["kv_role"], "kv_connector_extra_config": both}
                 | self.transfer
             )
-        return [self.pythons[who], str(self.forking), *words[1:]]
+        return [self.pythons[who], str(self.folder / "bin" / "vllm"), *words[1:]]
 
 
 def role_of(name):

@@ -21,6 +21,7 @@ import urllib.request
 from pathlib import Path
 
 import environment
+from forked import FORKING, Forked
 from openai import OpenAI
 
 README = Path(__file__).parents[2] / "README.md"
@@ -66,14 +67,15 @@ class Pair:
 
     `serve` is added to what starts the servers, `transfer` to their `--kv-transfer-config`, and `extra`
     to its `kv_connector_extra_config`; `only` is more of the last, for one server. `hosts` says where each
-    runs, if not all on this machine's own loopback.
+    runs, if not all on this machine's own loopback. `fork` is whether vLLM's commands begin in a process that
+    has imported vLLM, which is all that their start saves, or as a user's do.
     """
 
     #: Who listens, by the name of a role in README.md.
     names = tuple(PORTS)
 
-    def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None):
-        self.hosts = hosts or {}
+    def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None, fork=True):
+        self.hosts, self.fork = hosts or {}, fork
         self.model, self.folder = str(model), Path(folder)
         self.serve, self.transfer, self.extra, self.only = serve, transfer, extra, only or {}
         self.ports = dict(zip(self.names, free_ports(len(self.names)), strict=True))
@@ -97,7 +99,7 @@ class Pair:
             (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=name)
             script = made / name
             script.write_text(
-                f"#!{sys.executable}\nimport sys\nfrom {entry.module} import {entry.attr}\n"
+                f"#!{sys.executable}\n{FORKING if self.fork else ''}import sys\nfrom {entry.module} import {entry.attr}\n"
                 f'if __name__ == "__main__":\n    sys.exit({entry.attr}())\n'
             )
             script.chmod(0o755)
@@ -126,10 +128,14 @@ class Pair:
         """Starts them together and waits until each answers."""
         for name in who:
             with open(self.log(name), "ab") as log:
+                words = self.command(name)
+                if self.fork and words[0] == "vllm" and name not in self.hosts:
+                    self.processes[name] = Forked(words, self.environment, log)
+                    continue
                 # In a session of its own, so that it can be ended with all its children.
                 entered = self.hosts[name].enter if name in self.hosts else []
                 self.processes[name] = subprocess.Popen(
-                    [*entered, *self.command(name)],
+                    [*entered, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -48,12 +48,12 @@ PAIRS = {
 
 
 @contextlib.contextmanager
-def served(tmp_path_factory, kind, serve, transfer, extra, only=None):
+def served(tmp_path_factory, kind, serve, transfer, extra, only=None, **options):
     folder = tmp_path_factory.mktemp("served")
     save_tokenizer(save_model(kind, folder / kind))
     # One server after the other: what is sent to both at once is in test_served_both.py and life/test_push*.py.
     extra = {"lease_seconds": LEASE, "push": "never", "drain_signal": "SIGUSR2", **extra}
-    pair = Pair(folder / kind, folder, serve, transfer, extra, only)
+    pair = Pair(folder / kind, folder, serve, transfer, extra, only, **options)
     try:
         pair.start("prefill", "decode")
         pair.start("router")
