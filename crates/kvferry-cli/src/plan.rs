@@ -36,7 +36,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let pair = args.pair.resolve()?;
     let answer = Answer::of(&pair)?;
-    let sizing = answer.size(&pair, &args.link)?;
+    let sizing = args.link.size(&pair, &answer)?;
     output::print(&match args.json {
         true => format!("{:#}\n", as_json(&pair, &answer, sizing.as_ref())),
         false => heading(&pair) + &conclusion(&pair, &answer, sizing.as_ref()),

@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::sides::{Asked, Engine, Pair};
-use crate::sizing::{LinkArgs, Sizing};
 use crate::tables::{self, TooFew};
 use crate::text::{self, Columns};
 
@@ -37,14 +36,6 @@ impl Answer {
         }
         let report = report(pair, &plans)?;
         Ok(Self::Works { plans, report })
-    }
-
-    /// What the request takes of a link, where one is given and the pair works.
-    pub(crate) fn size(&self, pair: &Pair, link: &LinkArgs) -> Result<Option<Sizing>, Failure> {
-        match self {
-            Self::Works { report, .. } => link.size(pair, report),
-            Self::Refused(_) => Ok(None),
-        }
     }
 
     /// The way the command ends.

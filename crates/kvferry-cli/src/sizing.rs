@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::report::Report;
+use crate::report::Answer;
 use crate::sides::Pair;
 use crate::tables;
 use crate::text;
@@ -55,9 +55,11 @@ struct Load {
 }
 
 impl LinkArgs {
-    /// Sizes a request, where a link is given.
-    pub(crate) fn size(&self, pair: &Pair, report: &Report) -> Result<Option<Sizing>, Failure> {
-        let Some(link) = self.link else { return Ok(None) };
+    /// Sizes a request, where a link is given and the pair works.
+    pub(crate) fn size(&self, pair: &Pair, answer: &Answer) -> Result<Option<Sizing>, Failure> {
+        let (Some(link), Answer::Works { report, .. }) = (self.link, answer) else {
+            return Ok(None);
+        };
         let missing = pair.asked.tokens - pair.asked.cached;
         if missing == 0 || report.bytes == 0 {
             return Err(Failure::input(

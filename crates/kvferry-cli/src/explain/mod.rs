@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     let answer = Answer::of(&pair)?;
     let Answer::Works { plans, report } = &answer else { return answer.end() };
     let picture = picture(&pair, plans).map_err(Failure::input)?;
-    let sizing = answer.size(&pair, &args.link)?;
+    let sizing = args.link.size(&pair, &answer)?;
     let mut data = plan::as_json(&pair, &answer, sizing.as_ref());
     for (side, picture) in [("prefill", picture.prefill), ("decode", picture.decode)] {
         for (key, value) in [
