@@ -306,9 +306,30 @@ fn a_source_that_falls_silent_ends_the_load() {
     wire.stop();
     read.land(0, read.copies.len());
     read.finish();
-    let late = Failure::Deadline { stage: "auditing".to_owned() };
+    let late = Failure::Deadline { stage: "confirming".to_owned() };
     assert_eq!(d.wait_ends("r"), [Outcome::Failed(late)]);
     assert_eq!(d.ranks[0].worker.loads(), []);
+}
+
+/// A source that has no time to look at its memory, and one that has none for its own: what has landed is confirmed, and
+/// used without an audit.
+#[test]
+fn what_takes_too_long_to_look_at_fails_no_load() {
+    for slow in ["source", "destination"] {
+        let p = Recipe::new("p", 1).by(By::Held).start();
+        let d = Recipe::new("d", 1).by(By::Held).audit(Audit::ALL).start();
+        p.prefill(1, &SOURCE, TOKENS);
+        let ticket = p.grant("r", &SOURCE, TOKENS);
+        let busy = &if slow == "source" { &p } else { &d }.ranks[0].held.as_ref().unwrap().busy;
+        busy.store(true, Ordering::SeqCst);
+        d.start_load("r", &ticket, &SOURCE, &DESTINATION, TOKENS, Duration::from_secs(6));
+        let read = d.ranks[0].held.as_ref().unwrap().next();
+        read.land(0, read.copies.len());
+        read.finish();
+        assert_eq!(d.wait_ends("r"), [Outcome::Done], "{slow}");
+        let counts = d.ranks[0].worker.counts();
+        assert!(counts.contains(&("audits_unable".to_owned(), 1)), "{slow}: {counts:?}");
+    }
 }
 
 /// A rank of the source that cannot be asked, while its scheduler still answers for the blocks: what was read from it is

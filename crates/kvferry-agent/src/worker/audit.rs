@@ -29,6 +29,9 @@ use crate::wire::message::{Question, Reply};
 use crate::wire::task::{Task, TaskReply};
 use crate::wire::ticket::Ticket;
 
+/// So long may it take, and half of the time that is left of the load's.
+const LONGEST: Duration = Duration::from_secs(10);
+
 /// What came of an audit.
 #[derive(Debug)]
 pub(super) enum Audited {
@@ -110,7 +113,7 @@ pub(super) async fn audit(
 #[derive(Debug)]
 enum Trouble {
     Mismatch(Mismatch),
-    /// One of the two cannot compute digests, and why.
+    /// One of the two cannot compute digests, or not in time, and why.
     Unable(String),
     NotHeld(Loss),
     Failed(Failure),
@@ -148,7 +151,16 @@ async fn compare(
     if comparison.pieces.is_empty() {
         return Ok(0);
     }
-    let (first, bytes) = both(core, load, engine, &comparison, (key, read_by), deadline).await?;
+    // To look again takes time, and so does the confirmation: what is slow is not wrong, and fails no load.
+    let began = Instant::now();
+    let limit = began + (deadline.saturating_duration_since(began) / 2).min(LONGEST);
+    let first = both(core, load, engine, &comparison, (key, read_by), limit).await;
+    if matches!(first, Err(Trouble::Failed(_))) && Instant::now() >= limit {
+        let seconds = (limit - began).as_secs_f64();
+        let reason = format!("it is not done after {seconds:.1} s");
+        return Err(Trouble::Unable(reason));
+    }
+    let (first, bytes) = first?;
     let Some(piece) = first.differing() else { return Ok(bytes) };
     // Once more, to see which side does not keep still.
     let side = match both(core, load, engine, &comparison, (key, read_by), deadline).await {
@@ -244,7 +256,6 @@ fn own_digests(
         Err(error @ kvferry_transport::Error::Unsupported(_)) => {
             Err(Trouble::Unable(format!("on this side: {error}")))
         }
-        // The load's own deadline passes at the same moment, and says so.
         Err(error) => Err(Trouble::Failed(Failure::Transport(error.to_string()))),
     }
 }

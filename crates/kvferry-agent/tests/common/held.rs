@@ -27,6 +27,8 @@ pub struct Held {
     attempts: AtomicUsize,
     /// What ends a connection waits while this is so.
     pub stuck: Arc<AtomicBool>,
+    /// What looks at memory waits while this is so.
+    pub busy: AtomicBool,
 }
 
 /// Why a rank cannot be connected to.
@@ -50,7 +52,8 @@ impl Held {
     pub fn new(refuses: Option<Refusal>) -> Self {
         let (connected, attempts) = (Arc::default(), AtomicUsize::new(0));
         let stuck = Arc::default();
-        Self { reads: Arc::default(), connected, refuses, attempts, stuck }
+        let busy = AtomicBool::new(false);
+        Self { reads: Arc::default(), connected, refuses, attempts, stuck, busy }
     }
 
     /// How often it has tried to connect to a rank.
@@ -131,6 +134,9 @@ impl Carrier for Held {
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
+        while self.busy.load(Ordering::SeqCst) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
         look(program, deadline)
     }
 }
