@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from .._core import facts
-from . import versions
 from .refusal import refuse
 
 Fact = dict[str, Any]
@@ -349,7 +348,7 @@ def is_clipped(spec: Any) -> bool:
 
 def is_replayed(spec: Any) -> bool:
     """Whether a group's cache is rebuilt from the last tokens of a prefix that is already there."""
-    return versions.replayed_tokens(spec) > 0
+    return bool(spec.prefix_replay_tokens > 0)
 
 
 def window_of(spec: Any) -> Fact:
