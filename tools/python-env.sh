@@ -17,7 +17,7 @@ python="$env/bin/python"
 if [ ! -e "$env/complete-$maturin-$mypy-$dynamo" ]; then
   rm -rf "$env"
   "$base" -m venv --without-pip "$env"
-  "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+  "$base" -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
     >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   "$base" -m uv pip install --quiet --python "$python" "maturin==$maturin" "mypy==$mypy"
   "$base" -m uv pip install --quiet --python "$python" --no-deps "ai-dynamo==$dynamo"

@@ -6,6 +6,7 @@ VERSION=PYTHON, with a space between two.
 
 import contextlib
 import os
+import sys
 
 import elsewhere
 import patches
@@ -16,6 +17,11 @@ from tiny import save_model
 pytestmark = pytest.mark.more
 
 OTHERS = dict(one.split("=") for one in os.environ.get("KVFERRY_OTHER_VLLM", "").split())
+#: What the other tests run with; each of the others with it, with each other, and the last, which no other test sees,
+#: with itself.
+HERE = "here"
+VERSIONS = [HERE, *OTHERS]
+PAIRS = [(one, other) for at, one in enumerate(VERSIONS) for other in VERSIONS[at + 1 :]] + [(VERSIONS[-1],) * 2]
 #: By family: the model and its engines. 0.31's CPU kernels for convolutions know no float32.
 FAMILIES = {
     "qwen3": ("qwen3", {"block_size": 32}),
@@ -34,37 +40,34 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("version", OTHERS)
-def test_a_pair_of_versions_hands_over_both_ways(serve, folder, version, family):
-    kind, options = FAMILIES[family]
-    here = serve(kind, "kv_both", **options)
-    larger = {"block_size": 96} if family == "other block sizes" else {}
-    other = elsewhere.server(OTHERS[version], folder / kind, "kv_both", **options | larger)
-    try:
-        assert other.call(version_of) == version
-        lengths = LENGTHS[2:] if family == "hybrid" else LENGTHS
-        check(here, other, lengths, seed=f"{family}, to {version}")
-        check(other, here, lengths, seed=f"{family}, from {version}")
-    finally:
-        other.close()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
-def test_two_other_versions_hand_over_to_each_other(folder, family):
-    assert len(OTHERS) >= 2, "tools/test-versions.sh names two"
-    kind, options = FAMILIES[family]
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, folder):
+    """Engines of a family: the first and the second of a pair, of each version, once they are asked for."""
+    kind, options = FAMILIES[request.param]
     if not (folder / kind).exists():
         save_model(kind, folder / kind)
-    with contextlib.ExitStack() as opened:
-        servers = []
-        for version, python in list(OTHERS.items())[:2]:
-            servers.append(elsewhere.server(python, folder / kind, "kv_both", **options))
-            opened.callback(servers[-1].close)
-            assert servers[-1].call(version_of) == version
-        lengths = LENGTHS[2:] if family == "hybrid" else LENGTHS
-        for p, d in (servers, servers[::-1]):
-            check(p, d, lengths, seed=f"{family}, between others")
+    running = {}
+
+    def engine(version, second):
+        if (version, second) not in running:
+            larger = {"block_size": 96} if second and request.param == "other block sizes" else {}
+            python = OTHERS.get(version, sys.executable)
+            server = elsewhere.server(python, folder / kind, "kv_both", **options | larger)
+            running[version, second] = closing.enter_context(contextlib.closing(server))
+            assert version in (HERE, server.call(version_of))
+        return running[version, second]
+
+    with contextlib.ExitStack() as closing:
+        yield request.param, engine
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_a_pair_of_versions_hands_over_both_ways(family, pair):
+    name, engine = family
+    one, other = engine(pair[0], False), engine(pair[1], True)
+    lengths = LENGTHS[2:] if name == "hybrid" else LENGTHS
+    check(one, other, lengths, seed=f"{name}, {pair} there")
+    check(other, one, lengths, seed=f"{name}, {pair} back")
 
 
 # In the engine's process.

@@ -9,12 +9,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import RequestStatus
 
 
-def start_side(kind, engine=None, *, role="kv_both", ranks=1, tracer=None, **options):
+def start_side(kind, engine=None, *, role="kv_both", ranks=1, tracer=None, kv_load_failure_policy="fail", **options):
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     cache = KVCacheConfig(
         num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
     )
     named = {} if engine is None else {"engine_id": engine}
+    named["kv_load_failure_policy"] = kv_load_failure_policy
     transfer = KVTransferConfig(kv_connector="FerryConnector", kv_role=role, **named)
     config = SimpleNamespace(
         kv_transfer_config=transfer,

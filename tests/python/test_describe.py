@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from enum import IntEnum
 from types import SimpleNamespace
 
 import kvferry
@@ -155,6 +156,16 @@ def test_quantised_pages_are_records_of_their_own_format(gqa):
     group.kv_cache_spec = replace(spec, num_head_slots=4, kv_quant_mode=KVQuantMode.NVFP4)
     with pytest.raises(Unsupported, match="pages of 4 slots for 2 heads .* back end FLASH_ATTN"):
         describe(gqa)
+
+
+def test_of_two_names_for_one_number_neither_is_guessed(monkeypatch):
+    class Mode(IntEnum):
+        OCTAVE_K3V4 = 12
+        CUSTOM = 12
+
+    monkeypatch.setitem(specs.QUANTISED, "OCTAVE_K3V4", specs.IN_THE_PAGE)
+    with pytest.raises(Unsupported, match="layer 'it': caches quantised as OCTAVE_K3V4 or CUSTOM have not"):
+        specs.scales_of("it", SimpleNamespace(kv_quant_mode=Mode.CUSTOM))
 
 
 def test_scales_that_nobody_says_are_refused(gqa):

@@ -153,7 +153,8 @@ class TestDeepSeekV4:
             ("0.32.0", None, True, True),
             ("0.33.0", False, False, True),
             ("0.33.0", True, True, False),
-            # One that does not say so by that name any more.
+            # Where it does not say so by that name any more.
+            ("0.33.0", None, True, False),
             ("0.34.0", None, False, True),
             ("0.34.0", None, True, False),
         ],

@@ -10,6 +10,7 @@ import pytest
 from handmade import grant, load
 from kvferry.vllm import FerryConnector, stock
 from kvferry.vllm.decode import COUNTS as OF_DECODE
+from kvferry.vllm.decode import RECOMPUTED, recomputed
 from kvferry.vllm.keep import COUNTS as OF_KEEP
 from kvferry.vllm.metrics import COUNTS, REASONS, Stats, ended, refused
 from kvferry.vllm.worker import WorkerSide
@@ -18,6 +19,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 ROOT = pathlib.Path(__file__).parents[2]
+LABELLED = ("loads", "prompts_recomputed")
 HISTOGRAMS = {"load_seconds", "load_phase_seconds", "load_bytes", "load_copies"}
 TRANSFER = KVTransferConfig(
     kv_connector="FerryConnector", kv_connector_module_path="kvferry.vllm", kv_role="kv_both"
@@ -69,7 +71,9 @@ def test_prometheus_has_every_load_and_lease(seen):
     assert {"mismatch", "peer_misbehaved", "lost"} <= set(REASONS)
     assert all(value("loads_total", engine="0", outcome="failed", reason=why) == 0 for why in REASONS)
     assert value("loads_total", engine="0", outcome="failed", reason="") is None
+    assert all(value("prompts_recomputed_total", engine="1", reason=why) == 0 for why in RECOMPUTED)
     metrics.observe(data, 1)
+    metrics.observe(Stats.of_counts({recomputed("draining"): 3, "prompts_offered": 5}, {}).to_dict(), 1)
     for name, labels, expected in [
         ("loads_total", dict(outcome="done", reason=""), 2),
         ("loads_total", dict(outcome="failed", reason="bad_request"), 2),
@@ -83,6 +87,9 @@ def test_prometheus_has_every_load_and_lease(seen):
         ("audits_mismatched_total", {}, 0),
         ("packed_refused_total", {}, 0),
         ("data_connections_turned_away_total", {}, 0),
+        ("prompts_offered_total", {}, 5),
+        ("prompts_recomputed_total", dict(reason="draining"), 3),
+        ("prompts_recomputed_total", dict(reason="states"), 0),
         ("load_bytes_sum", {}, sum(ending.bytes for ending in done)),
         ("load_bytes_count", {}, 2),
         ("load_copies_sum", {}, sum(ending.copies for ending in done)),
@@ -98,12 +105,14 @@ def test_the_log_line_says_what_a_glance_must_show(seen):
     log = KVConnectorLogging(TRANSFER)
     log.observe(data)
     log.observe(Stats.of_counts({"leases_expired": 5}, {"leases_expired": 2}).to_dict())
+    log.observe(Stats.of_counts({recomputed("states"): 1, recomputed("params"): 3}, {}).to_dict())
     # What it has added to is its own.
     assert len(data["loads"]) == 6 and "leases_expired" not in data["counts"]
     lines = []
     log.log(lambda form, *values: lines.append(form % values))
     (line,) = lines
-    for part in ("Loads=2", "Loads failed=3", "Leases granted=2", "Leases expired=3", "MiB/s on"):
+    expected = ("Loads=2", "Loads failed=3", "Leases granted=2", "Leases expired=3", "MiB/s on", "Prompts recomputed=4")
+    for part in expected:
         assert part in line, line
 
 
@@ -131,11 +140,16 @@ def test_a_rank_reports_growth_once(engines):
 
 def test_the_page_names_every_metric():
     named = re.findall(r"`vllm:kvferry_(\w+)`", (ROOT / "docs" / "vllm.md").read_text())
-    assert set(named) == {f"{name}_total" for name in (*COUNTS, "loads")} | HISTOGRAMS
+    assert set(named) == {f"{name}_total" for name in (*COUNTS, *LABELLED)} | HISTOGRAMS
+
+
+def test_the_page_names_every_reason_to_compute_a_prompt_again():
+    (row,) = re.findall(r"^\| `vllm:kvferry_prompts_recomputed_total` \|.*", (ROOT / "docs/vllm.md").read_text(), re.M)
+    assert set(re.findall(r"`([a-z_]+)` \(", row)) == set(RECOMPUTED)
 
 
 def test_no_page_names_a_metric_that_vllm_does_not_have():
-    there = {f"vllm:kvferry_{name}_total" for name in (*COUNTS, "loads")}
+    there = {f"vllm:kvferry_{name}_total" for name in (*COUNTS, *LABELLED)}
     there |= {f"vllm:kvferry_{name}" for name in HISTOGRAMS}
     crates = {folder.name.replace("-", "_") for folder in (ROOT / "crates").iterdir()}
     for page in (ROOT / "docs").glob("*.md"):

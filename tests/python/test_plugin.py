@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from handmade import grant, load
 from kvferry.vllm import FerryConnector, plugin
 from kvferry.vllm.metrics import Stats, ended
 from kvferry.vllm.options import Options
+from kvferry.vllm.refusal import Unsupported
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -66,6 +69,17 @@ def test_a_wrong_option_is_named_while_vllm_reads_its_arguments(monkeypatch, ins
     graphs = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
     with pytest.raises(ValueError, match="no option 'transprot': did you mean 'transport'"):
         VllmConfig(kv_transfer_config=KVTransferConfig(**given), compilation_config=graphs)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_an_engine_that_returns_routed_experts_is_refused(role):
+    """vLLM refuses it for its own connectors that hand over, by their names."""
+    given = KVTransferConfig(kv_connector="FerryConnector", kv_role="kv_both")
+    config = SimpleNamespace(
+        kv_transfer_config=given, aux_output_config=SimpleNamespace(enable_return_routed_experts=True)
+    )
+    with pytest.raises(Unsupported, match="^--enable-return-routed-experts: .* Start the engine without it"):
+        FerryConnector(config, role, SimpleNamespace())
 
 
 def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch):

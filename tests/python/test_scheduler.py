@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvferry.vllm import logs
+from kvferry.vllm.decode import RECOMPUTED, Wanted, recomputed
 from kvferry.vllm.scheduler import SchedulerSide
 from sides import request, start_side
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -372,3 +373,81 @@ def test_with_a_key_the_address_of_an_engine_is_what_it_has_sealed(start, key, c
     decode.on_new_request(request("cmpl-1-0-89abcdef", **left))
     assert list(decode.decode.wanted) == ["cmpl-1-0-89abcdef"]
     prefill.agent.revoke("cmpl-1-0-0123abcd")
+
+
+@pytest.mark.parametrize("why", ["params", "draining", "in_use", "states", "windows", "not_taken", "load_failed"])
+def test_a_prompt_that_d_computes_again_is_counted_by_reason(start, why):
+    prefill, decode = start("kv_producer"), start("kv_consumer", kv_load_failure_policy="recompute")
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    side, wanted = decode.decode, request(**params)
+    if why == "params":
+        wanted.all_token_ids = list(range(1, 41))
+    decode.on_new_request(wanted)
+    if why == "states":
+        side.groups.held_back, side.groups.recurrent = 1, [True]
+    elif why == "windows":
+        side.wanted["request-1"].stock = True
+        side.stock = SimpleNamespace(usable=lambda offer, tokens: False, abandon=lambda ticket, failed: None)
+    elif why == "draining":
+        lost = [({**params["kvferry"]["ticket"], "draining": True}, "it drains")]
+        side.agent = With(side.agent, lost=lambda: [(dict(ticket), why) for ticket, why in lost])
+    elif why == "in_use":
+        side.agent = With(side.agent, leave=lambda name: None)
+        other = Wanted(None, 40, None, follows={})
+        assert not side._is_new("request-2", other, side.wanted["request-1"].ticket)
+        assert other.twin and other.tokens == 0
+    loads = why in ("not_taken", "load_failed", "in_use")
+    for _ in range(2):
+        assert decode.matched(wanted, 0) == ((40, True) if loads else (0, False))
+    if why == "load_failed":
+        decode.allocated(wanted, Blocks([1, 2]), 40)
+        assert not any(side.counts[recomputed(reason)] for reason in RECOMPUTED)
+        decode.ended("request-1", True, 0.0)
+    elif why != "in_use":
+        decode.allocated(wanted, Blocks([1, 2]), 0)
+    counts = decode.stats().data["counts"]
+    assert {name: n for name, n in counts.items() if name.startswith("prompts_")} == {
+        "prompts_offered": 1,
+        recomputed(why): 1,
+    }
+    prefill.agent.revoke("request-1")
+
+
+@pytest.mark.parametrize("case", ["loaded", "held", "fails", "aborted", "rejected", "a turn of P"])
+def test_a_prompt_that_d_does_not_compute_again_is_not_counted(start, case):
+    policy = "fail" if case == "fails" else "recompute"
+    prefill, decode = start("kv_producer"), start("kv_consumer", kv_load_failure_policy=policy)
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    wanted = request(**params)
+    if case == "rejected":
+        wanted.abort_immediately = True
+    if case == "a turn of P":
+        wanted = request(**params | {"do_remote_prefill": False, "do_remote_decode": True})
+    decode.on_new_request(wanted)
+    offered = case not in ("rejected", "a turn of P")
+    if offered:
+        held = 40 if case == "held" else 0
+        assert decode.matched(wanted, held) == (40 - held, not held)
+        decode.allocated(wanted, Blocks([1, 2]), 40 - held)
+        if case == "aborted":
+            decode.finished(wanted, ([],))
+        decode.ended("request-1", case != "loaded", 0.0)
+    counts = decode.stats().data["counts"]
+    assert counts.get("prompts_offered", 0) == offered
+    assert not [name for name in counts if name.startswith("prompts_rec")]
+    prefill.agent.revoke("request-1")
+
+
+class With:
+    """An agent, some of whose answers are others."""
+
+    def __init__(self, agent, **others):
+        self.__dict__ |= others
+        self.agent = agent
+
+    def __getattr__(self, name):
+        return getattr(self.agent, name)

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from kvferry.vllm import FerryConnector
 from kvferry.vllm.refusal import Unsupported
 from kvferry.vllm.worker import refuse_sleep
+from vllm.platforms import current_platform
 
 
 def config(sleeps):
@@ -19,3 +21,9 @@ def test_memory_that_may_go_away_is_refused():
 @pytest.mark.parametrize(("sleeps", "device"), [(True, "cpu"), (False, "cuda"), (False, "cpu")])
 def test_memory_that_stays_is_fine(sleeps, device):
     refuse_sleep(config(sleeps), device)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_where_vllm_asks_it_is_told_before_it_loads_the_weights(stays, monkeypatch):
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: stays)
+    assert FerryConnector.supports_sleep_mode(None) is stays

@@ -197,8 +197,9 @@ def stock():
 
 def test_where_tables_start(stock):
     # P hands over no more of a window's table than the window needs.
-    offer = stock.complete(stock.read(params()))
-    assert (offer.tokens, offer.first) == (200, [0, 2])
+    for told in (params(), admit(params(remote_registration_generation=1), 1000)):
+        offer = stock.complete(stock.read(told))
+        assert (offer.tokens, offer.first) == (200, [0, 2])
     # All of it, where that is less.
     short = params(remote_block_ids=[[1], [7]], remote_num_tokens=64)
     assert stock.complete(stock.read(short)).first == [0, 0]
@@ -288,6 +289,8 @@ def test_a_window_that_has_moved_on_is_of_no_use(stock):
         ({"pp_size": 2}, "pipeline stages"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"transfer_mode": "push"}, "writes"),
+        ({"remote_registration_generation": 2}, "registered its memory anew.* is 2, with 1 ranks"),
+        ({"remote_registration_generation": "2"}, "'remote_registration_generation' is '2', but must be a whole"),
         ({"tp_size": ...}, "'tp_size' is missing"),
         ({"tp_size": "1"}, "'tp_size' is '1', but must be a whole number"),
         ({"remote_port": None}, "'remote_port' is missing"),

@@ -47,6 +47,10 @@ CASES = [
     ("KvferryLeasesExpire", "leases_expired", A, once, False),
     ("KvferryHoldsLost", "holds_lost", A, often, True),
     ("KvferryHoldsLost", "holds_lost", A, once, False),
+    # Of ten a minute that are offered.
+    ("KvferryPromptsRecomputed", "prompts_recomputed", (("reason", "params"), *A), often, True),
+    ("KvferryPromptsRecomputed", "prompts_recomputed", (("reason", "params"), *A), every(2, 2 * HOUR), False),
+    ("KvferryPromptsRecomputed", "prompts_recomputed", (("reason", "params"), *A), once, False),
     ("KvferryTablesChanged", "confirmations_not_granted", A, once, True),
     ("KvferryTablesChanged", "confirmations_not_granted", A, lambda now: 7, False),
     ("KvferryPeersRefused", "refusals", A, once, True),
@@ -75,6 +79,9 @@ def value(expression, series, now):
     if isinstance(expression, promql.BinaryExpr) and isinstance(expression.rhs, promql.NumberLiteral):
         holds, limit = COMPARE[str(expression.op)], expression.rhs.val
         return {at: n for at, n in value(expression.lhs, series, now).items() if holds(n, limit)}
+    if isinstance(expression, promql.BinaryExpr) and str(expression.op) == "/":
+        parts, wholes = (value(side, series, now) for side in (expression.lhs, expression.rhs))
+        return {at: n / wholes[at] for at, n in parts.items() if wholes.get(at)}
     if isinstance(expression, promql.AggregateExpr) and str(expression.op) == "sum":
         if expression.modifier is None or "By" not in str(expression.modifier.type):
             raise ValueError("a sum must say by what")
@@ -123,7 +130,8 @@ def raised(rule, series):
 rules = {rule["alert"]: rule for rule in group["rules"]}
 problems = []
 for alert, counter, labels, grows, expected in CASES:
-    found = raised(rules[alert], {(f"vllm:kvferry_{counter}_total", labels): grows})
+    offered = {("vllm:kvferry_prompts_offered_total", A): often}
+    found = raised(rules[alert], {(f"vllm:kvferry_{counter}_total", labels): grows} | offered)
     if bool(found) != expected or not all(dict(labels).get("instance") == "a" for labels in found):
         problems.append(f"{alert}: raised for {sorted(found) or 'nothing'} with {counter} {labels}")
 for alert in rules:

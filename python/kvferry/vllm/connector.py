@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from . import logs, neighbours, stock, tracing, versions
 from .logs import logger
@@ -31,6 +32,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.read(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         logs.start(options.logging)
+        if getattr(getattr(vllm_config, "aux_output_config", None), "enable_return_routed_experts", False) is True:
+            raise refuse(
+                "", "--enable-return-routed-experts: vLLM keeps the experts of each token beside its cache, and they are "
+                "not handed over; since 0.33 it loads hardly any prompt then, without a word. Start the engine without it"
+            )
         scheduler, worker = tracing.sides(vllm_config, options)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -47,6 +53,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         # wrong option should end it there, and not when it has loaded the weights.
         Options.read(extra_config or {})
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        # A GPU's memory goes away meanwhile. Before 0.33 nobody asked: `refuse_sleep` says it later.
+        return bool(current_platform.is_cpu())
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -25,14 +25,36 @@ from .stock import Stock, is_stock
 #: What is counted, for the metrics.
 COUNTS = {
     "params_refused": "Requests whose transfer parameters were of no use, malformed or forged: this engine computed "
-    "their prompts itself."
+    "their prompts itself.",
+    "prompts_offered": "Requests whose prompts another engine had computed, or was to compute, for this one.",
 }
+#: Why this engine computed a prompt all the same: counted by reason.
+RECOMPUTED = {
+    "params": "the parameters were of no use",
+    "draining": "the other engine drains, and has promised nothing",
+    "in_use": "another request has the same ticket",
+    "states": "what the other engine has is of another number of tokens",
+    "windows": "an engine with vLLM's own connector has given up what a window needs",
+    "not_taken": "vLLM did not take what there was",
+    "load_failed": "it could not be loaded, and `kv_load_failure_policy` is `recompute`",
+}
+
+
+def recomputed(reason: str) -> str:
+    """What a reason is counted by."""
+    return f"prompts_recomputed:{reason}"
 
 
 def is_rejected(request: Any) -> bool:
     """Whether this only says that vLLM's server has rejected a request, or that it has failed here: its prompt is one
     token that means nothing, and vLLM aborts it as soon as the connector has seen it."""
     return getattr(request, "abort_immediately", False) is True
+
+
+def is_offered(request: Any) -> bool:
+    """Whether a request asks for what another engine has computed."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and not is_rejected(request)
 
 
 @dataclass
@@ -64,6 +86,10 @@ class Wanted:
     computed: int = 0
     #: The workers know of it: only they can say that it has ended.
     loading: bool = False
+    #: Tokens that vLLM was last told it can load.
+    told: int = 0
+    #: vLLM has done with it.
+    over: bool = False
     #: Why the blocks are gone.
     lost: str | None = None
     #: The engine runs vLLM's own connector, and cannot be asked.
@@ -89,7 +115,9 @@ class Decode:
         self.agent, self.groups, self.origins, self.options = agent, groups, origins, options
         #: Engines without kvferry.
         self.stock = stock
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts = dict.fromkeys((*COUNTS, *map(recomputed, RECOMPUTED)), 0)
+        #: Whether prompts that fail to load are computed here.
+        self.recomputes = False
         #: Whether engines share a key, and tickets are sealed with it.
         self.sealed = agent.engine_seal is not None
         #: Requests that wait or load.
@@ -123,6 +151,7 @@ class Decode:
     def refuse(self, request: Any, error: Exception) -> None:
         """A request whose parameters are of no use."""
         self.counts["params_refused"] += 1
+        self.counts[recomputed("params")] += is_offered(request)
         logger.warning(
             "kvferry: cannot use the transfer parameters of %s: %s. This engine computes the "
             "prompt itself",
@@ -198,6 +227,12 @@ class Decode:
         self.agent.hold(offer.ticket, patience=patience)
         return Wanted(offer, offer.tokens, origin, offer.ticket, lost=offer.wrong)
 
+    def _computed_here(self, wanted: Wanted, reason: str) -> None:
+        """Nothing of a request is loaded. To compute what an answer is followed by is what P is for."""
+        if wanted.tokens and not wanted.next_turn:
+            self.counts[recomputed(reason)] += 1
+        wanted.tokens = 0
+
     def _decline(self, ticket: dict[str, Any]) -> None:
         """Of a request that never waited here. Held first: its engine may not have been met yet, and is tried once."""
         self.agent.hold(ticket, patience=self.options.queue_timeout_seconds)
@@ -248,15 +283,17 @@ class Decode:
                 wanted.tokens,
                 usable,
             )
-            wanted.tokens = usable = 0
+            self._computed_here(wanted, "states")
+            usable = 0
         if wanted.stock and usable > computed and not self._has_windows(name, wanted, usable):
-            wanted.tokens = usable = 0
+            self._computed_here(wanted, "windows")
+            usable = 0
         if wanted.lost is not None and wanted.next_turn:
             # To compute prompts is what P is for.
             wanted.tokens = usable = 0
         wanted.computed = computed
-        count = max(0, usable - computed)
-        return count, count > 0
+        wanted.told = max(0, usable - computed)
+        return wanted.told, wanted.told > 0
 
     def _knows_stock(self, name: str, wanted: Wanted) -> bool:
         """Whether it is known what an engine without kvferry has, or that it cannot be had."""
@@ -327,7 +364,8 @@ class Decode:
         if any(ticket == other.ticket for other in self.wanted.values()):
             # Whatever becomes of this one, the other needs it.
             self.agent.leave(name)
-            wanted.twin, wanted.tokens, wanted.follows = True, 0, None
+            wanted.twin, wanted.follows = True, None
+            self._computed_here(wanted, "in_use")
             return False
         return True
 
@@ -351,10 +389,10 @@ class Decode:
                 same = wanted.ticket is not None and ticket.items() <= wanted.ticket.items()
                 if name == followed or same:
                     wanted.lost = why
-                    if draining:
+                    if draining and not wanted.loading:
                         # Nothing was promised, so nothing has failed: this engine computes the prompt.
                         logger.info("kvferry: %s is computed here: %s", name, why)
-                        wanted.tokens = 0
+                        self._computed_here(wanted, "draining")
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """A request has its blocks, and `external` tokens are to be loaded into them."""
@@ -364,6 +402,8 @@ class Decode:
             return
         if external == 0:
             # Everything is here, or nothing can be had: P need not keep it.
+            if wanted.told:
+                self._computed_here(wanted, "not_taken")
             self._give_up(name)
             return
         wanted.loading = True
@@ -421,6 +461,8 @@ class Decode:
         if wanted is None:
             return
         if failed or wanted.ticket is None:
+            if self.recomputes and not wanted.over:
+                self._computed_here(wanted, "load_failed")
             self._give_up(request, failed)
             return
         del self.wanted[request]
@@ -440,6 +482,7 @@ class Decode:
         wanted = self.wanted.get(name)
         if wanted is None:
             return
+        wanted.over = True
         if wanted.loading:
             # vLLM keeps the blocks until the workers say that nothing lands in them any more.
             if not any(other.reader == name and other.loading for other in self.wanted.values()):

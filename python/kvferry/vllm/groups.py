@@ -16,7 +16,6 @@ from .specs import (
     keeps_window,
     sight_of,
 )
-from .versions import draft_lookahead
 
 
 class Groups:
@@ -40,9 +39,7 @@ class Groups:
         #: them, a window must reach as far back as they look (once all tokens are computed, vLLM keeps
         #: it for the one after them), a cache that is replayed must be laid out for them, and what
         #: several draft modules write for them is a guess.
-        self.held_back = max(
-            1 if self._needs_last_token() else 0, draft_lookahead(vllm_config) - 1
-        )
+        self.held_back = max(1 if self._needs_last_token() else 0, vllm_config.num_prefill_lookahead_tokens - 1)
 
     def share(self, tokens: int) -> float:
         """The share of all blocks that a request of so many tokens takes at most, one more being computed. That

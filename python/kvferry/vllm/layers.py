@@ -88,8 +88,9 @@ class Layers(Heads, Recurrent):
             raise refuse(
                 layer,
                 f"records of {content} bytes a token (DeepSeek-V4.1 on Blackwell) lie in another order since vLLM 0.33, "
-                f"under the same name and size, and kvferry knows the order of {', '.join(versions.TRIED)} alone; this "
-                f"is vLLM {versions.running()}. Use vLLM {versions.TRIED[-1]} for all engines of this model",
+                "under the same name and size, and kvferry knows the order of "
+                f"{' and '.join(versions.BEFORE_33)} alone; this is vLLM {versions.running()}. Use vLLM "
+                f"{versions.BEFORE_33[-1]} for all engines of this model",
             )
         data, scales = specs.SCALES_LAST[content]
         name = f"{spec.cache_dtype_str} {content}"
@@ -150,7 +151,7 @@ class Layers(Heads, Recurrent):
                 layer,
                 f"vLLM {versions.running()} writes other numbers as the scales of 8-bit indexer keys on this GPU (four "
                 "exponents in place of a float32, in the same four bytes), and kvferry knows float32 alone. Use vLLM "
-                f"{versions.TRIED[-1]} for all engines of this model, or an indexer cache of 4 bits",
+                f"{versions.BEFORE_33[-1]} for all engines of this model, or an indexer cache of 4 bits",
             )
         heads = getattr(config, "index_n_heads", 0)
         tiles = specs.tiles_of(layer, self.backends.get(layer), spec, heads, size, entries)

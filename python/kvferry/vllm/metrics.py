@@ -84,6 +84,8 @@ class Stats(KVConnectorStats):
         line["Leases granted"] = counts.get("leases_granted", 0)
         line["Leases confirmed"] = counts.get("leases_confirmed", 0)
         line["Leases expired"] = counts.get("leases_expired", 0)
+        if recomputed := sum(count for name, count in counts.items() if name.startswith("prompts_recomputed:")):
+            line["Prompts recomputed"] = recomputed
         for name in (
             "audits_mismatched",
             "confirmations_not_granted",
@@ -137,6 +139,11 @@ class PromMetrics(KVConnectorPromMetrics):
             documentation="Requests that a rank of this engine loaded, by how each load ended.",
             labelnames=[*labelnames, "outcome", "reason"],
         )
+        self.recomputed = counter(
+            name="vllm:kvferry_prompts_recomputed",
+            documentation="Prompts that this engine computed although another one had, by the reason.",
+            labelnames=[*labelnames, "reason"],
+        )
         self.phases = histogram(
             name="vllm:kvferry_load_phase_seconds",
             documentation="Where the time of completed loads went.",
@@ -166,6 +173,8 @@ class PromMetrics(KVConnectorPromMetrics):
         for labels in per_engine_labelvalues.values():
             for metric in (*self.counts.values(), self.seconds, self.bytes, self.copies):
                 metric.labels(*labels)
+            for why in decode.RECOMPUTED:
+                self.recomputed.labels(*labels, why)
             for outcome in OUTCOMES:
                 for reason in REASONS if outcome == "failed" else ("",):
                     self.loads.labels(*labels, outcome, reason)
@@ -175,8 +184,11 @@ class PromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data["counts"].items():
-            if name in self.counts:
-                self.counts[name].labels(*labels).inc(count)
+            family, _, reason = name.partition(":")
+            if reason:
+                self.recomputed.labels(*labels, reason).inc(count)
+            elif family in self.counts:
+                self.counts[family].labels(*labels).inc(count)
         for load in transfer_stats_data["loads"]:
             # Which request it was, where those are traced: for who reads OpenMetrics.
             said = {"exemplar": load["exemplar"]} if "exemplar" in load else {}

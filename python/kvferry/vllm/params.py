@@ -307,6 +307,7 @@ _FIELDS: dict[str, _Reader] = {
     "pp_size": _number(1, 1 << 16),
     "dcp_size": _number(1, 1 << 16),
     "remote_num_tokens": _number(0),
+    "remote_registration_generation": _number(0),
     "transfer_mode": _text,
     KEY: _object(
         {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core import states
-from . import specs, versions
+from . import specs
 from .asking import Asking
 from .geometry import Regions
 from .model import Model
@@ -53,7 +53,7 @@ class Rank:
 
     def turns(self, spec: Any) -> int:
         """Ranks that take turns at a block's tokens."""
-        return self.dcp_size if versions.shares_tokens(spec) else 1
+        return self.dcp_size if spec.dcp_sharded else 1
 
     def _states(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._core import Scheduler
 from .buffer import Saves, is_wanted
-from .decode import Decode
+from .decode import Decode, is_offered
 from .groups import Groups
 from .keep import Keep
 from .logs import logger
@@ -63,6 +63,8 @@ class SchedulerSide:
         if options.nixl_connector_lease_seconds:
             self.stock = Stock(self.agent, groups, options.nixl_connector_lease_seconds)
         self.decode = Decode(self.agent, groups, origins, options, self.stock)
+        policy = getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None)
+        self.decode.recomputes = policy == "recompute"
         self.turns = Turns(
             self.agent, self.keep, groups, origins, vllm_config, options.next_turn_seconds
         )
@@ -82,6 +84,7 @@ class SchedulerSide:
         self.prefill.manager = self.decode.manager = self.keep.manager = manager
 
     def on_new_request(self, request: Any) -> None:
+        self.decode.counts["prompts_offered"] += is_offered(request)
         params = self._admit(request)
         if params.get("do_remote_decode"):
             self.prefill.begin(request)

@@ -91,12 +91,13 @@ def main() -> int:
 def look(mib: int, level: str = "error") -> Iterator[Finding]:
     vllm = version("vllm")
     if vllm is None:
-        newest = versions.TRIED[-1]
+        newest = [it for it in versions.TRIED if it not in versions.WITHOUT_KERNELS][-1]
         yield Finding("vllm", "no", "is not installed here", f"pip install 'vllm=={newest}.*'")
     else:
         if versions.is_tried(vllm):
             tried = ", ".join(versions.TRIED)
-            yield Finding("vllm", "yes", f"{vllm}; tried, also in pairs of different ones: {tried}")
+            without = f" ({', '.join(versions.WITHOUT_KERNELS)} without its compiled code)"
+            yield Finding("vllm", "yes", f"{vllm}; tried, also in pairs of different ones: {tried}{without}")
         else:
             yield Finding("vllm", "?", versions.untried(vllm), f"try it before you trust it: {CANARY}")
         yield plugin()

@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from .._core import facts
-from . import versions
 from .refusal import refuse
 
 Fact = dict[str, Any]
@@ -114,12 +113,12 @@ BACKENDS = _orders(
         "FLASHINFER_MLA_SPARSE FLASHINFER_MLA_SPARSE_DSV4 FLASHINFER_MLA_SPARSE_DSV41 "
         "FLASHINFER_MLA_SPARSE_SM120 FLASHINFER_MLA_SPARSE_SM90 FLASHMLA FLASHMLA_MEGA_ATTN_DSV41 "
         "FLASHMLA_SPARSE FLASHMLA_SPARSE_DSV4 FLASHMLA_SPARSE_DSV41 FLASH_ATTN_MLA "
-        "FLASH_ATTN_MLA_SPARSE KPOOL_TAIL MINIMAX_M3_SPARSE_INDEXER QWEN4_EXP_EXP_QSA_STATE "
-        "ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE ROCM_FLASHMLA_SPARSE_DSV4 TOKENSPEED_MLA TRITON_MLA "
-        "XPU_MLA_SPARSE XPU_V4_MLA_SPARSE",
+        "FLASH_ATTN_MLA_SPARSE FLASH_ATTN_MLA_SPARSE_FA4 KPOOL_TAIL MINIMAX_M3_SPARSE_INDEXER QWEN4_EXP_EXP_QSA_STATE "
+        "ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE ROCM_FLASHMLA_SPARSE_DSV4 ROCM_FLASHMLA_SPARSE_DSV41 "
+        "TOKENSPEED_MLA TRITON_MLA XPU_MLA_SPARSE XPU_V4_MLA_SPARSE",
         Order.INDEXER: "CPU_V4_INDEXER DEEPSEEK_V32_INDEXER DEEPSEEK_V4_INDEXER DEEPSEEK_V41_INDEXER "
         "DEEPSEEK_V41_SPARSE_INDEXER",
-        Order.TILES: "DEEPSEEK_V41_ROCM_MXFP4_INDEXER",
+        Order.TILES: "DEEPSEEK_V41_ROCM_MXFP4_INDEXER DEEPSEEK_V4_ROCM_MXFP4_INDEXER",
         Order.STATES: "BAILING_LINEAR_ATTN GDN_ATTN KIMI_K3_KDA KIMI_K3_KDA_ROCM LINEAR_ATTN "
         "MAMBA1_ATTN MAMBA2_ATTN PLE_SHORT_CONV_ATTN SHORT_CONV_ATTN",
     }
@@ -292,10 +291,13 @@ def order_of(layer: str, backend: str | None) -> Order:
 
 def scales_of(layer: str, spec: Any) -> str | None:
     """Where the scales of a quantised cache are."""
-    mode = spec.kv_quant_mode.name
-    if mode not in QUANTISED:
-        raise refuse(layer, _unseen(f"caches quantised as {mode}"))
-    return QUANTISED[mode]
+    mode = spec.kv_quant_mode
+    # Of two names for one number nothing says which is meant: in vLLM 0.33 CUSTOM, for whatever a plug-in keeps, is
+    # also OCTAVE_K3V4.
+    called = [name for name, it in type(mode).__members__.items() if it is mode]
+    if any(name not in QUANTISED for name in called):
+        raise refuse(layer, _unseen(f"caches quantised as {' or '.join(called)}"))
+    return QUANTISED[mode.name]
 
 
 def _unseen(what: str) -> str:
@@ -349,7 +351,7 @@ def is_clipped(spec: Any) -> bool:
 
 def is_replayed(spec: Any) -> bool:
     """Whether a group's cache is rebuilt from the last tokens of a prefix that is already there."""
-    return versions.replayed_tokens(spec) > 0
+    return bool(spec.prefix_replay_tokens > 0)
 
 
 def window_of(spec: Any) -> Fact:

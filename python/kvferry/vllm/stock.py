@@ -93,6 +93,13 @@ class Stock:
                 f"the other engine writes ('transfer_mode' is {params['transfer_mode']!r}), and an engine with "
                 "kvferry reads: use NixlConnector or FerryConnector there"
             )
+        # Each rank counts once when it starts (from version 15 on; those before never register again).
+        if (params.get("remote_registration_generation") or 0) > place.tp:
+            raise ValueError(
+                "the other engine has registered its memory anew, as after sleep ('remote_registration_generation' is "
+                f"{params['remote_registration_generation']}, with {place.tp} ranks): start it anew, or use FerryConnector "
+                "there, too"
+            )
         ticket = {
             "engine": place.engine,
             "address": place.address,

@@ -14,8 +14,8 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-#: The versions of its protocol that are understood here: vLLM 0.32's.
-VERSIONS = (14,)
+#: The versions of its protocol that are understood here: those of vLLM 0.32 and 0.33.
+VERSIONS = (14, 15)
 #: Seconds to wait for each answer.
 PATIENCE = 5.0
 #: Bytes that an answer may take.
@@ -155,7 +155,7 @@ def _rank(encoded: bytes) -> Rank:
     except KeyError as error:
         raise ValueError(
             f"what it says of itself lacks {error}: it is of another version of vLLM's NixlConnector than those "
-            f"that are understood ({', '.join(map(str, VERSIONS))}, of vLLM 0.32)"
+            f"that are understood ({', '.join(map(str, VERSIONS))}, of vLLM 0.32 and 0.33)"
         ) from error
     except (msgspec.DecodeError, msgspec.ValidationError, TypeError, RecursionError) as error:
         raise ValueError(f"what it says of itself is not understood: {error}") from error

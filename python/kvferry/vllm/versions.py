@@ -1,8 +1,7 @@
-"""The versions of vLLM that the connector is tried with, and what they say in different ways.
+"""The versions of vLLM that the connector is tried with, and what is not the same in all of them.
 
-Engines of different versions hand over to each other: what they must agree on is in their manifests. A
-fact that a version does not state is read here from what it states instead, by looking whether it is
-there, never by a version's number.
+Engines of different versions hand over to each other: what they must agree on is in their manifests. Where vLLM says by
+itself what differs, it is asked; a version's number is for what nothing else says.
 """
 
 from __future__ import annotations
@@ -12,7 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 #: Tried with real engines, in pairs of different versions, too (`tools/test-versions.sh`).
-TRIED = ("0.30", "0.31", "0.32")
+TRIED = ("0.31", "0.32", "0.33")
+#: Those of them whose compiled code was not there: an older version's was in its place (`tools/vllm-env.sh`).
+WITHOUT_KERNELS = ("0.33",)
+#: Those of them that write caches as all versions before 0.33 did.
+BEFORE_33 = ("0.31", "0.32")
 
 #: What protects an engine whatever its version, in words.
 STILL_CHECKED = (
@@ -29,8 +32,12 @@ def running() -> str:
     return str(vllm.__version__)
 
 
+def minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
 def is_tried(version: str) -> bool:
-    return ".".join(version.split(".")[:2]) in TRIED
+    return minor(version) in TRIED
 
 
 def untried(version: str) -> str:
@@ -75,14 +82,18 @@ def _spares_all_that_is_loaded() -> bool:
 
 
 #: Hooks that vLLM has not always had, and whether it can do without.
-LATER_HOOKS = {"get_loaded_kv_cache_group_ids": _spares_all_that_is_loaded}
+LATER_HOOKS: dict[str, Callable[[], bool]] = {
+    "get_loaded_kv_cache_group_ids": _spares_all_that_is_loaded,
+    # The worker refuses it then.
+    "supports_sleep_mode": lambda: True,
+}
 
 
 def knows_v41_records() -> bool:
     """Whether the records of DeepSeek-V4.1 (528 and 288 bytes a token) lie as they are described here: data of all
     tokens first, then their scales. vLLM 0.33 puts each token's scales behind its data, under the same name, with the
     same size and the same spec, so that nothing says it but the version that writes them."""
-    return is_tried(running())
+    return minor(running()) in BEFORE_33
 
 
 def has_float_scales() -> bool:
@@ -94,29 +105,4 @@ def has_float_scales() -> bool:
     says = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
     if says is not None:
         return not says()
-    return is_tried(running()) or not current_platform.is_device_capability_family(100)
-
-
-def shares_tokens(spec: Any) -> bool:
-    """Whether ranks of decode context parallelism take turns at a cache's tokens. Where specs do not say,
-    those of attention do, and no others."""
-    said = getattr(spec, "dcp_sharded", None)
-    return hasattr(spec, "num_kv_heads") if said is None else bool(said)
-
-
-def replayed_tokens(spec: Any) -> int:
-    """How many of a prefix's last tokens are computed again. Where specs do not say, there is no such
-    cache."""
-    return int(getattr(spec, "prefix_replay_tokens", 0))
-
-
-def draft_lookahead(vllm_config: Any) -> int:
-    """How many tokens past those that are computed draft modules read in a prefill. Where vLLM does not
-    say, its runner counts one for each of several modules."""
-    said = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
-    if said is not None:
-        return int(said)
-    drafts = vllm_config.speculative_config
-    if drafts is None or not drafts.use_eagle():
-        return 0
-    return int(drafts.num_speculative_tokens) if drafts.use_multi_module_mtp() else 1
+    return minor(running()) in BEFORE_33 or not current_platform.is_device_capability_family(100)

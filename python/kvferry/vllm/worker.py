@@ -324,12 +324,12 @@ class WorkerSide:
 
 
 def refuse_sleep(config: Any, device: str) -> None:
-    """A GPU's memory is given back when an engine sleeps, and other memory is there when it wakes. vLLM tells
-    no connector, so that what others have mapped or registered would be memory of nobody."""
+    """A GPU's memory is given back when an engine sleeps, and other memory is there when it wakes: what others have mapped
+    or registered would be memory of nobody. vLLM 0.33 asks the connector itself, before it loads the weights."""
     if device != "cpu" and getattr(config.model_config, "enable_sleep_mode", False):
         raise refuse(
             "",
-            f"with sleep mode vLLM gives the cache's memory on a {device} device back, and no connector is told "
-            "to register it anew: others would read what is not there any more; start the engine without "
+            f"with sleep mode vLLM gives the cache's memory on a {device} device back, and kvferry does "
+            "not register it anew: others would read what is not there any more; start the engine without "
             "--enable-sleep-mode",
         )
