@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from types import SimpleNamespace
 
-from stand_in import Backend, first_spec  # first: it sets the environment up
+from stand_in import Backend, first_spec, get_kv_cache_configs  # first: it sets the environment up
 
 # isort: split
 import kvferry
@@ -19,7 +19,6 @@ from vllm.config import CacheConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,

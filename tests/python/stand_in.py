@@ -2,6 +2,7 @@
 only the block sizes matter."""
 
 import os
+from types import SimpleNamespace
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -15,6 +16,7 @@ os.environ.update(
 
 from vllm.model_executor.layers.mamba import mamba_utils  # noqa: E402
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf  # noqa: E402
+from vllm.v1.engine import core  # noqa: E402
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: E402
 
 
@@ -38,6 +40,16 @@ class Backend(AttentionBackend):
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
         return cls.sizes
+
+
+def get_kv_cache_configs(vllm_config, workers, memory):
+    """As the engine calls it: vLLM 0.33 makes the groups beforehand."""
+    if isinstance(vllm_config.model_config, SimpleNamespace):
+        # Models may bring a rule of their own since then.
+        vllm_config.model_config.supports_kv_cache_grouping = False
+    make_groups = getattr(core, "get_global_kv_cache_groups", None)
+    groups = () if make_groups is None else (make_groups(vllm_config, workers),)
+    return core.get_kv_cache_configs(vllm_config, workers, memory, *groups)
 
 
 def order_convolutions(order):

@@ -36,7 +36,7 @@ def resolved(kind, cache_type, cache=None):
 
 def layers_of(kind, config, index, cache_type):
     """The caches of a layer, in the order in which vLLM makes them: sort, module, and facts."""
-    ratio = config.compress_ratios[index]
+    ratio = ratio_of(config, index)
     if kind == "deepseek_v4":
         size = config.head_dim
         # The numbers and scores of tokens; compressed a little, of two groups.
@@ -72,6 +72,12 @@ def open_group(ratio, groups, size):
         "block": 4 if ratio == 4 else 8,
         "role": "open",
     }
+
+
+def ratio_of(config, index):
+    """How many tokens are one entry of a layer: since vLLM 0.33, V4's configuration says it by the layer's type."""
+    ratios = getattr(config, "compress_ratios", None)
+    return config.compress_rates.get(config.layer_types[index], 0) if ratios is None else ratios[index]
 
 
 def spec_of(kind, layer, vllm_config):
@@ -110,6 +116,7 @@ def spec_of(kind, layer, vllm_config):
             window_size=layer["window"],
             packed_bytes_per_token=584 if first else 528,
             packed_page_alignment=576 if first else 512,
+            packed_block_stride_alignment=None if first else 528,
             cache_config=cache,
         )
         return DeepseekV4SWACache.get_kv_cache_spec(stand_in, vllm_config)
@@ -151,6 +158,6 @@ def stage_refused(config, stages):
     sources = getattr(config, "kv_source_layer_ids", None) or []
     for start, end in stages:
         for index in range(start, end):
-            if sources and config.compress_ratios[index] > 0 and max(s for s in sources if s <= index) < start:
+            if sources and ratio_of(config, index) > 0 and max(s for s in sources if s <= index) < start:
                 return True
     return False

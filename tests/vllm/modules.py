@@ -357,6 +357,7 @@ def layer_spec(layer, vllm_config, model, shapes, dtypes):
             sliding_window=None,
             indexer=object() if layer.get("indexed") else None,
             non_causal_multi_token_decode=False,
+            topk_buffer_width=None,
         )
         return MLAAttention.get_kv_cache_spec(stand_in, vllm_config)
     if sort == "indexer":

@@ -9,7 +9,7 @@ block sizes is used.
 import os
 from types import SimpleNamespace
 
-from stand_in import Backend, first_spec, order_convolutions, per_layer  # first: the environment
+from stand_in import Backend, first_spec, get_kv_cache_configs, order_convolutions, per_layer  # first: the environment
 
 # isort: split
 import compressed
@@ -36,7 +36,6 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
