@@ -91,8 +91,8 @@ def worker(module):
     given_endings = module.WorkerSide._endings
     module.WorkerSide._endings = endings
 
-HOOKS = {"kvferry.vllm.scheduler": scheduler, "kvferry.vllm.connector": connector,
-         "kvferry.vllm.worker": worker}
+HOOKS = {"kvferry.vllm.scheduler.side": scheduler, "kvferry.vllm.connector": connector,
+         "kvferry.vllm.worker.side": worker}
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

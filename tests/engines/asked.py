@@ -3,8 +3,8 @@
 import time
 from types import SimpleNamespace
 
-from kvferry.vllm import asking
-from kvferry.vllm.asking import Asking
+from kvferry.vllm.kernels import asking
+from kvferry.vllm.kernels.asking import Asking
 
 _ASKED = []
 

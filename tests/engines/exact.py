@@ -39,7 +39,7 @@ def unbound(*engines):
 
 
 def bind(engine, bound):
-    from kvferry.vllm.origin import Origins
+    from kvferry.vllm.scheduler.origin import Origins
 
     if bound:
         Origins.of, Origins.facts = Origins.given

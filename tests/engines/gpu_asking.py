@@ -149,7 +149,7 @@ def cost(folder, name, rounds):
 
 
 def ask_nothing():
-    from kvferry.vllm.asking import Asking
+    from kvferry.vllm.kernels.asking import Asking
 
     Asking.answer = lambda *args: None
 
@@ -160,7 +160,7 @@ def index():
 
     if not torch.cuda.is_available():
         return True
-    from kvferry.vllm import kernels, probe
+    from kvferry.vllm.kernels import writers as kernels, probe
 
     tokens, size = 64, 128
     tensor = torch.zeros(3, 1, tokens, size + 4, dtype=torch.uint8, device="cuda")

@@ -31,7 +31,7 @@ from patches import environment, split_prompts  # noqa: E402
 from serving import Server  # noqa: E402
 from tiny import save_model  # noqa: E402
 
-from kvferry.vllm.worker import WorkerSide  # noqa: E402
+from kvferry.vllm.worker.side import WorkerSide  # noqa: E402
 
 #: A window so short that each of its tokens counts.
 WINDOW = {"hf_overrides": {"sliding_window": 8}}

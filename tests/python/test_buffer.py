@@ -14,7 +14,7 @@ from kept import Topology as T
 from kvferry.vllm import buffer
 from kvferry.vllm.buffer import HostBuffer, Saves
 from kvferry.vllm.messages import Orders
-from kvferry.vllm.worker import WorkerSide
+from kvferry.vllm.worker.side import WorkerSide
 from moving import request
 from pools import poison
 from test_geometry import engine

@@ -7,7 +7,7 @@ from stand_in import Backend  # noqa: F401  first: it sets the environment up
 # isort: split
 import torch
 import triton.language
-from kvferry.vllm import specs
+from kvferry.vllm.describe import specs
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.models.deepseek_v4.common.ops import fused_compress_quant_cache, save_partial_states
 

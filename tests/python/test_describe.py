@@ -9,7 +9,8 @@ import kvferry
 import kvferry.vllm
 import pytest
 import torch
-from kvferry.vllm import Unsupported, refusal, specs
+from kvferry.vllm import Unsupported, refusal
+from kvferry.vllm.describe import specs
 from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
 from pools import Engine
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVQuantMode
@@ -379,7 +380,7 @@ def test_gpus_have_their_number():
     device = torch.device("cuda", 3)
     storage = SimpleNamespace(data_ptr=lambda: 4096, nbytes=lambda: 100)
     tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
-    from kvferry.vllm.geometry import Regions
+    from kvferry.vllm.describe.geometry import Regions
 
     regions = Regions()
     assert regions.index(tensor) == regions.index(tensor) == 0

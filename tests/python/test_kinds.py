@@ -9,7 +9,8 @@ import kvferry.vllm
 import pools
 import pytest
 import torch
-from kvferry.vllm import specs, versions
+from kvferry.vllm import versions
+from kvferry.vllm.describe import specs
 from kvferry.vllm.groups import Groups
 from kvferry.vllm.refusal import Unsupported
 from kept import Attention, Indexer, Latent, Topology, kda, mamba2

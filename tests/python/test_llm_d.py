@@ -10,7 +10,7 @@ import stand_in  # noqa: F401  (first: it sets the environment up)
 
 # isort: split
 import pytest
-from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.scheduler.side import SchedulerSide
 from sides import blocks, request, start_side
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse

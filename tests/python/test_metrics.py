@@ -8,12 +8,13 @@ import types
 
 import pytest
 from handmade import grant, load
-from kvferry.vllm import FerryConnector, stock
-from kvferry.vllm.decode import COUNTS as OF_DECODE
-from kvferry.vllm.decode import RECOMPUTED, recomputed
-from kvferry.vllm.keep import COUNTS as OF_KEEP
+from kvferry.vllm import FerryConnector
+from kvferry.vllm.stock import source as stock
+from kvferry.vllm.scheduler.decode import COUNTS as OF_DECODE
+from kvferry.vllm.scheduler.decode import RECOMPUTED, recomputed
+from kvferry.vllm.scheduler.keep import COUNTS as OF_KEEP
 from kvferry.vllm.metrics import COUNTS, REASONS, Stats, ended, refused
-from kvferry.vllm.worker import WorkerSide
+from kvferry.vllm.worker.side import WorkerSide
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging

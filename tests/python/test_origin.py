@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvferry.vllm import logs
-from kvferry.vllm.origin import Origins, differ
+from kvferry.vllm.scheduler.origin import Origins, differ
 
 TOKENS = 40
 

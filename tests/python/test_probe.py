@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from kept import Attention, Latent, Topology, linear, mamba1, mamba2
-from kvferry.vllm import Unsupported, asking, probe
+from kvferry.vllm import Unsupported
+from kvferry.vllm.kernels import asking, probe
 from kvferry.vllm.logs import logger
 from pools import Engine
 from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvferry.vllm import logs
-from kvferry.vllm.decode import RECOMPUTED, Wanted, recomputed
-from kvferry.vllm.scheduler import SchedulerSide
+from kvferry.vllm.scheduler.decode import RECOMPUTED, Wanted, recomputed
+from kvferry.vllm.scheduler.side import SchedulerSide
 from sides import request, start_side
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request, RequestStatus

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from kvferry.vllm import FerryConnector
 from kvferry.vllm.refusal import Unsupported
-from kvferry.vllm.worker import refuse_sleep
+from kvferry.vllm.worker.side import refuse_sleep
 from vllm.platforms import current_platform
 
 

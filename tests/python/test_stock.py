@@ -9,10 +9,11 @@ import msgspec
 import pytest
 import torch
 import zmq
-from kvferry.vllm import FerryConnector, stock_wire
+from kvferry.vllm import FerryConnector
+from kvferry.vllm.stock import wire as stock_wire
 from kvferry.vllm.params import admit
-from kvferry.vllm.stock import ASKED, Stock, _Engine
-from kvferry.vllm.stock_wire import Introduction, Place
+from kvferry.vllm.stock.source import ASKED, Stock, _Engine
+from kvferry.vllm.stock.wire import Introduction, Place
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 

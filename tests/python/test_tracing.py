@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 from handmade import grant, load
-from kvferry.vllm import logs, tracing, tracing_spans
+from kvferry.vllm import logs
+from kvferry.vllm.tracing import sides as tracing, spans as tracing_spans
 from kvferry.vllm.messages import Moved
 from kvferry.vllm.options import Options
-from kvferry.vllm.scheduler import SchedulerSide
-from kvferry.vllm.worker import WorkerSide
+from kvferry.vllm.scheduler.side import SchedulerSide
+from kvferry.vllm.worker.side import WorkerSide
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from sides import blocks, request, start_side

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from kvferry import AgentError
-from kvferry.vllm import written
+from kvferry.vllm.worker import written
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.messages import Orders
-from kvferry.vllm.prefill import Growing, Prefill
-from kvferry.vllm.written import Written, is_known, keepers_of_states
+from kvferry.vllm.scheduler.prefill import Growing, Prefill
+from kvferry.vllm.worker.written import Written, is_known, keepers_of_states
 from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import RequestStatus

@@ -2,7 +2,7 @@
 
 import pytest
 from kvferry._core import facts, solve, states
-from kvferry.vllm import specs
+from kvferry.vllm.describe import specs
 
 BF16, F32 = ("bf16", 2), ("f32", 4)
 MAMBA2 = {"inner": 32, "heads": 8, "head": 4, "groups": 2, "state": 16, "columns": 3}

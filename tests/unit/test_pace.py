@@ -1,7 +1,7 @@
 """When D takes blocks: not before it needs them, and not when others need them more."""
 
 import pytest
-from kvferry.vllm.pace import AHEAD, MARGIN, Pace
+from kvferry.vllm.scheduler.pace import AHEAD, MARGIN, Pace
 
 
 def frontier(tokens, speed=None, sealed=False, begun=None):

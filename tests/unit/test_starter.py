@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvferry.vllm.starter import Starter
+from kvferry.vllm.worker.starter import Starter
 
 
 class Stream:

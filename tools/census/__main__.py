@@ -11,7 +11,7 @@ def main() -> None:
     try:
         text = page(census())
     except Unknown as error:
-        sys.exit(f"{error}: the tables of kvferry.vllm.specs and of this program do not name it yet")
+        sys.exit(f"{error}: the tables of kvferry.vllm.describe.specs and of this program do not name it yet")
     if sys.argv[1:] != ["--check"]:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from kvferry.vllm import specs
+from kvferry.vllm.describe import specs
 
 from .nixl import (
     NIXL_BACKENDS,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .connector import FerryConnector
-    from .describe import dump, manifest
+    from .describe.manifest import dump, manifest
     from .refusal import Unsupported
 
 __all__ = ["FerryConnector", "Unsupported", "dump", "manifest"]
@@ -15,8 +15,8 @@ __all__ = ["FerryConnector", "Unsupported", "dump", "manifest"]
 _WHERE = {
     "FerryConnector": "connector",
     "Unsupported": "refusal",
-    "dump": "describe",
-    "manifest": "describe",
+    "dump": "describe.manifest",
+    "manifest": "describe.manifest",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import specs
+from .describe import specs
 
 Tables = list[list[int]]
 #: From tensors by layer to others, blocks to other blocks: "h2d" to the device, "d2h" from it.

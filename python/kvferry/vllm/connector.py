@@ -15,14 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
-from . import logs, neighbours, stock, tracing, versions
+from . import logs, neighbours, versions
 from .logs import logger
 from .messages import Card, Moved, Orders
 from .metrics import PromMetrics, Stats
 from .options import Options
 from .refusal import refuse
-from .scheduler import SchedulerSide
-from .worker import WorkerSide
+from .scheduler.side import SchedulerSide
+from .stock import source as stock
+from .tracing import sides as tracing
+from .worker.side import WorkerSide
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .specs import (
+from .describe.specs import (
     FULL,
     all_specs,
     current_slot,

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .siblings import Share
-from .stock_wire import Introduction
+from .stock.wire import Introduction
 
 
 @dataclass

@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from .._core import Ending
 from .._core import metrics as _told
-from . import decode, keep, stock
+from .scheduler import decode, keep
+from .stock import source as stock
 
 _TOLD = _told()
 #: The counters of both halves of an agent, and what they say.

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from . import specs
+from .describe import specs
 from .logs import logger
 from .plugin import NAME
 from .refusal import refuse

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .origin import Facts
+    from .scheduler.origin import Facts
 
 #: Where our part lies.
 KEY = "kvferry"

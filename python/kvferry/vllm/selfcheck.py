@@ -175,7 +175,8 @@ def connector() -> Finding:
 
 def askable() -> Finding:
     """Which of vLLM's back ends can be asked at a server's start where they write, and which cannot."""
-    from . import kernels, specs
+    from .describe import specs
+    from .kernels import writers as kernels
 
     asked, not_asked = [], {}
     for name, backend in specs.attention_backends():

@@ -179,7 +179,7 @@ def _filled(tables):
 def _loading(engine):
     """By request that is read, the caches that grow, not states or windows, and its blocks in each."""
     from kvferry.vllm.params import stem
-    from kvferry.vllm.specs import keeps_window
+    from kvferry.vllm.describe.specs import keeps_window
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     groups, caches = side(engine).decode.groups, get_kv_transfer_group().worker.kv_caches

@@ -86,7 +86,7 @@ def test_data_parallel_engines_count_on_from_the_port(pair):
 
 def data_parallel(engine, port):
     from kvferry.vllm.options import Options
-    from kvferry.vllm.scheduler import SchedulerSide
+    from kvferry.vllm.scheduler.side import SchedulerSide
 
     config = engine.llm_engine.vllm_config
     cache = side(engine).prefill.groups.cache

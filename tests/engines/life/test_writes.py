@@ -14,7 +14,7 @@ from .inside import give_up, side
 def test_what_is_written_is_written_before_it_moves(monkeypatch):
     import torch
     from kvferry.vllm.messages import Orders
-    from kvferry.vllm.worker import WorkerSide
+    from kvferry.vllm.worker.side import WorkerSide
 
     happened = []
 

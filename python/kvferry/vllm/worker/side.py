@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from .._core import Ending, Worker
-from .._errors import Error
-from . import buffer, metrics, stock_facts
-from .describe import dump, manifest
-from .refusal import refuse
-from .logs import logger
-from .messages import Moved, Orders
-from .options import Options
-from .siblings import Shares
+from ..._core import Ending, Worker
+from ..._errors import Error
+from .. import buffer, metrics
+from ..describe.manifest import dump, manifest
+from ..logs import logger
+from ..messages import Moved, Orders
+from ..options import Options
+from ..refusal import refuse
+from ..siblings import Shares
+from ..stock import facts as stock_facts
+from ..stock.reader import StockReader
 from .starter import Starter
-from .stock_reader import StockReader
 from .written import Written, is_known, keepers_of_states
 
 #: Seconds that a step with nothing to compute waits for a load: longer than most take when all is in place,

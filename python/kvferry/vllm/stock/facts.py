@@ -17,13 +17,14 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from .._core import Manifest
-from . import specs, stock_hash
-from .describe import manifest
-from .model import Model, backend_names, own_spec
-from .refusal import refuse
-from .specs import Pages
-from .stock_wire import Introduction, Rank
+from ..._core import Manifest
+from ..describe import specs
+from ..describe.manifest import manifest
+from ..describe.model import Model, backend_names, own_spec
+from ..describe.specs import Pages
+from ..refusal import refuse
+from . import compatibility
+from .wire import Introduction, Rank
 
 #: For each layout that is understood, whether a block keeps the tokens of a head together.
 HEADS_FIRST = {"LBHNC": True, "BLHNC": True, "LBNHC": False, "BLNHC": False}
@@ -34,7 +35,7 @@ def manifests(
 ) -> list[Manifest]:
     """A manifest for each rank of the other engine. The rest is of the running one. Raises `Unsupported`."""
     backends = backend_names(vllm_config, list(kv_caches))
-    stock_hash.check(introduction, vllm_config)
+    compatibility.check(introduction, vllm_config)
     if specs.CPU in backends.values() and not _is_here(introduction.place.host):
         raise refuse(
             "",

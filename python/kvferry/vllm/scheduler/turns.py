@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from .._core import Scheduler
-from .groups import Groups
+from ..._core import Scheduler
+from ..groups import Groups
+from ..logs import logger
+from ..params import Offer
 from .keep import Keep, settled
-from .logs import logger
 from .origin import Origins
-from .params import Offer
 
 
 class Turns:

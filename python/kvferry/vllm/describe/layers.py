@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from . import kernels, specs, versions
-from .asking import Make, places
+from .. import versions
+from ..kernels import writers as kernels
+from ..kernels.asking import Make, places
+from ..kernels.probe import Places
+from ..refusal import refuse
+from . import specs
 from .geometry import View
 from .heads import Heads
-from .probe import Places
 from .rank import format_of
 from .recurrent import Recurrent
-from .refusal import refuse
 from .specs import Fact, Pages
 
 

@@ -12,13 +12,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._core import Bell, Scheduler
-from .._errors import Error
-from . import specs, stock_wire
-from .groups import Groups, first_seen
-from .logs import logger
-from .params import KEY, Offer, needed
-from .stock_wire import Introduction, Place
+from ..._core import Bell, Scheduler
+from ..._errors import Error
+from ..describe import specs
+from ..groups import Groups, first_seen
+from ..logs import logger
+from ..params import KEY, Offer, needed
+from . import wire
+from .wire import Introduction, Place
 
 #: Shares of P's lease. It keeps blocks for two thirds after it last heard of them: for how much an engine that reads
 #: them relies on that, and how often it is told meanwhile.
@@ -229,7 +230,7 @@ class Stock:
         try:
             # Its name may stand for another address from one moment to the next.
             address, *_ = self.agent.foreign(engine.place.address.removeprefix("nixl://"))
-            introduction = stock_wire.ask(engine.place, address)
+            introduction = wire.ask(engine.place, address)
             with self._lock:
                 self._bell = self._bell or Bell()
                 bell = self._bell

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from .._core import solve
-from . import kernels, specs
+from ..._core import solve
+from ..kernels import writers as kernels
+from ..refusal import refuse
+from . import specs
 from .geometry import View
 from .rank import Rank
-from .refusal import refuse
 from .specs import Fact
 
 

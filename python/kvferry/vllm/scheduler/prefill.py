@@ -8,14 +8,14 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from .._core import Scheduler
-from .._errors import AgentError
-from . import siblings
-from .groups import Groups
+from ..._core import Scheduler
+from ..._errors import AgentError
+from .. import siblings
+from ..groups import Groups
+from ..logs import logger
+from ..params import Offer, shared_name
 from .keep import Keep, settled
-from .logs import logger
 from .origin import Origins
-from .params import Offer, shared_name
 
 
 @dataclass

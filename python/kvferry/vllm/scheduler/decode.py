@@ -8,19 +8,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core import Scheduler
-from .._errors import AgentError
-from . import siblings
-from .buffer import landing
-from .groups import Groups
-from .logs import logger
-from .messages import Orders
-from .options import Options
-from .pace import Pace
+from ..._core import Scheduler
+from ..._errors import AgentError
+from .. import siblings
+from ..buffer import landing
+from ..groups import Groups
+from ..logs import logger
+from ..messages import Orders
+from ..options import Options
+from ..params import Offer, Source, shared_name, shown
+from ..stock.source import Stock, is_stock
 from .origin import Origins, differ
-from .params import Offer, Source, shared_name, shown
-from .stock import Stock, is_stock
-
+from .pace import Pace
 
 #: What is counted, for the metrics.
 COUNTS = {

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from .refusal import refuse
-from .stock_wire import VERSIONS, Introduction
+from ..refusal import refuse
+from .wire import VERSIONS, Introduction
 
 
 def check(introduction: Introduction, vllm_config: Any) -> None:

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .._core import Manifest, Worker, introduce
-from .._errors import Error
-from .logs import logger
-from .stock_wire import Introduction
+from ..._core import Manifest, Worker, introduce
+from ..._errors import Error
+from ..logs import logger
+from .wire import Introduction
 
 Load = dict[str, Any]
 

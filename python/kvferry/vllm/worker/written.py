@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._core import Manifest, Worker
-from . import buffer
-from .describe import names_of_layers
+from ..._core import Manifest, Worker
+from .. import buffer
+from ..describe.manifest import names_of_layers
 from .starter import Event, Starter
 
 

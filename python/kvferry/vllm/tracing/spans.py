@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from .params import KEY, stem
+from ..params import KEY, stem
 
 #: The key of a context in `kv_transfer_params`, and in our part of them.
 PARENT = "traceparent"

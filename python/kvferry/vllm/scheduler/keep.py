@@ -8,12 +8,11 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from .._core import Scheduler
-from .._errors import AgentError
-from .groups import Groups
-from .logs import logger
-from .params import Offer
-
+from ..._core import Scheduler
+from ..._errors import AgentError
+from ..groups import Groups
+from ..logs import logger
+from ..params import Offer
 
 #: What is counted, for the metrics.
 COUNTS = {

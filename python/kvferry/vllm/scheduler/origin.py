@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .logs import logger
+from ..logs import logger
 
 #: A few digits of each part, by its name: enough to say what differs, not to prove that nothing does.
 Facts = dict[str, str]

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._core import Manifest
+from ..._core import Manifest
+from ..refusal import refuse
 from . import specs
 from .geometry import Regions, View
 from .layers import Layers
 from .model import Model, backend_names, own_spec
-from .refusal import refuse
 from .specs import Fact
 
 

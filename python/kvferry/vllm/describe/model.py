@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .refusal import refuse
+from ..refusal import refuse
 from .specs import format_of
 
 

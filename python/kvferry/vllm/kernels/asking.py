@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from . import kernels, probe
-from .geometry import View
-from .logs import logger
+from ..describe.geometry import View
+from ..describe.specs import Fact
+from ..logs import logger
+from ..refusal import refuse
+from . import probe
+from . import writers as kernels
 from .probe import Answer, CannotAsk, Places
-from .refusal import refuse
-from .specs import Fact
 
 #: Set to `off` where a kernel does not survive being asked.
 SWITCH = "KVFERRY_ASK"

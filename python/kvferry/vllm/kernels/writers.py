@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from . import specs
+from ..describe import specs
 from .probe import BLOCK, CannotAsk, Kernel
 
 #: States by name, with the lengths of their axes.

@@ -7,21 +7,21 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from .._core import Scheduler
-from .buffer import Saves, is_wanted
+from ..._core import Scheduler
+from ..buffer import Saves, is_wanted
+from ..groups import Groups
+from ..logs import logger
+from ..messages import Orders
+from ..metrics import Stats
+from ..options import Options
+from ..params import KEY, admit, check_name, to_be_handed_over
+from ..stock.source import Stock
+from ..worker.written import is_known
 from .decode import Decode, is_offered
-from .groups import Groups
 from .keep import Keep
-from .logs import logger
-from .messages import Orders
-from .metrics import Stats
-from .options import Options
 from .origin import Origins
-from .params import KEY, admit, check_name, to_be_handed_over
 from .prefill import Prefill
-from .stock import Stock
 from .turns import Turns
-from .written import is_known
 
 
 class SchedulerSide:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._core import states
+from ..._core import states
+from ..kernels.asking import Asking
+from ..refusal import refuse
 from . import specs
-from .asking import Asking
 from .geometry import Regions
 from .model import Model
-from .refusal import refuse
 from .specs import Fact
 
 #: Every entry of a state.

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from . import kernels, probe, specs
+from ..kernels import probe
+from ..kernels import writers as kernels
+from ..refusal import refuse
+from . import specs
 from .geometry import View
 from .rank import Rank, format_of
-from .refusal import refuse
 from .specs import Fact
 
 

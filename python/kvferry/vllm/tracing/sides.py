@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core import Ending
-from .decode import is_rejected
-from .logs import logger
-from .messages import Moved, Orders
-from .metrics import Stats
-from .options import Options
-from .params import KEY
-from .scheduler import SchedulerSide
-from .tracing_spans import PARENT, Tracer, known, traceparent
-from .worker import WorkerSide
+from ..._core import Ending
+from ..logs import logger
+from ..messages import Moved, Orders
+from ..metrics import Stats
+from ..options import Options
+from ..params import KEY
+from ..scheduler.decode import is_rejected
+from ..scheduler.side import SchedulerSide
+from ..worker.side import WorkerSide
+from .spans import PARENT, Tracer, known, traceparent
 
 #: The parts of a load on one rank: the moments at which each begins and ends well.
 PARTS = {

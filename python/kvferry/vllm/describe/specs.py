@@ -8,8 +8,8 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from .._core import facts
-from .refusal import refuse
+from ..._core import facts
+from ..refusal import refuse
 
 Fact = dict[str, Any]
 

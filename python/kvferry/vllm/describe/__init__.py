@@ -1,0 +1,1 @@
+"""What vLLM's specs, layers and tensors say, as a manifest."""

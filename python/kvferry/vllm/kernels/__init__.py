@@ -1,0 +1,1 @@
+"""Asks the engine's own kernels where they write."""

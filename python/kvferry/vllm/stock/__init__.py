@@ -1,0 +1,1 @@
+"""Reads from engines that run vLLM's own NixlConnector, which cannot confirm."""
