@@ -159,6 +159,28 @@ def test_quantised_pages_are_records_of_their_own_format(gqa):
         describe(gqa)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
+def test_keys_and_values_in_tiles_are_refused(gqa, tiles):
+    """ROCM_AITER_UNIFIED_ATTN on one kind of GPUs: its name and its specs say nothing of it."""
+
+    class Unified:
+        get_name = staticmethod(lambda: "ROCM_AITER_UNIFIED_ATTN")
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(_shuffle_kv_layout=tiles),
+        get_attn_backend=lambda: Unified,
+        get_kv_cache_spec=lambda config: gqa.groups[0].kv_cache_spec,
+        bind_kv_cache=lambda cache: None,
+        kv_cache_dtype="auto",
+    )
+    gqa.config.compilation_config = SimpleNamespace(static_forward_context=dict.fromkeys(gqa.layers, layer))
+    if not tiles:
+        describe(gqa)
+        return
+    with pytest.raises(Unsupported, match="layer '.*': since vLLM 0.33 .* in tiles .* start the engine without it"):
+        describe(gqa)
+
+
 def test_of_two_names_for_one_number_neither_is_guessed(monkeypatch):
     class Mode(IntEnum):
         OCTAVE_K3V4 = 12

@@ -2,6 +2,7 @@
 
 One table, so that a version of vLLM in which something has moved is met by its name (`tests/python/test_inside.py`,
 `tools/new-vllm.sh`), and not by an error at some request. What a file imports by name is here, too.
+Not here, because its module loads on AMD's GPUs alone: `RocmAiterUnifiedAttentionImpl._shuffle_kv_layout`, since 0.33.
 """
 
 from __future__ import annotations

@@ -30,6 +30,12 @@ class Layers(Heads, Recurrent):
         """The pieces of a layer and the scratch beside them. Its states are called after `name`;
         `need` is what it looks at where that is less than what its group keeps."""
         pages = specs.pages_of(layer, spec, self.backends.get(layer))
+        if getattr(getattr(self.asking.running(layer), "impl", None), "_shuffle_kv_layout", False):
+            raise refuse(
+                layer,
+                f"since vLLM 0.33 the back end {self.backends.get(layer)} keeps keys and values in tiles on this GPU where "
+                "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set, and they are not described: start the engine without it",
+            )
         described = {
             Pages.ATTENTION: self._attention,
             Pages.LATENT: self._latent,

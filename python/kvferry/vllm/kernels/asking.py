@@ -49,7 +49,7 @@ class Asking:
     ) -> Answer | None:
         """What the kernel of a layer does, or None where that cannot be known. `module` stands in for a
         layer that does not run."""
-        module = self._running(layer) or module
+        module = self.running(layer) or module
         if module is None:
             return None
         backend = module.get_attn_backend()
@@ -85,7 +85,7 @@ class Asking:
         described: Callable[[], dict[str, Places]],
     ) -> None:
         """Refuses a layer whose kernel does otherwise than `pieces` say; `described` are their places."""
-        if (module := self._running(layer)) is None:
+        if (module := self.running(layer)) is None:
             return
         begin = time.monotonic()
         before = self._seconds
@@ -106,7 +106,7 @@ class Asking:
             self._agreed.add(key)
         self._seconds = before + time.monotonic() - begin
 
-    def _running(self, layer: str) -> Any | None:
+    def running(self, layer: str) -> Any | None:
         """The layer itself, if it takes a cache."""
         module = self._layers.get(layer)
         return module if hasattr(module, "bind_kv_cache") else None
