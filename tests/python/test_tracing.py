@@ -251,7 +251,7 @@ def test_a_request_that_cannot_be_read_or_is_not_wanted_ends_its_spans(start):
 
 
 def test_a_lease_that_nobody_uses_is_an_error(start):
-    prefill = start("p", lease=0.05)
+    prefill = start("p", lease_seconds=0.05)
     hand_over(prefill)
     until(lambda: prefill.orders([]).released)
     for name in ("kvferry.prefill", "kvferry.prefill.lease"):
