@@ -359,7 +359,9 @@ impl Asking<'_> {
             Trouble::Failed(failure)
         };
         loop {
-            let left = self.deadline.saturating_duration_since(Instant::now());
+            // It is this side that gives up first: what the other says then is no answer.
+            let left =
+                self.deadline.saturating_duration_since(Instant::now()) + Duration::from_secs(1);
             let asked = async {
                 let link = links.get(&self.ticket.address, self.deadline.into()).await?;
                 let question = Question::Ask {

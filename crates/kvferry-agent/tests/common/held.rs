@@ -137,6 +137,9 @@ impl Carrier for Held {
         while self.busy.load(Ordering::SeqCst) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
         }
+        if Instant::now() >= deadline {
+            return Err(Error::DeadlinePassed);
+        }
         look(program, deadline)
     }
 }
