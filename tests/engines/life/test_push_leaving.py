@@ -121,9 +121,9 @@ def test_time_counts_from_when_p_has_something(pair, policy):
     # must do for a busy machine to read what there is.
     deadline = 15.0
     before, ended = read(decode), decode.call(counter, "kvferry_loads_ended_total")
-    names = begin_to_read(prefill, decode, some[0], "first", deadline=deadline)
+    names = begin_to_read(prefill, decode, some[0], "first", load_timeout_seconds=deadline)
     prefill.call(steps, 3)
-    names += begin_to_read(prefill, decode, some[1], "second", deadline=deadline)
+    names += begin_to_read(prefill, decode, some[1], "second", load_timeout_seconds=deadline)
     time.sleep(deadline + 1)
     assert decode.call(counter, "kvferry_loads_ended_total") == ended
     assert answers(prefill, decode, names) == [(tokens, "length") for tokens in alone]
@@ -133,7 +133,7 @@ def test_time_counts_from_when_p_has_something(pair, policy):
     # P stops half way, and D does not wait for ever.
     decode.call(listen)
     decode.call(forget_lines)
-    begin_to_read(prefill, decode, some[0], "still", patience=5.0)
+    begin_to_read(prefill, decode, some[0], "still", queue_timeout_seconds=5.0)
     prefill.call(steps, 3)
     # D's scheduler has heard that nothing comes any more when it hears how the load has ended.
     eventually(lambda: not decode.call(epochs))
