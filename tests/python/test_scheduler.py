@@ -10,7 +10,7 @@ import pytest
 from kvferry.vllm import logs
 from kvferry.vllm.scheduler.decode import RECOMPUTED, Wanted, recomputed
 from kvferry.vllm.scheduler.side import SchedulerSide
-from sides import request, start_side
+from sides import blocks, request, start_side
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request, RequestStatus
 
@@ -230,6 +230,29 @@ def test_of_several_answers_the_last_is_kept(start):
         assert side.finished(asked, ([3 + number],))[0]
     assert side.orders([]).released == ["0_request", "1_request"]
     side.agent.revoke("2_request")
+
+
+def test_who_shares_a_read_does_not_wait_once_it_has_begun(start):
+    """The first of several answers waits for the others before it reads. They are told in the same step as it is: a step
+    later, it may be over, and they would compute the prompt."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    asked = request(do_remote_decode=True)
+    prefill.on_new_request(asked)
+    _, params = prefill.finished(asked, ([3, 5],))
+    first, second = (request(**copy.deepcopy(params)) for _ in range(2))
+    first.request_id, second.request_id = "0_request", "1_request"
+    decode.on_new_request(first)
+    time.sleep(0.01)
+    decode.on_new_request(second)
+    decode.decode.wanted["1_request"].since += 60
+    assert decode.matched(first, 32) == (8, True)
+    # It has no blocks yet, so that there is nothing to share.
+    assert decode.matched(second, 32) == (None, False)
+    decode.decode.allocated(first, blocks([1, 2]), 8)
+    assert decode.matched(second, 32) == (8, True)
+    for one in (first, second):
+        decode.finished(one, ([],))
+    prefill.agent.revoke("request-1")
 
 
 def test_a_host_that_does_not_resolve_is_an_option_s_fault(start):

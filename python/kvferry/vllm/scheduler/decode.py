@@ -262,7 +262,8 @@ class Decode:
         self.hear_of_lost()
         if wanted.stock and not self._knows_stock(name, wanted):
             return None, False
-        if siblings.may_come(name, time.monotonic() - wanted.since):
+        # Who reads waits for the others; they do not, or they might come when it has gone on.
+        if wanted.reader is None and siblings.may_come(name, time.monotonic() - wanted.since):
             return None, False
         if wanted.reader is not None:
             reader = self.wanted.get(wanted.reader)
