@@ -61,9 +61,9 @@ fn topologies() {
     plan("blok=16", &["no key 'blok'", "did you mean 'block'?"]);
     plan(
         "tp=2,dp=2",
-        &["'dp' does not belong into a topology", "a cache of its own", "Leave it out"],
+        &["'dp' does not belong in a topology", "a cache of its own", "Leave it out"],
     );
-    plan("ep=4", &["'ep' does not belong into a topology", "experts keep nothing of a prompt"]);
+    plan("ep=4", &["'ep' does not belong in a topology", "experts keep nothing of a prompt"]);
     refuses(
         &["plan", "--model", "llama-3.1-8b", "--prefill", "tp=4", "pp=2"],
         &["'tp=4 pp=2' is one topology in 2 words: write --prefill tp=4,pp=2"],

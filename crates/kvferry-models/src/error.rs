@@ -197,7 +197,7 @@ pub enum TopologyError {
     /// A key of vLLM that no manifest depends on.
     ///
     /// What to do: leave it out.
-    #[error("'{key}' does not belong into a topology: {why}. Leave it out")]
+    #[error("'{key}' does not belong in a topology: {why}. Leave it out")]
     NoMatter {
         /// The key.
         key: String,

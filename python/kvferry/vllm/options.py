@@ -30,7 +30,7 @@ def _read(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
             hint = f"did you mean '{prefix}{near[0]}'? " if near else ""
             # Which group it belongs to.
             if not prefix and name in {option.name for option in fields(Advanced)}:
-                hint = f"it belongs into 'advanced': {{\"advanced\": {{\"{name}\": …}}}}. "
+                hint = f"it belongs in 'advanced': {{\"advanced\": {{\"{name}\": …}}}}. "
             raise ValueError(
                 f"kv_connector_extra_config has no option '{prefix}{name}': {hint}The options are "
                 f"{', '.join(sorted(prefix + name for name in known))}"
