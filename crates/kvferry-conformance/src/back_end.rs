@@ -1,10 +1,10 @@
 //! The back ends under test.
 
-use kvferry_cuda::{Cuda, CudaOptions};
+use kvferry_cuda::{Cuda, CudaOptions, PinnedCards};
 use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::tcp::{Tcp, TcpOptions};
+use kvferry_transport::tcp::{CardSlots, Tcp, TcpOptions};
 use kvferry_transport::{Error, Transport};
 
 use crate::memory::{CardMemory, MappedMemory, Memory, card};
@@ -78,6 +78,55 @@ impl BackEnd for TcpEnd {
             connections: 3,
             ..TcpOptions::default()
         })
+    }
+}
+
+/// The memory of a card, through pinned slots that are as small as those of host memory and so few that they run out.
+fn tcp_of_a_card(options: CudaOptions) -> Result<Tcp, Error> {
+    // Keeps the context, whichever goes first.
+    card();
+    Tcp::new(TcpOptions {
+        cards: Some(PinnedCards::new(options)),
+        card: CardSlots { bytes: 8 * (260 << 10), slot: 260 << 10, connections: 3 },
+        ..TcpOptions::default()
+    })
+}
+
+pub(crate) struct TcpCardEnd;
+
+impl BackEnd for TcpCardEnd {
+    type Transport = Tcp;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "tcp-gpu";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
+    const NEEDS_THE_PEER: bool = true;
+    const SEES_DEREGISTRATION: bool = true;
+    const SETTLES_ALONE: bool = true;
+    const PACKS: bool = true;
+
+    fn new() -> Result<Tcp, Error> {
+        tcp_of_a_card(CudaOptions::default())
+    }
+}
+
+/// The same without a card, on driver.c.
+pub(crate) struct TcpTwinEnd;
+
+impl BackEnd for TcpTwinEnd {
+    type Transport = Tcp;
+    type Memory = CardMemory;
+
+    const NAME: &'static str = "tcp-twin";
+    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
+    const NEEDS_THE_PEER: bool = true;
+    const SEES_DEREGISTRATION: bool = true;
+    const SETTLES_ALONE: bool = true;
+    const PACKS: bool = true;
+
+    fn new() -> Result<Tcp, Error> {
+        // There is nothing to compile.
+        tcp_of_a_card(CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
     }
 }
 

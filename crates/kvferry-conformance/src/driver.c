@@ -403,6 +403,11 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, struct str
     return push(stream, (struct work){.kind = COPY, .to = to, .from = (uint64_t)from, .bytes = bytes});
 }
 
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, struct stream *stream)
+{
+    return push(stream, (struct work){.kind = COPY, .to = (uint64_t)to, .from = from, .bytes = bytes});
+}
+
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, struct stream *stream)
 {
     return push(stream, (struct work){.kind = COPY, .to = to, .from = from, .bytes = bytes});
@@ -422,6 +427,8 @@ int cuEventCreate(struct event **event, unsigned flags)
 
 int cuEventDestroy_v2(struct event *event)
 {
+    while (__atomic_load_n(&event->passed, __ATOMIC_ACQUIRE) < __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE))
+        usleep(10);
     free(event);
     return OK;
 }

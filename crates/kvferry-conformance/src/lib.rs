@@ -55,7 +55,7 @@ use std::time::{Duration, Instant};
 pub use back_end::BackEnd;
 use back_end::{
     CudaEnd, CudaTwinEnd, LocalEnd, MappedTwinEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, NixlTwinEnd,
-    TcpEnd,
+    TcpCardEnd, TcpEnd, TcpTwinEnd,
 };
 use kvferry_cuda::ON_THE_CPU;
 use kvferry_cuda::driver::Card;
@@ -97,10 +97,11 @@ impl Suite {
             .with::<NixlTcpEnd>(promises::for_nixl_tcp())
             .with::<CudaTwinEnd>(promises::for_cuda_twin())
             .with::<MappedTwinEnd>(vec![])
-            .with::<NixlTwinEnd>(promises::for_nixl_twin());
+            .with::<NixlTwinEnd>(promises::for_nixl_twin())
+            .with::<TcpTwinEnd>(vec![]);
         match Card::open(0) {
             Ok(_) => {
-                let suite = suite.with::<CudaEnd>(promises::for_cuda());
+                let suite = suite.with::<CudaEnd>(promises::for_cuda()).with::<TcpCardEnd>(vec![]);
                 match std::env::var_os("KVFERRY_NIXL") {
                     Some(_) => suite.with::<NixlCardEnd>(vec![]),
                     None => suite,

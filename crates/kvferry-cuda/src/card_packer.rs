@@ -3,11 +3,13 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
 use kvferry_layout::Loops;
 use parking_lot::Mutex;
 
-use super::driver::{Card, OnCard};
+use super::driver::{Card, Event, OnCard, Stream};
 use super::launch_queue::{Extent, LaunchQueue};
 use super::options::CudaOptions;
 use super::pack_launch::PackLaunch;
@@ -19,6 +21,8 @@ use kvferry_transport::shared::packing_area::{CopyEngine, Launched};
 pub struct CardPacker {
     card: Card,
     extent: Extent,
+    /// How long who waits for a launch does not sleep.
+    awake: Duration,
     line: Mutex<LaunchQueue>,
 }
 
@@ -28,7 +32,15 @@ impl CardPacker {
         let card = Card::open(options.gpu)?;
         let all = card.multiprocessors()?;
         let line = Mutex::new(LaunchQueue::new(&card, options)?);
-        Ok(Self { extent: Extent::new(options.sms, all), card, line })
+        // Most launches within a card take less than this.
+        let awake = Duration::from_millis(1);
+        Ok(Self { extent: Extent::new(options.sms, all), awake, card, line })
+    }
+
+    /// For launches that others go on beside: who waits sleeps soon.
+    pub(super) fn patient(mut self) -> Self {
+        self.awake = Duration::from_micros(20);
+        self
     }
 
     /// Bytes of the card's memory that nobody has.
@@ -41,14 +53,42 @@ impl CardPacker {
         let memory = OnCard::new(&self.card, bytes as usize)?;
         Ok((memory.address(), Box::new(memory)))
     }
+
+    /// Memory of the host that the card reads and writes, and its address; it is freed with what is returned.
+    pub(super) fn pin(&self, bytes: u64) -> Result<(u64, Box<dyn Any + Send>), Error> {
+        let pinned = self.card.pinned(bytes as usize)?;
+        Ok((pinned.memory as u64, Box::new(pinned)))
+    }
+
+    /// The stream that launches are in, one behind the other.
+    pub(super) fn stream(&self) -> Arc<Stream> {
+        self.line.lock().stream()
+    }
+
+    /// A stream for copies beside the launches.
+    pub(super) fn copies(&self) -> Result<Stream, Error> {
+        self.card.stream(true)
+    }
+
+    /// Something to mark a point of the stream with.
+    pub(super) fn event(&self) -> Result<Event, Error> {
+        self.card.event(false)
+    }
+
+    /// # Safety
+    ///
+    /// As of [`CopyEngine::start`].
+    pub(super) unsafe fn launch(&self, loops: &Loops) -> Result<PackLaunch, Error> {
+        let program = Program::new(loops, self.extent.batch_bytes(loops.bytes()), |_| 0);
+        // SAFETY: the caller's promise.
+        unsafe { PackLaunch::start(&self.line, &program, self.extent, self.awake) }
+    }
 }
 
 impl CopyEngine for CardPacker {
     unsafe fn start(&self, loops: &Loops) -> Result<Box<dyn Launched>, Error> {
-        let program = Program::new(loops, self.extent.batch_bytes(loops.bytes()), |_| 0);
         // SAFETY: the caller's promise.
-        let launch = unsafe { PackLaunch::start(&self.line, &program, self.extent)? };
-        Ok(Box::new(launch))
+        Ok(Box::new(unsafe { self.launch(loops)? }))
     }
 }
 

@@ -144,6 +144,11 @@ impl LaunchQueue {
         })
     }
 
+    /// What launches are in, one behind the other, unless they may overlap.
+    pub(super) fn stream(&self) -> Arc<Stream> {
+        self.stream.clone()
+    }
+
     /// What tells of the end of a launch: its signal, and the stream that it is in.
     pub(super) fn tidings(&mut self) -> Result<(Signal, Arc<Stream>), Error> {
         let (signal, filled) = self.signals.take(&self.stream)?;

@@ -29,12 +29,13 @@ impl PackLaunch {
         line: &Mutex<LaunchQueue>,
         program: &Program<'_>,
         extent: Extent,
+        awake: Duration,
     ) -> Result<Self, Error> {
         let mut line = line.lock();
         let (signal, stream) = line.tidings()?;
         let ends = signal.ends();
         let state = Mutex::new(State::Aloft { signal, stream, kept: None });
-        let launch = Arc::new(Launch { ends, state });
+        let launch = Arc::new(Launch { ends, state, awake });
         let landing: Arc<dyn Landing> = launch.clone();
         // SAFETY: the caller's promise.
         unsafe { line.start(program, extent, &landing) };
@@ -52,8 +53,7 @@ impl Launched for PackLaunch {
     }
 
     fn wait(&self, until: Instant) -> Option<Result<(), Error>> {
-        // Most take less than this. A sleep is never shorter than some 60 µs.
-        let awake = Instant::now() + Duration::from_millis(1);
+        let awake = Instant::now() + self.0.awake;
         loop {
             if let Some(outcome) = self.0.outcome() {
                 return Some(outcome);
@@ -72,6 +72,8 @@ impl Launched for PackLaunch {
 }
 
 struct Launch {
+    /// How long who waits does not sleep: a sleep is never shorter than some 60 µs.
+    awake: Duration,
     ends: Ends,
     state: Mutex<State>,
 }

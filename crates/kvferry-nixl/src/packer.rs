@@ -66,7 +66,7 @@ impl PackerAddress {
                 true => None,
                 false => Some(Pool { bytes: fields.u64()?, slot: fields.u64()? }),
             };
-            let told = Self { address: Address { secret, at, packs: true }, host, card };
+            let told = Self { address: Address { secret, at, packs: None }, host, card };
             fields.0.is_empty().then_some((nixl, told))
         };
         match split() {

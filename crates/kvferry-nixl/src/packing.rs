@@ -29,7 +29,7 @@ use kvferry_transport::shared::random::random;
 use kvferry_transport::shared::rate::RateWatch;
 use kvferry_transport::shared::staging::{Full, Use};
 use kvferry_transport::tcp::{
-    Bounds, Client, Delivery, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
+    Arrival, Bounds, Client, Delivery, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
 };
 use kvferry_transport::{Error, InvalidFrame};
 
@@ -131,7 +131,7 @@ pub(super) fn meet(
             Lanes { count, gathers: 1 }
         }
     };
-    let opened = Client::open(told.address, lanes, rate, Some(Arc::new(fetch)), until);
+    let opened = Client::open(told.address, lanes, rate, Arrival::Fetched(Arc::new(fetch)), until);
     let client = match opened {
         Ok(client) => client,
         Err(error) => {

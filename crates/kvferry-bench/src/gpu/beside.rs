@@ -129,7 +129,7 @@ fn by_nixl(
     rows: &mut Vec<Beside>,
     outcome: &mut Outcome,
 ) -> Result<(), Failure> {
-    let ready = bench.prepare_packed(case, Some(Packing::default()))?;
+    let ready = bench.prepare_for(case, Some(Packing::default()), None)?;
     let (transport, peer) = ready.over_nixl(Packing::default())?;
     let ways: [(&str, packed::Read); 2] =
         [("nixl, packed", Nixl::read_packed), ("nixl, run by run", Nixl::read_loops)];

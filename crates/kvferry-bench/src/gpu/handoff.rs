@@ -147,7 +147,7 @@ fn with_pages(
 ) -> Result<(), Failure> {
     let case = |thousands| Case::scattered("llama-3.1-70b", prefill, decode, thousands << 10);
     // The source lets go of what it had.
-    bench.source.hold(&[], false, None)?;
+    bench.source.hold(&[], false, None, None)?;
     let free = bench.card.free_memory()?;
     let bytes = |thousands| Ok(Ranks::new(&case(thousands))?.bytes());
     let pool = Pool::fitting(page, free, bytes)?;

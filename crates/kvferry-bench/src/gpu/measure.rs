@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::case::{Case, Ranks, borrowed, placed, tables};
 use super::memory::{Checker, Memory};
-use super::source::{Held, Packing, Source};
+use super::source::{Held, Packing, Slots, Source};
 use crate::Failure;
 
 /// A card that had nothing to do takes up to a tenth longer at first.
@@ -118,6 +118,8 @@ pub(super) struct Ready {
     description: Vec<u8>,
     /// The source's, for NIXL, where it was asked for.
     pub(super) nixl: Option<Vec<u8>>,
+    /// For `tcp`, likewise.
+    pub(super) tcp: Option<Vec<u8>>,
     /// Of the source, as it sees them.
     pub(super) spans: Vec<(u64, u64)>,
     pub(super) memory: Vec<Memory>,
@@ -153,19 +155,20 @@ impl Ready {
 
 impl Bench {
     pub(super) fn prepare(&mut self, case: &Case) -> Result<Ready, Failure> {
-        self.prepare_packed(case, None)
+        self.prepare_for(case, None, None)
     }
 
-    /// With a source that packs over NIXL, too.
-    pub(super) fn prepare_packed(
+    /// With a source that packs over NIXL, or sends over `tcp`, too.
+    pub(super) fn prepare_for(
         &mut self,
         case: &Case,
         packing: Option<Packing>,
+        slots: Option<Slots>,
     ) -> Result<Ready, Failure> {
         let Ranks { destination, sources } = Ranks::new(case)?;
         let sizes = sources.iter().flat_map(Manifest::regions).map(|region| region.bytes);
-        let Held { bases, description, nixl } =
-            self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped, packing)?;
+        let Held { bases, description, nixl, tcp } =
+            self.source.hold(&sizes.clone().collect::<Vec<_>>(), case.mapped, packing, slots)?;
         let spans: Vec<(u64, u64)> = bases.iter().copied().zip(sizes).collect();
         let mut next = bases.into_iter();
         let sources: Vec<Manifest> =
@@ -182,6 +185,7 @@ impl Bench {
             plan,
             description,
             nixl,
+            tcp,
             spans,
             memory,
             from: tables(&sources[0], case, 7),
@@ -344,7 +348,7 @@ impl Bench {
     pub(super) fn small(&mut self, count: u32) -> Result<(f64, f64), Failure> {
         const RUN: u64 = 8 << 10;
         let bytes = u64::from(count) * 2 * RUN;
-        let Held { bases, description, .. } = self.source.hold(&[bytes], false, None)?;
+        let Held { bases, description, .. } = self.source.hold(&[bytes], false, None, None)?;
         let memory = Memory::new(&self.card, bytes, false)?;
         let transport = Cuda::new(&CudaOptions::default())?;
         let region = Region { base: memory.base, bytes, place: Place::Gpu(0) };

@@ -7,6 +7,8 @@ mod measure;
 mod memory;
 mod outcome;
 mod packed;
+mod plain;
+mod sockets;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -27,6 +29,7 @@ use handoff::{Handoff, Pool};
 use measure::{Bench, Row};
 use outcome::Outcome;
 use packed::Packed;
+use sockets::Sockets;
 
 use super::{Failure, chosen, writable};
 
@@ -38,6 +41,8 @@ pub(crate) enum Suite {
     Handoff,
     /// Packing over NIXL, which must be found: a few of the rows, beside NIXL alone, and several ways to pack.
     Packed,
+    /// GPU memory over tcp, beside plain sockets: a few of the rows, and several sizes of slots.
+    Tcp,
     /// What a decode engine's steps lose while loads come in.
     Beside,
 }
@@ -48,13 +53,14 @@ impl Suite {
             Self::Rows => "rows",
             Self::Handoff => "hand-offs",
             Self::Packed => "packed over nixl",
+            Self::Tcp => "over tcp",
             Self::Beside => "beside a running model",
         }
     }
 }
 
 /// All of them, in the order in which they are measured.
-const ALL: [Suite; 4] = [Suite::Rows, Suite::Packed, Suite::Handoff, Suite::Beside];
+const ALL: [Suite; 5] = [Suite::Rows, Suite::Packed, Suite::Tcp, Suite::Handoff, Suite::Beside];
 
 /// What is measured, and how.
 #[derive(Clone, Debug)]
@@ -82,6 +88,7 @@ struct Results {
     pools: Vec<Pool>,
     handoffs: Vec<Handoff>,
     packed: Vec<Packed>,
+    tcp: Vec<Sockets>,
     beside: Vec<Beside>,
     #[serde(flatten)]
     outcome: Outcome,
@@ -120,7 +127,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
     each(&settings.suites, nixl.as_deref(), save, &mut results, |suite, results| {
         // Of its own for each, so that none suffers from what became of the one before it.
         bench.source = source::Source::start(source)?;
-        let Results { rows, small, pools, handoffs, packed, beside, outcome, .. } = results;
+        let Results { rows, small, pools, handoffs, packed, tcp, beside, outcome, .. } = results;
         match suite {
             Suite::Rows => {
                 measure_rows(&mut bench, &cases, rows, outcome);
@@ -128,6 +135,7 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
             }
             Suite::Handoff => handoff::run(&mut bench, pools, handoffs, outcome),
             Suite::Packed => packed::run(&mut bench, &settings.only, packed, outcome),
+            Suite::Tcp => sockets::run(&mut bench, &settings.only, tcp, outcome),
             Suite::Beside => beside::run(&mut bench, nixl.as_deref(), beside, outcome)?,
         }
         Ok(())

@@ -137,7 +137,7 @@ impl Bench {
         directly: bool,
         outcome: &mut Outcome,
     ) -> Result<Packed, Failure> {
-        let ready = self.prepare_packed(case, Some(packing))?;
+        let ready = self.prepare_for(case, Some(packing), None)?;
         let directly = directly && ready.copies.len() <= MOST_COPIES;
         let limit_us = {
             let (transport, peer) = ready.transport(&CudaOptions::default())?;

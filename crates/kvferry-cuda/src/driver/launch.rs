@@ -101,6 +101,21 @@ impl Stream {
         unsafe { call!(self.card, "uploading", upload_async(to, from.cast(), bytes, self.stream)) }
     }
 
+    /// # Safety
+    ///
+    /// `to` must be pinned memory that nobody else uses, and `from` allocated memory, until the stream has passed this.
+    pub(crate) unsafe fn download(
+        &self,
+        to: *mut u8,
+        from: u64,
+        bytes: usize,
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            call!(self.card, "downloading", download_async(to.cast(), from, bytes, self.stream))
+        }
+    }
+
     /// Marks this point of the stream.
     pub fn record(&self, event: &Event) -> Result<(), Error> {
         // SAFETY: both are live.

@@ -132,6 +132,7 @@ functions! {
     host_allocate = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
     host_free = "cuMemFreeHost": fn(*mut c_void);
     upload_async = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, Handle);
+    download_async = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, Handle);
     copy_async = "cuMemcpyDtoDAsync_v2": fn(u64, u64, usize, Handle);
     upload = "cuMemcpyHtoD_v2": fn(u64, *const c_void, usize);
     download = "cuMemcpyDtoH_v2": fn(*mut c_void, u64, usize);

@@ -246,7 +246,7 @@ impl Transport for Local {
         loops: &Loops,
         deadline: Instant,
     ) -> Result<Transfer, Error> {
-        if peer.0.direct.is_ok() && !peer.0.tcp.0.packs() {
+        if peer.0.direct.is_ok() && peer.0.tcp.0.packs().is_none() {
             return self.read_loops(peer, loops, deadline);
         }
         self.tcp.read_packed(&peer.0.tcp, loops, deadline)

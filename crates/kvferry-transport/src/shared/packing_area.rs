@@ -10,6 +10,7 @@ use std::time::Instant;
 use kvferry_layout::{Loops, Place};
 use parking_lot::Mutex;
 
+use super::digests::CardDigest;
 use super::staging::Staging;
 use super::walk;
 use crate::contract::{Error, StagingStatistics};
@@ -32,6 +33,16 @@ pub trait Launched: fmt::Debug + Send + Sync {
 
     /// Waits for its end, until `until` at most.
     fn wait(&self, until: Instant) -> Option<Result<(), Error>>;
+}
+
+/// What opens cards, for a transport that knows none by itself.
+pub trait Cards: fmt::Debug + Send + Sync {
+    /// Slots, `bytes` in all, of which the host and the card each have memory, and who moves bytes between the host's
+    /// part and other memory of the card.
+    fn open(&self, gpu: u32, bytes: u64, slot_bytes: u64) -> Result<PackingArea, Error>;
+
+    /// What looks at the memory of cards.
+    fn digests(&self) -> &dyn CardDigest;
 }
 
 /// The packing areas of one transport.
@@ -123,9 +134,7 @@ impl PackingArea {
         let started = unsafe { engine.start(loops) };
         started.map(|launched| Moving(Some(launched))).inspect_err(|error| {
             if !self.said.swap(true, Ordering::Relaxed) {
-                tracing::warn!(
-                    "short runs are read one by one, because {engine:?} refuses: {error}"
-                );
+                tracing::warn!("the memory of a GPU is not packed: {engine:?} refuses: {error}");
             }
         })
     }

@@ -47,6 +47,8 @@ pub enum Full {
 pub struct Staging {
     slot_bytes: u64,
     base: u64,
+    /// Where the host has the same bytes.
+    host: u64,
     place: Place,
     state: Mutex<State>,
     returned: Condvar,
@@ -89,6 +91,17 @@ impl Staging {
 
     /// A pool of slots in memory of any kind, which is kept for as long as the pool.
     pub fn over(region: Region, slot_bytes: u64, memory: Option<Box<dyn Any + Send>>) -> Arc<Self> {
+        Self::beside(region, region.base, slot_bytes, memory)
+    }
+
+    /// The same where the host has as many bytes of its own from `host` on, between which and those of the region
+    /// whoever packs copies.
+    pub fn beside(
+        region: Region,
+        host: u64,
+        slot_bytes: u64,
+        memory: Option<Box<dyn Any + Send>>,
+    ) -> Arc<Self> {
         let slots = u32::try_from(region.bytes / slot_bytes.max(1)).unwrap_or(u32::MAX);
         let bytes = u64::from(slots) * slot_bytes;
         let statistics = StagingStatistics { bytes, ..StagingStatistics::default() };
@@ -102,6 +115,7 @@ impl Staging {
         Arc::new(Self {
             slot_bytes,
             base: region.base,
+            host,
             place: region.place,
             state: Mutex::new(state),
             returned: Condvar::new(),
@@ -183,6 +197,11 @@ impl Slot {
 
     pub fn bytes(&self) -> u64 {
         self.pool.slot_bytes
+    }
+
+    /// Where the host has its bytes.
+    pub fn host_address(&self) -> u64 {
+        self.pool.host + u64::from(self.number) * self.pool.slot_bytes
     }
 }
 

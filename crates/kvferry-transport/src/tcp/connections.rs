@@ -17,7 +17,7 @@ use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use super::proof::Secret;
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
-use crate::shared::packing_area::PackingAreas;
+use crate::shared::packing_area::{Moving, PackingArea, PackingAreas};
 use crate::shared::region::{Hold, Regions};
 use crate::shared::staging::{Full, Slot, Use};
 use crate::strangers::{Mentions, Origin};
@@ -126,6 +126,17 @@ impl From<InvalidFrame> for End {
     }
 }
 
+/// What a peer has asked for, on its way to a slot.
+struct Gathering<'a> {
+    answer: Answer,
+    slot: Slot,
+    moving: Moving,
+    /// What is read.
+    holds: Vec<Hold>,
+    place: Place,
+    area: &'a PackingArea,
+}
+
 impl Shared {
     /// Lets go of the threads of connections that have ended. Whether the server is closing.
     pub(super) fn tidy_up(&self) -> bool {
@@ -197,15 +208,32 @@ impl Shared {
 
     /// Serves one connection until it ends.
     fn serve(&self, stream: &TcpStream) -> Result<(), End> {
+        let mut next = None;
+        let ended = self.serve_until(stream, &mut next);
+        // A card may still be at it.
+        next.map(|gathering| self.gathered(gathering));
+        ended
+    }
+
+    /// The same. `next` is what a card gathers while what comes before it is sent.
+    fn serve_until<'a>(
+        &'a self,
+        stream: &TcpStream,
+        next: &mut Option<Gathering<'a>>,
+    ) -> Result<(), End> {
         socket::set_up(stream)?;
         // Who asks and never reads is let go: a send that moves nothing for so long is an error.
         stream.set_write_timeout(Some(self.bounds.sending))?;
         let mut body = Vec::new();
         let mut spans = Vec::with_capacity(frame::MAX_SPANS);
-        let mut entries = Vec::with_capacity(frame::MAX_SPANS + 1);
+        let mut entries: Vec<libc::iovec> = Vec::with_capacity(frame::MAX_SPANS + 1);
         // What the peer has not read yet; it comes back when the connection ends.
         let mut kept: Vec<Slot> = Vec::new();
         loop {
+            // Answers go in the order of the requests. One that is not ready yet is put off while there are more.
+            if next.is_some() && !socket::has_input(stream) {
+                self.send_gathered(stream, next.take())?;
+            }
             let mut header = [0; Request::BYTES];
             match socket::receive_bytes(stream, &mut header) {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -216,6 +244,9 @@ impl Shared {
             socket::receive_bytes(stream, &mut body)?;
             let mut answer =
                 Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
+            if request.verb != Verb::Gather {
+                self.send_gathered(stream, next.take())?;
+            }
             match request.verb {
                 Verb::Read => {
                     frame::spans(&request, &body, &mut spans)?;
@@ -238,38 +269,44 @@ impl Shared {
                     // practise with, which is never written.
                     unsafe { socket::send_all(stream, &mut entries)? };
                 }
-                Verb::Gather => {
+                Verb::Gather if self.delivery == Delivery::Fetched => {
                     let slot = match kept.len() < MAX_KEPT {
                         true => {
                             // What its peer gives back is behind this request.
                             let patience =
                                 if kept.is_empty() { STAGING_PATIENCE } else { Duration::ZERO };
-                            self.gather(&request, &body, patience, &mut spans, &mut answer)?
+                            let begun = self.gather(&request, &body, patience, &mut spans)?;
+                            begun.and_then(|gathering| self.gathered(gathering))
                         }
-                        false => {
-                            (answer.verdict, answer.bytes) = (Verdict::Busy, 0);
-                            None
-                        }
+                        false => Err(Answer { verdict: Verdict::Busy, bytes: 0, ..answer }),
                     };
-                    let fetched = self.delivery == Delivery::Fetched;
-                    entries.clear();
-                    match slot {
-                        Some(slot) if fetched => {
-                            answer.bytes = slot.address();
+                    let answer = match slot {
+                        Ok((slot, answer)) => {
+                            let bytes = slot.address();
                             kept.push(slot);
-                            socket::send_bytes(stream, &answer.encode())?;
+                            Answer { bytes, ..answer }
                         }
-                        slot => {
-                            let header = answer.encode();
-                            entries.push(socket::entry_of(&header));
-                            let gathered = slot.as_ref();
-                            entries.extend(
-                                gathered.map(|slot| socket::entry(slot.address(), answer.bytes)),
-                            );
-                            // SAFETY: the slot is ours until it is dropped, and as long as what was
-                            // gathered.
-                            unsafe { socket::send_all(stream, &mut entries)? };
+                        Err(answer) => answer,
+                    };
+                    socket::send_bytes(stream, &answer.encode())?;
+                }
+                Verb::Gather => {
+                    // With a slot in hand nobody waits for another.
+                    let patience = if next.is_none() { STAGING_PATIENCE } else { Duration::ZERO };
+                    let mut begun = self.gather(&request, &body, patience, &mut spans)?;
+                    let before = next.take();
+                    if before.is_some() {
+                        self.send_gathered(stream, before)?;
+                        if matches!(begun, Err(Answer { verdict: Verdict::Busy, .. })) {
+                            begun = self.gather(&request, &body, STAGING_PATIENCE, &mut spans)?;
                         }
+                    }
+                    match begun {
+                        Ok(gathering) if gathering.moving.outcome().is_none() => {
+                            *next = Some(gathering);
+                        }
+                        Ok(gathering) => self.send_gathered(stream, Some(gathering))?,
+                        Err(answer) => socket::send_bytes(stream, &answer.encode())?,
                     }
                 }
                 Verb::Release => {
@@ -302,19 +339,19 @@ impl Shared {
         })
     }
 
-    /// Gathers what a request asks for into a slot, or says in the answer why not.
+    /// Begins to gather what a request asks for into a slot, or answers why not.
     fn gather(
         &self,
         request: &Request,
         body: &[u8],
         patience: Duration,
         spans: &mut Vec<(u64, u64)>,
-        answer: &mut Answer,
-    ) -> Result<Option<Slot>, End> {
+    ) -> Result<Result<Gathering<'_>, Answer>, End> {
         let loops = gather::decode(body, self.areas.most())?;
         if loops.packed_bytes() != Some(request.bytes) {
             return Err(InvalidFrame::Length(request.bytes).into());
         }
+        let answer = Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
         // Before anything is touched: all that the loops can reach.
         spans.clear();
         for nest in loops.nests() {
@@ -326,22 +363,18 @@ impl Shared {
         let holds = match self.readable(spans, place) {
             Ok(holds) => holds,
             Err(address) => {
-                (answer.verdict, answer.bytes) = (Verdict::Outside, address);
-                return Ok(None);
+                return Ok(Err(Answer { verdict: Verdict::Outside, bytes: address, ..answer }));
             }
         };
-        let busy = Answer { verdict: Verdict::Busy, bytes: 0, ..*answer };
-        let area = self.areas.of(place);
-        let (area, slot) = match area.map(|area| (area, area.staging.take(Use::Peer, patience))) {
-            Some((area, Ok(slot))) => (area, slot),
-            Some((_, Err(Full::Moving))) => {
-                *answer = Answer { bytes: AGAIN, ..busy };
-                return Ok(None);
+        let refused = self.not_packed(place, answer);
+        let Some(area) = self.areas.of(place) else { return Ok(Err(refused)) };
+        let slot = match area.staging.take(Use::Peer, patience) {
+            Ok(slot) => slot,
+            // What cannot be read in another way has all the time that its reader gives it.
+            Err(full) if full == Full::Moving || refused.verdict == Verdict::Unable => {
+                return Ok(Err(Answer { verdict: Verdict::Busy, bytes: AGAIN, ..answer }));
             }
-            Some((_, Err(Full::Stalled))) | None => {
-                *answer = busy;
-                return Ok(None);
-            }
+            Err(_) => return Ok(Err(refused)),
         };
         if request.bytes > slot.bytes() {
             return Err(InvalidFrame::Length(request.bytes).into());
@@ -350,21 +383,44 @@ impl Shared {
         // SAFETY: what is read was checked above, lies in memory of the packing area's kind that may be read at any
         // time, and is held; what is written lies in the slot, which is long enough and has no other user.
         // Both are kept until the bytes have been moved.
-        let Ok(moving) = (unsafe { area.start(&gathered) }) else {
-            *answer = busy;
-            return Ok(None);
+        Ok(match unsafe { area.start(&gathered) } {
+            Ok(moving) => Ok(Gathering { answer, slot, moving, holds, place, area }),
+            Err(_) => Err(refused),
+        })
+    }
+
+    /// What is answered where memory of a place is not packed: it is read in another way, if there is one.
+    fn not_packed(&self, place: Place, answer: Answer) -> Answer {
+        let verdict = match (self.delivery, place) {
+            (Delivery::Sent, Place::Gpu(_)) => Verdict::Unable,
+            _ => Verdict::Busy,
         };
+        Answer { verdict, bytes: 0, ..answer }
+    }
+
+    /// Waits until it is gathered, or answers why it is not.
+    fn gathered(&self, gathering: Gathering<'_>) -> Result<(Slot, Answer), Answer> {
+        let Gathering { answer, slot, moving, holds, place, area } = gathering;
         match moving.wait(Instant::now() + GATHER_PATIENCE) {
-            Some(Ok(())) => Ok(Some(slot)),
-            Some(Err(_)) => {
-                *answer = busy;
-                Ok(None)
-            }
-            None => {
-                area.keep(moving, Box::new((slot, holds)));
-                *answer = busy;
-                Ok(None)
+            Some(Ok(())) => return Ok((slot, answer)),
+            Some(Err(_)) => {}
+            None => area.keep(moving, Box::new((slot, holds))),
+        }
+        Err(self.not_packed(place, answer))
+    }
+
+    /// Sends what is gathered, if anything is.
+    fn send_gathered(&self, stream: &TcpStream, next: Option<Gathering<'_>>) -> Result<(), End> {
+        let Some(gathering) = next else { return Ok(()) };
+        match self.gathered(gathering) {
+            Err(answer) => socket::send_bytes(stream, &answer.encode())?,
+            Ok((slot, answer)) => {
+                let header = answer.encode();
+                let gathered = socket::entry(slot.host_address(), answer.bytes);
+                // SAFETY: the slot is ours until it is dropped, and as long as what was gathered.
+                unsafe { socket::send_all(stream, &mut [socket::entry_of(&header), gathered])? };
             }
         }
+        Ok(())
     }
 }

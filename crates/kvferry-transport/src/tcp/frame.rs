@@ -220,6 +220,8 @@ pub(crate) enum Verdict {
     Outside = 1,
     /// There is no memory left to pack into. Nothing was moved.
     Busy = 2,
+    /// The memory is a card's, and the card does not gather it.
+    Unable = 3,
 }
 
 /// What a server that is [busy](Verdict::Busy) says instead of a number of bytes where others give memory back: one
@@ -255,6 +257,7 @@ impl Answer {
             0 => Verdict::Done,
             1 => Verdict::Outside,
             2 => Verdict::Busy,
+            3 => Verdict::Unable,
             other => return Err(InvalidFrame::Operation(other)),
         };
         if reserved != [0; 7] {

@@ -10,6 +10,10 @@
 //! the one after it gathered. A server with no slot left says so, and that part is read by its copies.
 //! Its description says whether it packs at all.
 //!
+//! The memory of a card goes the same way, and no other: the card gathers into slots of pinned host memory and
+//! scatters from them, while the connections send and receive what is in others. A transport's regions are all of the
+//! host or all of one card.
+//!
 //! The description carries a token of 256 random bits. Both ends of a connection prove that they know
 //! it, without sending it and anew each time: who was not given the description is neither served nor
 //! believed, even if they listened in before. Until then they have one of a bounded number of places, one deadline
@@ -22,7 +26,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
+use kvferry_layout::{BlockPair, ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
 use parking_lot::Mutex;
 
 use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
@@ -32,7 +36,7 @@ use crate::shared::bytes::{Fields, put_block};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
 use crate::shared::digests;
-use crate::shared::packing_area::PackingAreas;
+use crate::shared::packing_area::{Cards, PackingAreas};
 use crate::shared::random::random;
 use crate::shared::rate::{Medium, RateWatch};
 use crate::shared::spans::Spans;
@@ -56,7 +60,7 @@ mod tests;
 pub use bounds::Bounds;
 pub(crate) use client::PeerRegions;
 #[doc(hidden)]
-pub use client::{Address, Client, Fetch, Fetched, Lanes, Orphan, Room};
+pub use client::{Address, Arrival, Client, Fetch, Fetched, Lanes, Orphan, Packs, Room, Rooms};
 #[doc(hidden)]
 pub use connections::{Delivery, Generation};
 #[doc(hidden)]
@@ -77,6 +81,21 @@ pub struct TcpOptions {
     pub connections: usize,
     /// Bytes of memory to pack into for peers, at most. Without any, peers read every run by itself.
     pub staging: u64,
+    /// What opens cards, where their memory is to be moved.
+    pub cards: Option<Arc<dyn Cards>>,
+    /// What moves the memory of a card takes.
+    pub card: CardSlots,
+}
+
+/// Pinned memory that a card's bytes go through.
+#[derive(Clone, Copy, Debug)]
+pub struct CardSlots {
+    /// Bytes of it.
+    pub bytes: u64,
+    /// Bytes of a slot: long enough to hide what a launch takes, short enough to be spread over the connections.
+    pub slot: u64,
+    /// Connections to each peer: a copy through a socket keeps a core busy, and is slower than the card by far.
+    pub connections: usize,
 }
 
 impl Default for TcpOptions {
@@ -88,6 +107,12 @@ impl Default for TcpOptions {
             advertise: None,
             connections: (cores / 2).clamp(1, 4),
             staging: 32 << 20,
+            cards: None,
+            card: CardSlots {
+                bytes: 128 << 20,
+                slot: 4 << 20,
+                connections: (cores / 2).clamp(1, 8),
+            },
         }
     }
 }
@@ -115,6 +140,8 @@ impl TcpPeer {
 }
 
 const DESCRIPTION: &[u8; 8] = b"kvfy-tcp";
+/// Who packs host memory does so into these.
+const HOST_SLOTS: Option<Packs> = Some(Packs { slot: gather::SLOT_BYTES, on_card: false });
 
 /// What a read takes over loopback: `kvferry-bench`'s example `price`, the best of four runs on a virtual machine with
 /// two busy cores, November 2026.
@@ -124,6 +151,11 @@ const LOOPBACK: Price = Price { launch: 10_000.0, copy: 600.0, byte: 0.3 };
 /// packed: with these the better way was chosen in all 26 rows of docs/measured/lowering-2026-11-18.json.
 const GATHERED: f64 = 20.0;
 const MOVED_TWICE: f64 = 0.2;
+
+/// The same of a card's memory: a launch on either side, and the network, which is slower than the rest.
+const CARD: Price = Price { launch: 60_000.0, copy: 0.2, byte: 0.05 };
+/// Parts of a card's memory have so many bytes at least, however many connections there are.
+const LEAST_PART: u64 = 128 << 10;
 
 impl Tcp {
     /// Starts to listen. Nothing can be read before something is registered.
@@ -167,6 +199,63 @@ impl Tcp {
         self.server.cut_all();
     }
 
+    /// The packing area of a card, made when its first region is registered.
+    fn open_card(&self, gpu: u32) -> Result<(), Error> {
+        let cards = self.options.cards.as_deref().ok_or_else(|| {
+            Error::Unsupported(format!(
+                "this tcp transport was made for host memory, and GPU {gpu} has that of a region: name what opens cards"
+            ))
+        })?;
+        if let Some((known, _)) = self.areas.card() {
+            return match known == gpu {
+                true => Ok(()),
+                false => Err(Error::Unsupported(format!(
+                    "a tcp transport moves the memory of one GPU: it has regions of GPU {known} and is given one of GPU {gpu}"
+                ))),
+            };
+        }
+        let CardSlots { bytes, slot, .. } = self.options.card;
+        let area = cards.open(gpu, bytes, slot)?;
+        self.areas.open(|| Some((gpu, area)));
+        Ok(())
+    }
+
+    /// In which parts bytes are moved between us and a peer, where a card has the memory of either: there is no other
+    /// way then. `None` where both have host memory.
+    fn card_limits(&self, client: &Client, bytes: u64) -> Result<Option<CutLimits>, Error> {
+        let ours = self.areas.card().map(|(_, area)| area.staging.slot_bytes());
+        let theirs = client.packs();
+        if ours.is_none() && theirs.is_none_or(|theirs| !theirs.on_card) {
+            return Ok(None);
+        }
+        let theirs = theirs.ok_or_else(|| {
+            let why = "the peer packs nothing, and bytes for a GPU come packed: give it memory to pack into";
+            Error::Unsupported(why.to_owned())
+        })?;
+        // Nests start at multiples of 16.
+        let spare = gather::SLOT_BYTES - gather::LIMITS.bytes;
+        let most = ours.unwrap_or(u64::MAX).min(theirs.slot).saturating_sub(spare).max(1);
+        let part = bytes.div_ceil(self.options.card.connections.max(1) as u64);
+        Ok(Some(CutLimits { bytes: part.clamp(LEAST_PART.min(most), most), ..gather::LIMITS }))
+    }
+
+    fn post_packed(
+        &self,
+        client: &Arc<Client>,
+        loops: &Loops,
+        limits: CutLimits,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        let (whole, written) = Whole::of(loops)?;
+        let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
+        let custody =
+            self.admission.open_whole(&whole, &written, deadline, Some(interrupt), &client.rate)?;
+        if !custody.is_empty() {
+            client.post(Chunked::packed(custody.clone(), loops.clone(), limits));
+        }
+        Ok(Transfer::posted(custody))
+    }
+
     pub(crate) fn turned_away(&self) -> u64 {
         self.server.turned_away()
     }
@@ -181,7 +270,19 @@ impl Transport for Tcp {
     }
 
     unsafe fn register(&self, region: Region) -> Result<RegionId, Error> {
-        self.admission.insert_host(self.name(), region)
+        // Peers are told one kind of memory, and bytes go one way.
+        let elsewhere =
+            |other: &Region| (other.place == Place::Host) != (region.place == Place::Host);
+        if let Some(other) = self.admission.regions.spans().0.into_iter().find(elsewhere) {
+            return Err(Error::Unsupported(format!(
+                "a tcp transport moves memory of the host or of a GPU: it has a region of {:?} and is given one of {:?}",
+                other.place, region.place
+            )));
+        }
+        if let Place::Gpu(gpu) = region.place {
+            self.open_card(gpu)?;
+        }
+        self.admission.regions.insert(region)
     }
 
     fn deregister(&self, region: RegionId, deadline: Instant) -> Result<(), Error> {
@@ -201,7 +302,13 @@ impl Transport for Tcp {
         out.extend(self.secret.instance.0);
         out.extend(self.secret.token);
         put_block(&mut out, address.to_string().as_bytes());
-        out.push(u8::from(self.options.staging > 0));
+        let packs = match self.areas.card() {
+            Some((_, area)) => Some(Packs { slot: area.staging.slot_bytes(), on_card: true }),
+            None => HOST_SLOTS.filter(|_| self.options.staging > 0),
+        };
+        let (slot, on_card) = packs.map_or((0, false), |packs| (packs.slot, packs.on_card));
+        out.extend(slot.to_le_bytes());
+        out.push(u8::from(on_card));
         Ok(out)
     }
 
@@ -211,6 +318,7 @@ impl Transport for Tcp {
             peers.iter().find(|client| client.instance() == address.secret.instance).cloned()
         };
         if let Some(client) = known(&self.peers.lock()) {
+            client.repack(address.packs);
             return Ok(TcpPeer(client));
         }
         let medium = if address.at.ip().is_loopback() {
@@ -218,12 +326,16 @@ impl Transport for Tcp {
         } else {
             Medium::Network(Medium::fastest_card())
         };
-        let lanes = self.options.connections;
+        let on_card = address.packs.is_some_and(|packs| packs.on_card);
+        let lanes = match on_card || self.areas.card().is_some() {
+            true => self.options.card.connections,
+            false => self.options.connections,
+        };
         let client = Client::open(
             address,
             Lanes { count: lanes, gathers: usize::MAX },
             RateWatch::new(medium),
-            None,
+            Arrival::Sent(Rooms::new(self.areas.clone())),
             deadline,
         )?;
         self.peers.lock().push(client.clone());
@@ -240,9 +352,13 @@ impl Transport for Tcp {
     }
 
     fn price(&self, peer: &TcpPeer) -> Price {
-        // A card may be slower than loopback, and is never faster.
-        let byte = peer.0.rate.medium().byte().unwrap_or_default().max(LOOPBACK.byte);
-        Price { byte, ..LOOPBACK }
+        let price = match self.card_limits(&peer.0, 0) {
+            Ok(None) => LOOPBACK,
+            _ => CARD,
+        };
+        // A network card may be slower than loopback, and is never faster.
+        let byte = peer.0.rate.medium().byte().unwrap_or_default().max(price.byte);
+        Price { byte, ..price }
     }
 
     fn read(
@@ -253,27 +369,49 @@ impl Transport for Tcp {
     ) -> Result<Transfer, Error> {
         let client = &peer.0;
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
+        let bytes = copies.iter().map(|copy| copy.bytes).sum();
+        let limits = self.card_limits(client, bytes)?;
         // The peer checks its own side.
         let theirs = Spans::everything();
         let opened =
             self.admission.open(copies, &theirs, deadline, Some(interrupt), &client.rate)?;
         if !opened.custody.is_empty() {
-            client.post(Chunked::new(opened.custody.clone(), opened.copies));
+            let custody = opened.custody.clone();
+            client.post(match limits {
+                None => Chunked::new(custody, opened.copies),
+                Some(limits) => Chunked::packed(custody, one_by_one(&opened.copies), limits),
+            });
         }
         Ok(Transfer::posted(opened.custody))
     }
 
+    fn read_loops(
+        &self,
+        peer: &TcpPeer,
+        loops: &Loops,
+        deadline: Instant,
+    ) -> Result<Transfer, Error> {
+        match self.card_limits(&peer.0, loops.bytes())? {
+            Some(limits) => self.post_packed(&peer.0, loops, limits, deadline),
+            None => self.read(peer, &loops.copies().collect::<Vec<_>>(), deadline),
+        }
+    }
+
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
-        digests::digest(&self.admission, None, program, deadline)
+        let cards = self.options.cards.as_deref().map(Cards::digests);
+        digests::digest(&self.admission, cards, program, deadline)
     }
 
     fn rates(&self, peer: &TcpPeer) -> Rates {
         let direct = self.price(peer);
-        let packed = peer.0.packs().then_some(Price {
-            copy: GATHERED,
-            byte: direct.byte + MOVED_TWICE,
-            ..direct
-        });
+        let packed = match (self.card_limits(&peer.0, 0), peer.0.packs()) {
+            (Ok(None), Some(_)) => {
+                Some(Price { copy: GATHERED, byte: direct.byte + MOVED_TWICE, ..direct })
+            }
+            // One way is both.
+            (Ok(Some(_)), _) => Some(direct),
+            _ => None,
+        };
         Rates { direct, packed }
     }
 
@@ -284,17 +422,11 @@ impl Transport for Tcp {
         deadline: Instant,
     ) -> Result<Transfer, Error> {
         let client = &peer.0;
-        if !client.packs() {
-            return self.read_loops(peer, loops, deadline);
+        match (self.card_limits(client, loops.bytes())?, client.packs()) {
+            (Some(limits), _) => self.post_packed(client, loops, limits, deadline),
+            (None, Some(_)) => self.post_packed(client, loops, gather::LIMITS, deadline),
+            (None, None) => self.read_loops(peer, loops, deadline),
         }
-        let (whole, written) = Whole::of(loops)?;
-        let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
-        let custody =
-            self.admission.open_whole(&whole, &written, deadline, Some(interrupt), &client.rate)?;
-        if !custody.is_empty() {
-            client.post(Chunked::packed(custody.clone(), loops.clone(), gather::LIMITS));
-        }
-        Ok(Transfer::posted(custody))
     }
 
     fn staging(&self) -> StagingStatistics {
@@ -315,6 +447,18 @@ impl Drop for Tcp {
     }
 }
 
+/// Copies as loops, which a card knows.
+fn one_by_one(copies: &[ByteCopy]) -> Loops {
+    let mut loops = Loops::default();
+    let table = loops.add_table([BlockPair::default()]);
+    for copy in copies {
+        let start = (copy.source, copy.destination);
+        let added = loops.add_nest(start, copy.bytes, (0, 0), &[], table);
+        debug_assert!(added.is_ok(), "without inner loops, nothing is too deep: {added:?}");
+    }
+    loops
+}
+
 fn parse(description: &[u8]) -> Result<Address, Error> {
     let mut fields = Fields(description);
     let mut parse = || {
@@ -324,9 +468,12 @@ fn parse(description: &[u8]) -> Result<Address, Error> {
         let instance = Instance(fields.array()?);
         let token = fields.array()?;
         let at = std::str::from_utf8(fields.block()?).ok()?.parse().ok()?;
-        let packs = match fields.array()? {
-            [0] => false,
-            [1] => true,
+        let packs = match (fields.u64()?, fields.array()?) {
+            (0, [0]) => None,
+            (slot, [0]) => HOST_SLOTS.filter(|packs| packs.slot == slot).map(Some)?,
+            (slot @ gather::SLOT_BYTES..=gather::MOST_PACKED, [1]) => {
+                Some(Packs { slot, on_card: true })
+            }
             _ => return None,
         };
         fields.0.is_empty().then_some(Address { secret: Secret { instance, token }, at, packs })

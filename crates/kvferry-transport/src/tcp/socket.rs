@@ -98,6 +98,15 @@ fn all(
     }
 }
 
+/// Whether a call that receives would not wait: something has come, also if it is the end.
+pub(crate) fn has_input(stream: &TcpStream) -> bool {
+    let mut byte = [0u8];
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the buffer is live, and as long as that.
+    let came = unsafe { libc::recv(stream.as_raw_fd(), byte.as_mut_ptr().cast(), 1, flags) };
+    came >= 0 || io::Error::last_os_error().kind() != io::ErrorKind::WouldBlock
+}
+
 /// Sets a new connection up: nothing is held back to be sent with what comes later, and the kernel
 /// notices when the other host has vanished, whether bytes are on the way to it (the time-out) or not
 /// (the questions now and then), so that no thread waits for ever.

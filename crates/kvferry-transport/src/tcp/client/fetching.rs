@@ -18,7 +18,7 @@ const GLANCE: Duration = Duration::from_millis(1);
 /// How long a card may take to put a part where it belongs.
 const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A chunk that was fetched to a slot and is being put where it belongs.
+/// A chunk that has come to a slot and is being put where it belongs.
 pub(super) struct Landing {
     pub(super) operation: Arc<Chunked>,
     pub(super) chunk: Chunk,
@@ -42,10 +42,7 @@ impl Landing {
         let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
         operation.custody().stop(Error::Library(late));
         let orphan = Orphan::scattered(moving, slot, chunk);
-        match &state.fetch {
-            Some(fetch) => fetch.adopt(orphan),
-            None => drop(orphan),
-        }
+        state.adopt(orphan);
         None
     }
 }

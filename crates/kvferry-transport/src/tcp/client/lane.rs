@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use kvferry_layout::Loops;
 
 use super::fetching::{self, Landing};
-use super::state::{Fetch, HELLO_PATIENCE, Lane, PeerRegions, Question, Room, State};
+use super::state::{Arrival, HELLO_PATIENCE, Lane, PeerRegions, Question, Room, State};
 use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
+use crate::shared::packing_area::Moving;
 use crate::shared::spans::Spans;
-use crate::shared::staging::Full;
+use crate::shared::staging::{Full, Slot};
 use crate::shared::walk;
 use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
@@ -24,6 +25,10 @@ use crate::tcp::{gather, socket};
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Requests on the way per lane.
 const DEPTH: usize = 4;
+/// The same of what goes to slots: one part arrives, the peer gathers the next, and hears of the one after it meanwhile.
+const SLOT_DEPTH: usize = 3;
+/// Parts that a card puts in place while the next arrives.
+const LANDINGS: usize = 2;
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
@@ -42,6 +47,8 @@ enum Work {
     Question(Question),
     /// Connect: there is something to do.
     Connect,
+    /// Wait for what a card is putting in place.
+    Land,
     /// Wait for the answer that is due.
     Answer,
     /// End.
@@ -53,6 +60,8 @@ pub(super) struct LaneThread<'a> {
     number: usize,
     stream: Option<Arc<TcpStream>>,
     on_the_way: VecDeque<OnTheWay>,
+    /// What has come, and a card is putting in place; the first came first.
+    landings: VecDeque<Landing>,
     next_request: u64,
     frame: Vec<u8>,
     inbox: Inbox,
@@ -73,6 +82,7 @@ impl<'a> LaneThread<'a> {
             number,
             stream,
             on_the_way: VecDeque::with_capacity(DEPTH),
+            landings: VecDeque::with_capacity(LANDINGS),
             next_request: 1,
             frame: Vec::new(),
             inbox: Inbox::default(),
@@ -85,6 +95,7 @@ impl<'a> LaneThread<'a> {
 
     pub(super) fn run(&mut self) {
         loop {
+            self.settle_landings(false);
             let work = if self.has_room() { self.next_work() } else { Work::Answer };
             let done = match work {
                 Work::Closing => {
@@ -92,6 +103,10 @@ impl<'a> LaneThread<'a> {
                     return;
                 }
                 Work::Answer => self.receive(),
+                Work::Land => {
+                    self.settle_landings(true);
+                    Ok(())
+                }
                 other => match self.connected() {
                     Ok(stream) => self.send(&stream, other),
                     Err(error) => {
@@ -110,7 +125,30 @@ impl<'a> LaneThread<'a> {
     fn has_room(&self) -> bool {
         let chunk = |request: &&OnTheWay| matches!(request, OnTheWay::Chunk(..));
         let chunks = self.on_the_way.iter().filter(chunk).count();
-        self.on_the_way.len() < DEPTH && chunks < self.state.gathers
+        let to_slots = |request: &OnTheWay| matches!(request, OnTheWay::Chunk(_, _, Some(_), _));
+        let most = match self.state.fetch() {
+            None if self.on_the_way.iter().any(to_slots) => SLOT_DEPTH,
+            _ => self.state.gathers,
+        };
+        self.on_the_way.len() < DEPTH && chunks < most
+    }
+
+    /// Settles what is in place, and waits for it where that is `all`, or more than may be under way.
+    fn settle_landings(&mut self, all: bool) {
+        while let Some(first) = self.landings.front()
+            && (all || self.landings.len() > LANDINGS || first.moving.outcome().is_some())
+        {
+            self.landings.pop_front().map(|landing| self.settle(landing));
+        }
+    }
+
+    fn settle(&self, landing: Landing) {
+        if let Some((_, chunk, outcome)) = landing.wait(self.state, self.lane()) {
+            match outcome {
+                Ok(()) => chunk.in_place(),
+                Err(error) => chunk.fail(error),
+            }
+        }
     }
 
     /// Waits for something to do; does not wait while answers are due.
@@ -135,6 +173,9 @@ impl<'a> LaneThread<'a> {
             }
             if !self.on_the_way.is_empty() {
                 return Work::Answer;
+            }
+            if !self.landings.is_empty() {
+                return Work::Land;
             }
             self.state.work.wait(&mut queue);
         }
@@ -170,7 +211,7 @@ impl<'a> LaneThread<'a> {
                 self.on_the_way.push_back(OnTheWay::Question(question, id));
                 socket::send_bytes(stream, &header.encode()).map_err(lost)
             }
-            Work::Connect | Work::Answer | Work::Closing => Ok(()),
+            Work::Connect | Work::Answer | Work::Land | Work::Closing => Ok(()),
         }
     }
 
@@ -193,19 +234,19 @@ impl<'a> LaneThread<'a> {
             self.state.queue.lock().operations.push_back(operation.clone());
             self.state.work.notify_one();
         }
-        let room = match (&chunk.piece, &self.state.fetch) {
-            (_, None) => None,
+        let room = match (&chunk.piece, self.state.fetch()) {
+            (Piece::Copies(_), None) => None,
             (Piece::Copies(_), Some(fetch)) => {
-                fetching::read_otherwise(self.state, self.lane(), &**fetch, &operation, chunk);
+                fetching::read_otherwise(self.state, self.lane(), fetch, &operation, chunk);
                 return Ok(());
             }
-            (Piece::Packed(loops), Some(fetch)) => match self.room(&**fetch, &operation, loops) {
-                Ok(room) => Some(room),
-                Err(Full::Stalled) => {
+            (Piece::Packed(loops), fetch) => match self.room(&operation, loops) {
+                Ok(room) => room,
+                Err(Full::Stalled) if fetch.is_some() => {
                     self.read_directly(operation, chunk);
                     return Ok(());
                 }
-                Err(Full::Moving) => {
+                Err(Full::Moving | Full::Stalled) => {
                     self.put_back(operation, chunk);
                     // What is on the way here is what others wait for.
                     return if self.on_the_way.is_empty() { Ok(()) } else { self.receive() };
@@ -238,23 +279,31 @@ impl<'a> LaneThread<'a> {
 
     /// Takes memory of our own for a chunk, before the peer is asked for it. A lane waits for some only while it
     /// has none in hand, nor any of the peer's.
-    fn room(&self, fetch: &dyn Fetch, operation: &Chunked, loops: &Loops) -> Result<Room, Full> {
+    fn room(&mut self, operation: &Chunked, loops: &Loops) -> Result<Option<Room>, Full> {
+        if self.on_the_way.is_empty() {
+            self.settle_landings(true);
+        }
         let custody = operation.custody();
         let patience = match self.on_the_way.is_empty() {
             true => custody.deadline().saturating_duration_since(Instant::now()),
             false => Duration::ZERO,
         };
         let is_wanted = || !custody.is_stopped() && !self.state.queue.lock().closing;
-        fetch.room(loops, patience, &is_wanted)
+        match &self.state.arrival {
+            Arrival::Fetched(fetch) => fetch.room(loops, patience, &is_wanted).map(Some),
+            Arrival::Sent(rooms) => rooms.take(patience, &is_wanted),
+        }
     }
 
     /// Takes in the answer to the oldest request.
     fn receive(&mut self) -> Result<(), Error> {
         let lane = self.lane();
-        let (Some(stream), Some(request)) = (self.stream.clone(), self.on_the_way.front_mut())
-        else {
-            return Err(Error::Disconnected);
-        };
+        let Some(stream) = self.stream.clone() else { return Err(Error::Disconnected) };
+        // Nobody waits for what comes next, who only waits for what has come.
+        if !self.landings.is_empty() && !socket::has_input(&stream) {
+            self.settle_landings(true);
+        }
+        let Some(request) = self.on_the_way.front_mut() else { return Err(Error::Disconnected) };
         let mut header = [0; Answer::BYTES];
         socket::receive_bytes(&stream, &mut header).map_err(lost)?;
         let answer = Answer::decode(&header).map_err(Error::PeerMisbehaved)?;
@@ -267,14 +316,19 @@ impl<'a> LaneThread<'a> {
         // breaks now, the request is on it.
         let mut regions = None;
         let mut fetched = None;
+        let mut landing = None;
         match (request, answer.verdict) {
             (OnTheWay::Chunk(operation, chunk, room, _), Verdict::Done) => {
-                match (&chunk.piece, &self.state.fetch, room.take()) {
+                match (&chunk.piece, self.state.fetch(), room.take()) {
                     (Piece::Packed(loops), Some(fetch), Some(room)) => {
                         let (state, custody) = (self.state, operation.custody());
                         let from = (answer.bytes, room);
-                        let landing = fetching::fetch(state, lane, &**fetch, custody, loops, from)?;
+                        let landing = fetching::fetch(state, lane, fetch, custody, loops, from)?;
                         fetched = Some(landing);
+                    }
+                    (Piece::Packed(loops), None, Some(room)) => {
+                        let stopped = operation.custody().is_stopped();
+                        landing = Some(take_to_slot(&stream, loops, room, answer.bytes, stopped)?);
                     }
                     _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
                 }
@@ -284,10 +338,13 @@ impl<'a> LaneThread<'a> {
                 regions = Some(receive_regions(&stream, answer.bytes)?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
-            (OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, ..), Verdict::Busy) => {}
-            (OnTheWay::Chunk(..), Verdict::Busy)
+            (
+                OnTheWay::Chunk(_, Chunk { piece: Piece::Packed(_), .. }, ..),
+                Verdict::Busy | Verdict::Unable,
+            ) => {}
+            (OnTheWay::Chunk(..), Verdict::Busy | Verdict::Unable)
             | (OnTheWay::Release(..), _)
-            | (OnTheWay::Question(..), Verdict::Outside | Verdict::Busy) => {
+            | (OnTheWay::Question(..), Verdict::Outside | Verdict::Busy | Verdict::Unable) => {
                 return Err(Error::PeerMisbehaved(InvalidFrame::Answer));
             }
         }
@@ -306,15 +363,18 @@ impl<'a> LaneThread<'a> {
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
                 socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
             }
-            Some(OnTheWay::Release(Some(landing), _)) => {
-                if let Some((_, chunk, outcome)) = landing.wait(self.state, self.lane()) {
-                    match outcome {
-                        Ok(()) => chunk.in_place(),
-                        Err(error) => chunk.fail(error),
-                    }
-                }
-            }
+            Some(OnTheWay::Release(Some(landing), _)) => self.settle(landing),
             Some(OnTheWay::Release(None, _)) => {}
+            Some(OnTheWay::Chunk(operation, chunk, ..)) if landing.is_some() => match landing {
+                Some(Ok((moving, slot))) => {
+                    self.landings.push_back(Landing { operation, chunk, moving, slot });
+                }
+                Some(Err(error)) => {
+                    self.lane().forget(operation.custody().id());
+                    chunk.fail(error);
+                }
+                None => {}
+            },
             Some(OnTheWay::Chunk(operation, chunk, room, _)) => {
                 drop(room);
                 if answer.verdict == Verdict::Busy {
@@ -331,6 +391,9 @@ impl<'a> LaneThread<'a> {
                         let error = outside(&chunk, answer.bytes);
                         chunk.fail(error);
                     }
+                    Verdict::Unable => chunk.fail(Error::Library(
+                        "the peer's GPU does not gather what was asked for: see its log".to_owned(),
+                    )),
                     Verdict::Busy => {}
                 }
             }
@@ -370,6 +433,8 @@ impl<'a> LaneThread<'a> {
     /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
     /// the destinations, and a card for it; both have stopped, so all of it may be tried again.
     pub(super) fn broken(&mut self, error: &Error) {
+        // What has come is none the worse for it.
+        self.settle_landings(true);
         let by_us = self.lane().cut_by_us.swap(false, Ordering::SeqCst);
         let error = (!by_us).then_some(error);
         self.lane().cut();
@@ -436,7 +501,9 @@ impl Inbox {
                 unsafe { socket::receive_all(stream, &mut self.entries) }.map_err(lost)
             }
             Piece::Packed(loops) => {
-                self.packed.resize(gather::SLOT_BYTES as usize, 0);
+                // The peer's slots are longer where a card fills them.
+                let least = bytes.max(gather::SLOT_BYTES) as usize;
+                self.packed.resize(self.packed.len().max(least), 0);
                 let packed = &mut self.packed[..bytes as usize];
                 socket::receive_bytes(stream, packed).map_err(lost)?;
                 if operation.custody().is_stopped() {
@@ -454,11 +521,36 @@ impl Inbox {
     }
 }
 
+/// Takes in the bytes of a chunk to a slot, and starts to put them where they belong. An error of the card's is its own.
+fn take_to_slot(
+    stream: &TcpStream,
+    loops: &Loops,
+    room: Room,
+    bytes: u64,
+    stopped: bool,
+) -> Result<Result<(Moving, Slot), Error>, Error> {
+    if loops.packed_bytes() != Some(bytes) || bytes > room.slot.bytes() {
+        return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
+    }
+    // SAFETY: the slot is ours, and that long; nobody else uses it.
+    unsafe { socket::receive_all(stream, &mut [socket::entry(room.slot.host_address(), bytes)]) }
+        .map_err(lost)?;
+    if stopped {
+        return Ok(Ok((Moving::nothing(), room.slot)));
+    }
+    // SAFETY: what is read lies in the slot, which is as long as both halves say. What is written lies in registered
+    // regions (`Regions::hold`), all of which are the slot's card's (`Tcp::register`), which may be written at any time and which the
+    // operation holds until its chunks are settled: this one, when the bytes have been moved.
+    let moving = unsafe { room.scatter(loops)? };
+    let none = || Err(Error::Library("there is no card to put bytes in place".to_owned()));
+    Ok(moving.unwrap_or_else(none).map(|moving| (moving, room.slot)))
+}
+
 fn decline(work: Work, error: &Error) {
     match work {
         Work::Operation(operation) => operation.custody().stop(error.clone()),
         Work::Question(question) => question.answer(Err(error.clone())),
-        Work::Connect | Work::Answer | Work::Closing => {}
+        Work::Connect | Work::Answer | Work::Land | Work::Closing => {}
     }
 }
 

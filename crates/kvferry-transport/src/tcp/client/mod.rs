@@ -7,6 +7,7 @@
 
 mod fetching;
 mod lane;
+mod rooms;
 mod state;
 
 use std::net::SocketAddr;
@@ -18,8 +19,9 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use self::lane::LaneThread;
+pub use self::rooms::Rooms;
 pub(crate) use self::state::PeerRegions;
-pub use self::state::{Fetch, Fetched, Lanes, Orphan, Room};
+pub use self::state::{Arrival, Fetch, Fetched, Lanes, Orphan, Room};
 use self::state::{Lane, Question, State};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
@@ -44,18 +46,26 @@ pub struct Address {
     pub secret: Secret,
     /// Where it listens.
     pub at: SocketAddr,
-    /// Whether it has memory to pack into.
-    pub packs: bool,
+    /// What it packs into, if it packs.
+    pub packs: Option<Packs>,
+}
+
+/// A peer's slots to pack into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packs {
+    /// Bytes of one.
+    pub slot: u64,
+    /// Whether a card fills them, which has all of its memory: nothing else is sent.
+    pub on_card: bool,
 }
 
 impl Client {
-    /// Opens the first connection, and starts the lanes. With `fetch`, what the peer gathers does not
-    /// come on the connection, but is fetched.
+    /// Opens the first connection, and starts the lanes.
     pub fn open(
         address: Address,
         lanes: Lanes,
         rate: RateWatch,
-        fetch: Option<Arc<dyn Fetch>>,
+        arrival: Arrival,
         deadline: Instant,
     ) -> Result<Arc<Self>, Error> {
         let state = Arc::new(State {
@@ -65,8 +75,8 @@ impl Client {
             work: parking_lot::Condvar::new(),
             lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
             gathers: lanes.gathers,
-            packs: address.packs,
-            fetch,
+            packs: Mutex::new(address.packs),
+            arrival,
         });
         let open = || {
             let patience = deadline.saturating_duration_since(Instant::now());
@@ -111,9 +121,14 @@ impl Client {
         self.state.secret.instance
     }
 
-    /// Whether the peer has memory to pack into.
-    pub fn packs(&self) -> bool {
-        self.state.packs
+    /// What the peer packs into.
+    pub fn packs(&self) -> Option<Packs> {
+        *self.state.packs.lock()
+    }
+
+    /// The peer has said anew what it packs into.
+    pub(super) fn repack(&self, packs: Option<Packs>) {
+        *self.state.packs.lock() = packs;
     }
 
     /// Hands over an operation.

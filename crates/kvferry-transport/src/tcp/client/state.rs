@@ -11,6 +11,8 @@ use crossbeam_channel::Sender;
 use kvferry_layout::{ByteCopy, Loops, Place};
 use parking_lot::{Condvar, Mutex};
 
+use super::Packs;
+use super::rooms::Rooms;
 use crate::contract::{Error, InvalidFrame, Operation};
 use crate::shared::Transfer;
 use crate::shared::chunks::{Chunk, Chunked};
@@ -61,10 +63,17 @@ pub(super) struct State {
     pub(super) lanes: Vec<Lane>,
     /// See [`Lanes`].
     pub(super) gathers: usize,
-    /// What reads took when the first connection was opened.
-    pub(super) packs: bool,
-    /// How what was gathered is fetched, where it does not come on the connection.
-    pub(super) fetch: Option<Arc<dyn Fetch>>,
+    pub(super) packs: Mutex<Option<Packs>>,
+    pub(super) arrival: Arrival,
+}
+
+/// How what the peer has gathered gets here.
+#[derive(Clone, Debug)]
+pub enum Arrival {
+    /// On the connection; what belongs on a card, to slots.
+    Sent(Arc<Rooms>),
+    /// It is fetched by another transport.
+    Fetched(Arc<dyn Fetch>),
 }
 
 /// How many connections a client has.
@@ -100,7 +109,7 @@ pub trait Fetch: std::fmt::Debug + Send + Sync {
     fn adopt(&self, orphan: Orphan);
 }
 
-/// Memory of our own for a part that is to be fetched. It is taken before the peer is asked, so that nothing is
+/// Memory of our own for a part that is to come. It is taken before the peer is asked, so that nothing is
 /// gathered in vain, and nobody waits with a slot of the peer's in hand.
 #[derive(Debug)]
 pub struct Room {
@@ -129,12 +138,27 @@ impl Fetched {
     /// It has been fetched, the slot is as long as both halves of the loops say, and what they write is
     /// registered memory of the place, which stays so until the answer has ended.
     pub(super) unsafe fn scatter(&self, loops: &Loops) -> Result<Option<Moving>, Error> {
-        let Room { slot, areas, place } = &self.room;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.room.scatter(loops)? }.and_then(Result::ok))
+    }
+}
+
+impl Room {
+    /// The same of what has come to it; otherwise why nothing runs.
+    ///
+    /// # Safety
+    ///
+    /// As of [`Fetched::scatter`].
+    pub(super) unsafe fn scatter(
+        &self,
+        loops: &Loops,
+    ) -> Result<Option<Result<Moving, Error>>, Error> {
+        let Self { slot, areas, place } = self;
         let scatter = loops.scatter(slot.address());
         let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
         let Some(area) = areas.of(*place) else { return Ok(None) };
         // SAFETY: the caller's promise.
-        Ok(unsafe { area.start(&scatter) }.ok())
+        Ok(Some(unsafe { area.start(&scatter) }))
     }
 }
 
@@ -202,6 +226,22 @@ pub(super) struct Lane {
 }
 
 impl State {
+    /// What fetches what was gathered, where it does not come on the connection.
+    pub(super) fn fetch(&self) -> Option<&dyn Fetch> {
+        match &self.arrival {
+            Arrival::Fetched(fetch) => Some(&**fetch),
+            Arrival::Sent(_) => None,
+        }
+    }
+
+    /// Keeps what is not wanted any more until nothing touches it.
+    pub(super) fn adopt(&self, orphan: Orphan) {
+        match &self.arrival {
+            Arrival::Fetched(fetch) => fetch.adopt(orphan),
+            Arrival::Sent(rooms) => rooms.adopt(orphan),
+        }
+    }
+
     /// Ends everything that waits in line.
     pub(super) fn fail_all(&self, error: &Error) {
         let (operations, questions) = {
