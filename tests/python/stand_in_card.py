@@ -62,17 +62,18 @@ def main():
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.DEBUG)
     kvferry.log_to(logging.getLogger("decode"), "info")
     OnStandIn.spare = asked.pop("spare", 0)
+    transport = asked.pop("transport", "gpu")
     if asked.pop("only", None):
         pool = _loopback._Pool(CARD, 2, 16)
         before = taken()
         manifest = pool.manifest("e")
         worker = kvferry.Worker(
-            manifest, ranks=1, memory=pool, transport="gpu", gpu_kernel=BUILT_IN, **asked
+            manifest, ranks=1, memory=pool, transport=transport, gpu_kernel=BUILT_IN, **asked
         )
         answer = taken() - before
         worker.close()
     else:
-        moved = _loopback.hand_over("gpu", CARD, 4, "info", gpu_kernel=BUILT_IN, **asked)
+        moved = _loopback.hand_over(transport, CARD, 4, "info", gpu_kernel=BUILT_IN, **asked)
         answer = {"says": str(moved), "read_by": moved.read_by}
     kvferry.log_to(logging.getLogger("decode"), "off")
     print(json.dumps(answer))

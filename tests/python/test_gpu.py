@@ -1,5 +1,5 @@
-"""The transport `gpu` of real parts: `cuda` and `nixl` on the memory of a card. Where CUDA's driver should be is its
-stand-in, with host memory; NIXL is NIXL."""
+"""The transports of a GPU's memory, of real parts: `gpu`, which is `cuda`, `nixl` and `tcp`, and those by themselves. Where
+CUDA's driver should be is its stand-in, with host memory; NIXL is NIXL."""
 
 import json
 import os
@@ -62,29 +62,45 @@ def test_inside_a_node_cuda_moves_every_byte(driver):
 
 
 @pytest.mark.parametrize("lowering", ["direct", "packed"])
-def test_what_cuda_cannot_open_nixl_moves_and_says_why(driver, lowering):
-    """As with a peer in another container, or under MIG."""
+def test_what_cuda_cannot_open_tcp_moves_and_says_why(driver, lowering):
+    """As with a peer in another container, or under MIG. There is no RDMA here."""
     moved, log = run(driver, refuses="open", lowering=lowering)
     ((rank, by, why),) = moved["read_by"]
-    assert (rank, by) == (0, "nixl")
+    assert (rank, by) == (0, "tcp")
     assert why.startswith("cuda: ") and "operation not permitted" in why
-    assert "every byte right" in moved["says"] and f" by nixl (not by {why})" in moved["says"]
+    assert "nixl: this machine has no RDMA" in why
+    assert "every byte right" in moved["says"] and f" by tcp (not by {why})" in moved["says"]
     (line,) = [line for line in log.splitlines() if "is read by" in line]
-    assert "is read by nixl" in line and "operation not permitted" in line
+    assert "is read by tcp" in line and "operation not permitted" in line
 
 
-def test_without_cuda_nixl_moves_and_says_why(driver):
-    """A kernel that the driver does not load: this rank has nixl alone."""
+@pytest.mark.parametrize("lowering", ["direct", "packed"])
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_a_transport_by_itself_moves_every_byte(driver, transport, lowering):
+    moved, _ = run(driver, transport=transport, lowering=lowering)
+    assert "every byte right" in moved["says"] and moved["says"].endswith(f" by {transport}")
+
+
+def test_without_the_kernel_nixl_moves_and_says_why(driver):
+    """One that the driver does not load: this rank has nixl alone."""
     moved, log = run(driver, refuses="module")
     ((_, by, why),) = moved["read_by"]
     assert by == "nixl" and why.startswith("cuda: ") and "loading the kernel" in why
-    assert "this rank does without cuda: " in log
+    assert "this rank does without cuda: " in log and "this rank does without tcp: " in log
 
 
-def test_without_nixl_cuda_moves(driver):
-    moved, log = run(driver, environment={"KVFERRY_NIXL": "/nowhere"})
-    assert moved["read_by"] == [[0, "cuda", ""]]
-    assert "this rank does without nixl: " in log
+def test_without_anything_the_reasons_are_said(driver):
+    told = {
+        "KVFERRY_CUDA_DRIVER": driver,
+        "KVFERRY_TWIN_REFUSES": "module",
+        "KVFERRY_NIXL": "/nowhere",
+        "KVFERRY_NVRTC": "/nowhere",
+    }
+    command = [sys.executable, HERE / "stand_in_card.py", json.dumps({"only": True})]
+    done = subprocess.run(command, capture_output=True, timeout=300, text=True, env=os.environ | told)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode != 0 and "no way to move GPU memory works here: cuda: " in last
+    assert "; nixl: " in last and "; tcp: " in last
 
 
 def test_a_process_may_end_while_a_kernel_is_compiled(driver, tmp_path):

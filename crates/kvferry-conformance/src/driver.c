@@ -13,7 +13,7 @@
  * KVFERRY_TWIN_REFUSES=memory there is no memory left, on the card or pinned
  * KVFERRY_TWIN_REFUSES=pinned there is none of the host's to be pinned
  * KVFERRY_TWIN_CUDA=n         the newest CUDA that it knows, 13 without; it loads no code that nvrtc.c made for a newer one
- * KVFERRY_TWIN_LATE_MS=n      kernels wait so long before they move anything
+ * KVFERRY_TWIN_LATE_MS=n      kernels and copies wait so long before they move anything
  * KVFERRY_TWIN_GATE=path      they wait as long as there is such a file, and make path.knock when they do
  * KVFERRY_TWIN_ONCE=what n    the next question after work is answered with the code n; what: stream (cuStreamQuery),
  *                             wait (cuStreamSynchronize), event (cuEventQuery), context (cuCtxSetCurrent while a
@@ -273,10 +273,17 @@ static void wait_at_the_gate(void)
         usleep(100);
 }
 
+static void be_late(void)
+{
+    if (getenv("KVFERRY_TWIN_LATE_MS"))
+        usleep(1000 * atoi(getenv("KVFERRY_TWIN_LATE_MS")));
+}
+
 static void carry_out_work(struct stream *stream, struct work *work)
 {
     switch (work->kind) {
     case COPY:
+        be_late();
         memcpy((void *)work->to, (const void *)work->from, work->bytes);
         break;
     case FILL:
@@ -284,8 +291,7 @@ static void carry_out_work(struct stream *stream, struct work *work)
         break;
     case KERNEL:
     case FREE_KERNEL:
-        if (getenv("KVFERRY_TWIN_LATE_MS"))
-            usleep(1000 * atoi(getenv("KVFERRY_TWIN_LATE_MS")));
+        be_late();
         wait_at_the_gate();
         if (refuses("run")) {
             stream->code = BROKEN;

@@ -98,7 +98,7 @@ impl Suite {
             .with::<CudaTwinEnd>(promises::for_cuda_twin())
             .with::<MappedTwinEnd>(vec![])
             .with::<NixlTwinEnd>(promises::for_nixl_twin())
-            .with::<TcpTwinEnd>(vec![]);
+            .with::<TcpTwinEnd>(promises::for_tcp_twin());
         match Card::open(0) {
             Ok(_) => {
                 let suite = suite.with::<CudaEnd>(promises::for_cuda()).with::<TcpCardEnd>(vec![]);

@@ -48,9 +48,9 @@ impl Cards for PinnedCards {
         let slots = bytes.min(free / 8) / slot_bytes.max(1);
         if slots < LEAST_SLOTS {
             return Err(Error::Unsupported(format!(
-                "an eighth of the {free} bytes that are free on GPU {gpu}, of which {bytes} may be taken in slots of \
-                 {slot_bytes}, is too little to move its memory over tcp: leave {} free",
-                8 * LEAST_SLOTS * slot_bytes
+                "an eighth of the {free} bytes that are free on GPU {gpu}, of which {bytes} may be taken, is too little to \
+                 move its memory over tcp: that takes {} or more",
+                LEAST_SLOTS * slot_bytes
             )));
         }
         let bytes = slots * slot_bytes;

@@ -28,7 +28,8 @@ pub struct TransportOptions {
     pub sms: Option<u32>,
     /// Kernels for the card that were compiled beforehand; `None` to compile them here.
     pub kernel: Option<PathBuf>,
-    /// Bytes of a card's memory to pack into; `None` for what the transport chooses.
+    /// The most bytes of a card's memory to pack into, and for `tcp` as many pinned ones of the host; `None` for what the
+    /// transport chooses.
     pub staging: Option<u64>,
     /// Folders of Python packages of this process, which libraries are looked for in first.
     pub site_packages: Vec<PathBuf>,
@@ -135,7 +136,11 @@ impl TransportOptions {
             .map_err(missing("tcp"));
         let nixl = match Medium::fastest_rdma().is_some() || tcp.is_err() {
             true => self.nixl(regions, memory).map_err(missing("nixl")),
-            false => Err("nixl: this machine has no RDMA".to_owned()),
+            false => {
+                let why =
+                    "nixl: this machine has no RDMA (to use UCX's TCP, set the transport to nixl)";
+                Err(why.to_owned())
+            }
         };
         match (cuda, nixl, tcp) {
             (Err(cuda), Err(nixl), Err(tcp)) => Err(Error::Options(format!(
@@ -151,6 +156,9 @@ impl TransportOptions {
             TcpOptions { bind: self.bind, advertise: self.advertise, ..TcpOptions::default() };
         #[cfg(feature = "cuda")]
         {
+            if let Some(staging) = self.staging {
+                options.card = options.card.within(staging);
+            }
             options.cards = Some(kvferry_cuda::PinnedCards::new(kvferry_cuda::CudaOptions {
                 gpu: 0,
                 sms: self.sms,

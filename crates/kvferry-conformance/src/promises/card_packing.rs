@@ -1,22 +1,22 @@
-//! What packing the memory of a card over NIXL promises, beside what all packed reads do. On the stand-in
+//! What packing the memory of a card over NIXL and over `tcp` promises, beside what all packed reads do. On the stand-in
 //! for a driver, which is told to be late, or to refuse.
 
 use std::time::{Duration, Instant};
 
-use kvferry_layout::{BlockPair, Loop, Loops};
+use kvferry_layout::{BlockPair, Loop, Loops, Place, Region};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{Error, Operation, Status, Transport};
 
 use super::packed::{carry_out, loops};
 use super::twin::{Gate, twin};
-use crate::back_end::{BackEnd, NixlTcpEnd, NixlTwinEnd};
+use crate::back_end::{BackEnd, NixlTwinEnd, TcpEnd, TcpTwinEnd};
 use crate::data::pattern;
 use crate::memory::{CardMemory, Memory};
 use crate::pair::{MIB, OUR_SEED, PEER_SEED, Pair, soon};
 use crate::peer::{Peer, wait_until};
 
 /// Reads packed. Answers how many of the bytes were.
-fn exact(pair: &Pair<NixlTwinEnd>) -> u64 {
+fn exact<B: BackEnd>(pair: &Pair<B>) -> u64 {
     let loops = loops(pair, 512, 16, 300);
     let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
     let Status::Done(report) = operation.wait(soon()) else { panic!("{operation:?}") };
@@ -28,15 +28,15 @@ fn exact(pair: &Pair<NixlTwinEnd>) -> u64 {
 
 /// Kernels that take long: nobody reads what is not gathered yet, and nothing is done before it is in
 /// place.
-pub(super) fn kernels_that_are_late_are_waited_for() {
+pub(super) fn kernels_that_are_late_are_waited_for<B: BackEnd>() {
     twin("KVFERRY_TWIN_LATE_MS", "30");
-    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+    let pair = Pair::<B>::new(8 * MIB);
     assert!(exact(&pair) > 0, "nothing was packed");
 }
 
 /// A question after a kernel that CUDA does not answer is asked again: the kernel is under way until then.
-pub(super) fn answers_that_say_nothing_are_no_end() {
-    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+pub(super) fn answers_that_say_nothing_are_no_end<B: BackEnd>() {
+    let pair = Pair::<B>::new(8 * MIB);
     twin("KVFERRY_TWIN_LATE_MS", "30");
     for answer in ["stream 900", "context 900"] {
         pair.ours.write(0, &pattern(OUR_SEED, pair.bytes));
@@ -46,9 +46,9 @@ pub(super) fn answers_that_say_nothing_are_no_end() {
 }
 
 /// A read that is cancelled while kernels put bytes in their place is not safe before they have ended.
-pub(super) fn kernels_in_flight_keep_the_destination() {
+pub(super) fn kernels_in_flight_keep_the_destination<B: BackEnd>() {
     let bytes = 8 * MIB;
-    let pair = Pair::<NixlTwinEnd>::new(bytes);
+    let pair = Pair::<B>::new(bytes);
     let loops = loops(&pair, 512, 16, 300);
     let gate = Gate::close();
     let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
@@ -81,8 +81,8 @@ pub(super) fn cards_that_refuse_are_read_directly() {
 }
 
 /// A kernel that an error ends: the read fails, and nothing waits for ever.
-pub(super) fn kernels_that_break_fail_the_read() {
-    let pair = Pair::<NixlTwinEnd>::new(8 * MIB);
+pub(super) fn kernels_that_break_fail_the_read<B: BackEnd>() {
+    let pair = Pair::<B>::new(8 * MIB);
     twin("KVFERRY_TWIN_REFUSES", "run");
     let loops = loops(&pair, 512, 16, 300);
     let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
@@ -118,7 +118,11 @@ fn across(from: u64, to: u64) -> Loops {
 }
 
 /// A card on one side, and the host's memory on the other.
-pub(super) fn a_card_and_a_host_pack_for_each_other() {
+pub(super) fn a_card_and_a_host_pack_for_each_other<C, H>()
+where
+    C: BackEnd<Memory = CardMemory>,
+    H: BackEnd<Memory = HostMemory>,
+{
     let theirs = pattern(PEER_SEED, MIB);
     let expected = |loops: &Loops, from: u64, to: u64| {
         let mut expected = vec![0; MIB];
@@ -129,8 +133,8 @@ pub(super) fn a_card_and_a_host_pack_for_each_other() {
         }
         expected
     };
-    fn read<M: Memory>(process: &Peer, ours: &M) -> (Loops, Vec<u8>) {
-        let transport = NixlTwinEnd::new().unwrap();
+    fn read<C: BackEnd, M: Memory>(process: &Peer, ours: &M) -> (Loops, Vec<u8>) {
+        let transport = C::new().unwrap();
         // SAFETY: the memory outlives the transport, and is only touched through its address.
         unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
@@ -141,13 +145,13 @@ pub(super) fn a_card_and_a_host_pack_for_each_other() {
         assert_eq!(report.packed, report.bytes);
         (loops, ours.snapshot())
     }
-    let process = Peer::start::<NixlTwinEnd>(MIB, PEER_SEED);
+    let process = Peer::start::<C>(MIB, PEER_SEED);
     let ours: HostMemory = Memory::new(MIB);
-    let (loops, found) = read(&process, &ours);
+    let (loops, found) = read::<C, _>(&process, &ours);
     assert!(found == expected(&loops, process.base, ours.base()), "card to host is not exact");
-    let process = Peer::start::<NixlTcpEnd>(MIB, PEER_SEED);
+    let process = Peer::start::<H>(MIB, PEER_SEED);
     let ours: CardMemory = Memory::new(MIB);
-    let (loops, found) = read(&process, &ours);
+    let (loops, found) = read::<C, _>(&process, &ours);
     assert!(found == expected(&loops, process.base, ours.base()), "host to card is not exact");
 }
 
@@ -172,4 +176,54 @@ pub(super) fn cards_that_come_later_are_packed() {
     assert!(transport.rates(&peer).packed.is_some());
     read(card.base());
     drop(transport);
+}
+
+/// Over `tcp`, memory of a card goes through slots or not at all: where a card refuses, the read fails and says whose card
+/// it was.
+pub(super) fn cards_that_refuse_fail_the_read() {
+    let read = |pair: &Pair<TcpTwinEnd>| {
+        let loops = loops(pair, 512, 16, 300);
+        let operation = pair.transport.read_packed(&pair.peer, &loops, soon()).unwrap();
+        let Status::Failed(error) = operation.wait(soon()) else { panic!("{operation:?}") };
+        error
+    };
+    let pair = Pair::<TcpTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_REFUSES", "launch");
+    let error = read(&pair);
+    assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
+    drop(pair);
+    // The peer that is started now refuses.
+    let pair = Pair::<TcpTwinEnd>::new(8 * MIB);
+    twin("KVFERRY_TWIN_REFUSES", "nothing");
+    let error = read(&pair).to_string();
+    assert!(error.contains("the peer's GPU does not gather"), "{error}");
+    wait_until("the slots are back", || pair.transport.staging().in_use == 0);
+}
+
+/// What is missing is said when memory is registered.
+pub(super) fn cards_that_cannot_be_read_are_refused() {
+    let memory: CardMemory = Memory::new(MIB);
+    let host: HostMemory = Memory::new(MIB);
+    let refused = |transport: &<TcpTwinEnd as BackEnd>::Transport, region| {
+        // SAFETY: it is refused.
+        unsafe { transport.register(region) }.unwrap_err().to_string()
+    };
+    for missing in ["module", "pinned"] {
+        twin("KVFERRY_TWIN_REFUSES", missing);
+        let transport = TcpTwinEnd::new().unwrap();
+        let error = refused(&transport, memory.region());
+        assert!(error.contains("CUDA error"), "{missing}: {error}");
+    }
+    twin("KVFERRY_TWIN_REFUSES", "nothing");
+    let transport = TcpTwinEnd::new().unwrap();
+    // SAFETY: the memory outlives the transport, and is only touched through its address.
+    unsafe { transport.register(memory.region()) }.unwrap();
+    let error = refused(&transport, Memory::region(&host));
+    assert!(error.contains("it has a region of Gpu(0) and is given one of Host"), "{error}");
+    let other = Region { base: 1 << 40, bytes: 4096, place: Place::Gpu(1) };
+    let error = refused(&transport, other);
+    assert!(error.contains("it has regions of GPU 0 and is given one of GPU 1"), "{error}");
+    drop(transport);
+    let error = refused(&TcpEnd::new().unwrap(), memory.region());
+    assert!(error.contains("this tcp transport was made for host memory"), "{error}");
 }

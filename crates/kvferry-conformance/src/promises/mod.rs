@@ -12,7 +12,10 @@ mod packed;
 mod peers;
 mod twin;
 
-use crate::back_end::{BackEnd, CudaEnd, CudaTwinEnd};
+use kvferry_transport::memory::HostMemory;
+
+use crate::back_end::{BackEnd, CudaEnd, CudaTwinEnd, NixlTcpEnd, NixlTwinEnd, TcpEnd, TcpTwinEnd};
+use crate::memory::CardMemory;
 
 pub(crate) use self::local::reader;
 
@@ -138,18 +141,12 @@ pub(crate) fn for_cuda_twin() -> Vec<Promise> {
 
 /// What only `nixl` with the memory of a card promises, on the stand-in for a driver.
 pub(crate) fn for_nixl_twin() -> Vec<Promise> {
-    vec![
+    let mut all = of_packing::<NixlTwinEnd, NixlTcpEnd>();
+    all.extend([
         (
-            "kernels_that_are_late_are_waited_for",
-            card_packing::kernels_that_are_late_are_waited_for,
+            "cards_that_refuse_are_read_directly",
+            card_packing::cards_that_refuse_are_read_directly as fn(),
         ),
-        ("answers_that_say_nothing_are_no_end", card_packing::answers_that_say_nothing_are_no_end),
-        (
-            "kernels_in_flight_keep_the_destination",
-            card_packing::kernels_in_flight_keep_the_destination,
-        ),
-        ("cards_that_refuse_are_read_directly", card_packing::cards_that_refuse_are_read_directly),
-        ("kernels_that_break_fail_the_read", card_packing::kernels_that_break_fail_the_read),
         (
             "cards_without_the_kernel_are_read_directly",
             card_packing::cards_without_the_kernel_are_read_directly,
@@ -158,11 +155,48 @@ pub(crate) fn for_nixl_twin() -> Vec<Promise> {
             "cards_without_memory_are_read_directly",
             card_packing::cards_without_memory_are_read_directly,
         ),
+        ("cards_that_come_later_are_packed", card_packing::cards_that_come_later_are_packed),
+    ]);
+    all
+}
+
+/// What `tcp` promises of a card's memory.
+pub(crate) fn for_tcp_twin() -> Vec<Promise> {
+    let mut all = of_packing::<TcpTwinEnd, TcpEnd>();
+    all.extend([
+        ("cards_that_refuse_fail_the_read", card_packing::cards_that_refuse_fail_the_read as fn()),
+        (
+            "cards_that_cannot_be_read_are_refused",
+            card_packing::cards_that_cannot_be_read_are_refused,
+        ),
+    ]);
+    all
+}
+
+/// What is promised wherever a card packs.
+fn of_packing<C, H>() -> Vec<Promise>
+where
+    C: BackEnd<Memory = CardMemory>,
+    H: BackEnd<Memory = HostMemory>,
+{
+    vec![
+        (
+            "kernels_that_are_late_are_waited_for",
+            card_packing::kernels_that_are_late_are_waited_for::<C>,
+        ),
+        (
+            "answers_that_say_nothing_are_no_end",
+            card_packing::answers_that_say_nothing_are_no_end::<C>,
+        ),
+        (
+            "kernels_in_flight_keep_the_destination",
+            card_packing::kernels_in_flight_keep_the_destination::<C>,
+        ),
+        ("kernels_that_break_fail_the_read", card_packing::kernels_that_break_fail_the_read::<C>),
         (
             "a_card_and_a_host_pack_for_each_other",
-            card_packing::a_card_and_a_host_pack_for_each_other,
+            card_packing::a_card_and_a_host_pack_for_each_other::<C, H>,
         ),
-        ("cards_that_come_later_are_packed", card_packing::cards_that_come_later_are_packed),
     ]
 }
 

@@ -98,6 +98,19 @@ pub struct CardSlots {
     pub connections: usize,
 }
 
+impl CardSlots {
+    /// The same with no more than so many bytes, in shorter slots if need be.
+    #[must_use]
+    pub fn within(self, bytes: u64) -> Self {
+        let bytes = bytes.min(self.bytes);
+        let slot = (bytes / MANY_SLOTS).clamp(gather::SLOT_BYTES, self.slot);
+        Self { bytes, slot, ..self }
+    }
+}
+
+/// As many slots keep eight connections busy in one direction, and the card beside them.
+const MANY_SLOTS: u64 = 32;
+
 impl Default for TcpOptions {
     fn default() -> Self {
         // One connection keeps a core busy on each side.
@@ -108,6 +121,7 @@ impl Default for TcpOptions {
             connections: (cores / 2).clamp(1, 4),
             staging: 32 << 20,
             cards: None,
+            // On an H200 slots of 4 MiB carried most, of 1 and 2 MiB less, and of 8 MiB no more.
             card: CardSlots {
                 bytes: 128 << 20,
                 slot: 4 << 20,
