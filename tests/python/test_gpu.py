@@ -78,7 +78,7 @@ def test_what_cuda_cannot_open_tcp_moves_and_says_why(driver, lowering):
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
 def test_a_transport_by_itself_moves_every_byte(driver, transport, lowering):
     moved, _ = run(driver, transport=transport, lowering=lowering)
-    assert "every byte right" in moved["says"] and moved["says"].endswith(f" by {transport}")
+    assert "every byte right" in moved["says"] and moved["read_by"] == [[0, transport, ""]]
 
 
 def test_without_the_kernel_nixl_moves_and_says_why(driver):
@@ -98,9 +98,9 @@ def test_without_anything_the_reasons_are_said(driver):
     }
     command = [sys.executable, HERE / "stand_in_card.py", json.dumps({"only": True})]
     done = subprocess.run(command, capture_output=True, timeout=300, text=True, env=os.environ | told)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode != 0 and "no way to move GPU memory works here: cuda: " in last
-    assert "; nixl: " in last and "; tcp: " in last
+    assert done.returncode != 0 and "no way to move GPU memory works here: cuda: " in done.stderr
+    said = done.stderr.partition("no way to move")[2]
+    assert "; nixl: " in said and "; tcp: " in said
 
 
 def test_a_process_may_end_while_a_kernel_is_compiled(driver, tmp_path):
@@ -115,12 +115,14 @@ def test_a_process_may_end_while_a_kernel_is_compiled(driver, tmp_path):
 
 def test_what_is_taken_of_a_card_to_pack_into_is_set(driver):
     without, log = run(driver, only=True, gpu_staging=0)
-    assert "is taken to pack" not in log
+    assert "is taken to " not in log
     some, log = run(driver, only=True, gpu_staging=16)
     # And what the kernels that pack are told what to do in.
     assert some - without == (16 + 8) * MIB
-    (line,) = [line for line in log.splitlines() if "is taken to pack" in line]
+    (line,) = [line for line in log.splitlines() if "is taken to move its memory over tcp" in line]
     assert f"bytes={16 * MIB}" in line and "memory of GPU 0" in line
+    _, log = run(driver, only=True, transport="nixl", gpu_staging=16)
+    assert f"bytes={16 * MIB}" in log and "is taken to pack short runs into" in log
     # Not more than an eighth of the gigabyte that the stand-in has, whatever is asked for.
     most, _ = run(driver, only=True)
     assert most - without == (128 + 8) * MIB
