@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # All that can be checked only on a machine with a GPU, in one go:
 #
-#   conformance  what every transport promises, for cuda and, where KVFERRY_NIXL names NIXL, for nixl, with the
+#   conformance  what every transport promises, for cuda, tcp and, where KVFERRY_NIXL names NIXL, for nixl, with the
 #                memory of a card
 #   bench        real plans of real models through the cuda back end, between two processes on one card: every
 #                byte is checked, and the time stands beside that of the card's own copy; hand-offs, as long as the
-#                card has room for; packing over nixl and NIXL alone, where NIXL is found (it says so where not); what a
+#                card has room for; packing over nixl and NIXL alone, where NIXL is found (it says so where not); tcp beside
+#                plain sockets; what a
 #                decode engine's steps lose while loads come in (`kvferry-bench gpu`; `--save FILE` keeps the figures)
 #   digest       digests of memory on the card: compared with the host's, and how fast (the example `gpu_digest`)
 #   transfer     GPU memory through the nixl back end, every byte checked (tools/check-gpu-transfer.sh)
@@ -31,7 +32,7 @@ if ! [ -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null; then
 fi
 
 conformance() {
-  local what=(cuda:: nixl-gpu::) part unchecked=0
+  local what=(cuda:: tcp-gpu:: nixl-gpu::) part unchecked=0
   for part in "${what[@]}"; do
     if [ "$part" = nixl-gpu:: ] && [ -z "${KVFERRY_NIXL:-}" ]; then
       echo "NOT CHECKED: nixl with a card's memory: KVFERRY_NIXL does not name NIXL" >&2

@@ -244,10 +244,23 @@ struct work {
     struct work *next;
 };
 
-/* How often it was recorded, and how many of those were passed. */
+/* How often it was recorded, how many of those were passed, how many streams are to wait for it; and whether it is to go
+ * when nobody knows it any more. */
 struct event {
-    uint64_t recorded, passed;
+    uint64_t recorded, passed, waiting;
+    int gone;
 };
+
+/* Changes a number of an event, and frees it where that was the last that keeps it. */
+static void change(struct event *event, uint64_t *number, int by)
+{
+    pthread_mutex_lock(&lock);
+    __atomic_fetch_add(number, by, __ATOMIC_RELEASE);
+    int over = event->gone && event->passed == event->recorded && !event->waiting;
+    pthread_mutex_unlock(&lock);
+    if (over)
+        free(event);
+}
 
 struct stream {
     pthread_t thread;
@@ -306,11 +319,12 @@ static void carry_out_work(struct stream *stream, struct work *work)
         __atomic_fetch_sub(&kernels, 1, __ATOMIC_RELEASE);
         break;
     case EVENT:
-        __atomic_fetch_add(&work->event->passed, 1, __ATOMIC_RELEASE);
+        change(work->event, &work->event->passed, 1);
         break;
     case WAIT:
         while (__atomic_load_n(&work->event->passed, __ATOMIC_ACQUIRE) < work->from)
             usleep(10);
+        change(work->event, &work->event->waiting, -1);
     }
     free(work);
 }
@@ -433,9 +447,8 @@ int cuEventCreate(struct event **event, unsigned flags)
 
 int cuEventDestroy_v2(struct event *event)
 {
-    while (__atomic_load_n(&event->passed, __ATOMIC_ACQUIRE) < __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE))
-        usleep(10);
-    free(event);
+    __atomic_store_n(&event->gone, 1, __ATOMIC_RELEASE);
+    change(event, &event->passed, 0);
     return OK;
 }
 
@@ -458,6 +471,7 @@ int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags
 {
     (void)flags;
     uint64_t recorded = __atomic_load_n(&event->recorded, __ATOMIC_ACQUIRE);
+    change(event, &event->waiting, 1);
     return push(stream, (struct work){.kind = WAIT, .event = event, .from = recorded});
 }
 

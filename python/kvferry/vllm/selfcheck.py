@@ -109,10 +109,10 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
         # Without a GPU, nixl is a choice.
         yield moved(transport, "cpu", mib, transport == "tcp", level)
     if gpus:
-        # What caches on a GPU go through by themselves; then its two ways: inside a node, and across.
+        # What caches on a GPU go through by themselves; then its ways: inside a node, and across.
         yield moved("gpu", "cuda:0", mib, True, level)
-        yield moved("cuda", "cuda:0", mib, False, level)
-        yield moved("nixl", "cuda:0", mib, False, level)
+        for transport in ("cuda", "tcp", "nixl"):
+            yield moved(transport, "cuda:0", mib, False, level)
 
 
 def version(package: str) -> str | None:
