@@ -29,9 +29,12 @@ pub(super) struct Place {
     pub(super) port: u16,
 }
 
+/// A transport, or why it cannot be had here.
+type Named = (String, Result<Arc<dyn Carrier>, String>);
+
 /// This end.
 pub(super) struct Here {
-    carriers: Vec<(String, Result<Arc<dyn Carrier>, String>)>,
+    carriers: Vec<Named>,
     memory: Arc<Mutex<Memory>>,
     pub(super) sockets: Server,
     pub(super) host: Host,
@@ -83,7 +86,7 @@ impl Here {
 
     /// What the other end is told.
     pub(super) fn side(&self, version: Version, seconds: u64, sees: IpAddr) -> Side {
-        let offer = |(name, carrier): &(String, Result<Arc<dyn Carrier>, String>)| Offer {
+        let offer = |(name, carrier): &Named| Offer {
             name: name.clone(),
             description: carrier
                 .as_ref()
@@ -136,7 +139,7 @@ impl Pair {
                 (Ok(_), Some(Ok(_))) => both.push(name.clone()),
                 (Err(why), _) => left_out.push(format!("{name}: not on this host: {why}")),
                 (_, Some(Err(why))) => {
-                    left_out.push(format!("{name}: not on the other host: {why}"))
+                    left_out.push(format!("{name}: not on the other host: {why}"));
                 }
                 (_, None) => left_out.push(format!("{name}: the other end was not asked for it")),
             }

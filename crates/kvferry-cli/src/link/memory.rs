@@ -9,6 +9,7 @@ use super::words::Came;
 
 /// Bytes that are read from, and as many again that are read into: two of the longest runs.
 pub(super) const BYTES: usize = 32 << 20;
+const BLOCK: usize = 64 << 10;
 
 /// The first half is what the other end reads; into the second this end does.
 pub(super) struct Memory(HostMemory);
@@ -55,22 +56,41 @@ pub(super) fn place(index: usize, run: usize) -> usize {
     BYTES - (index + 1) * run
 }
 
-/// What the memory with this seed is read as.
+/// What the memory with this seed is read as. All of it by itself would take a second: a block is made word by word, and each
+/// of the others begins 129 bytes further on in it (an odd number), so that a run that comes from another place is noticed.
 pub(super) fn content(seed: u64) -> Vec<u8> {
-    let mut content = vec![0; BYTES];
-    for (index, word) in content.chunks_exact_mut(8).enumerate() {
+    let mut block = Vec::with_capacity(BLOCK);
+    for index in 1..=(BLOCK / 8) as u64 {
         // SplitMix64 of the place.
-        let mut value = seed.wrapping_add((index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut value = seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word.copy_from_slice(&(value ^ (value >> 31)).to_le_bytes());
+        block.extend((value ^ (value >> 31)).to_le_bytes());
+    }
+    let mut content = Vec::with_capacity(BYTES);
+    for number in 0..BYTES / BLOCK {
+        let (end, start) = block.split_at(129 * number % BLOCK);
+        content.extend_from_slice(start);
+        content.extend_from_slice(end);
     }
     content
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
+
+    #[test]
+    fn no_two_runs_are_alike() {
+        let content = content(3);
+        assert_eq!(content.len(), BYTES);
+        for run in [2 << 10, 64 << 10, 16 << 20] {
+            let runs: HashSet<&[u8]> = content.chunks_exact(run).collect();
+            assert_eq!(runs.len(), BYTES / run);
+        }
+    }
 
     #[test]
     fn a_wrong_byte_is_found_at_its_place() {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use kvferry_agent::{Conversation, KEY_VARIABLE, Key, Listening, PeerError, Trust};
+use kvferry_transport::strangers::Mentions;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -179,11 +180,15 @@ impl Link {
         self.announce(listening.address(), secret.as_deref());
         let patience = Duration::from_secs(self.timeout.unwrap_or(600));
         let deadline = Instant::now() + patience;
-        let turned_away = |from: SocketAddr, error: &PeerError| {
-            eprintln!("turned {from} away: {error}");
+        let mut mentions: Mentions = Mentions::default();
+        // Once a minute for each place that they come from.
+        let mut turned_away = |from: SocketAddr, error: &PeerError| {
+            if mentions.mention(from.ip().into(), Instant::now()).is_some() {
+                eprintln!("turned {from} away: {error}");
+            }
         };
         let mut conversation = loop {
-            let Some(conversation) = listening.accept(NAME, deadline, turned_away) else {
+            let Some(conversation) = listening.accept(NAME, deadline, &mut turned_away) else {
                 return Err(Failure::input(format!(
                     "nobody has connected to {} for {}: see that the other host was given the command above, and that nothing \
                      between the two drops TCP connections to this port",
@@ -248,11 +253,11 @@ impl Link {
             (None, true) => reachable(at.ip()),
         };
         let before = secret.map_or_else(String::new, |secret| format!("{KEY_VARIABLE}={secret} "));
-        let after = self
-            .proof
-            .key_file
-            .as_ref()
-            .map_or_else(String::new, |file| format!(" --key-file {}", file.display()));
+        let after = match (&self.proof.key_file, secret) {
+            (Some(file), _) => format!(" --key-file {}", file.display()),
+            (None, Some(_)) => String::new(),
+            (None, None) => format!("    # with the same {KEY_VARIABLE}, or TLS"),
+        };
         let mut text = format!("listens on {at}. On the other host run\n\n");
         for (address, interface) in addresses {
             let to = SocketAddr::new(address, at.port());

@@ -29,6 +29,15 @@ struct Books {
     sent: Mutex<Sent>,
 }
 
+/// Of a connection, until it ends.
+struct Place(Arc<Books>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Relaxed);
+    }
+}
+
 impl Server {
     pub(super) fn start(at: IpAddr, port: u16, token: [u8; 16]) -> io::Result<Self> {
         let listener = TcpListener::bind((at, port))?;
@@ -42,18 +51,19 @@ impl Server {
                     thread::sleep(Duration::from_millis(50));
                     continue;
                 };
-                let (books, content) = (books.clone(), content.clone());
-                let serve = move || {
-                    if books.open.fetch_add(1, Relaxed) < CONNECTIONS {
-                        // It ends when the other end has read enough.
-                        _ = send(&stream, token, &content);
-                        if let Ok(sent) = host::sent(&stream) {
-                            let mut sum = books.sent.lock().unwrap_or_else(PoisonError::into_inner);
-                            sum.segments += sent.segments;
-                            sum.retransmitted += sent.retransmitted;
-                        }
-                    }
+                if books.open.fetch_add(1, Relaxed) >= CONNECTIONS {
                     books.open.fetch_sub(1, Relaxed);
+                    continue;
+                }
+                let (place, content) = (Place(books.clone()), content.clone());
+                let serve = move || {
+                    // It ends when the other end has read enough.
+                    _ = send(&stream, token, &content);
+                    if let Ok(sent) = host::sent(&stream) {
+                        let mut sum = place.0.sent.lock().unwrap_or_else(PoisonError::into_inner);
+                        sum.segments += sent.segments;
+                        sum.retransmitted += sent.retransmitted;
+                    }
                 };
                 // Where no thread can be had, the connection ends, and the other end says so.
                 _ = thread::Builder::new().spawn(serve);
@@ -73,11 +83,10 @@ impl Server {
 }
 
 fn send(mut stream: &TcpStream, token: [u8; 16], content: &[u8]) -> io::Result<()> {
-    // Sixteen bytes come in one piece or not at all.
     stream.set_read_timeout(Some(GREETING))?;
     let mut said = [0; 16];
-    stream.read_exact(&mut said)?;
-    if said != token {
+    // So few bytes come in one piece. Who sends them one by one has no more time than others.
+    if stream.read(&mut said)? != said.len() || said != token {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
     stream.set_write_timeout(Some(PATIENCE))?;

@@ -231,3 +231,167 @@ fn interface(report: &Report, end: End, findings: &mut Vec<Finding>) {
 pub(super) fn gigabits(megabits: u64) -> String {
     format!("{} Gbit/s", crate::text::figures(megabits as f64 / 1e3))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::words::{Interface, Path, RUNS, Step};
+    use super::*;
+
+    /// A link on which all is well, at 10 Gbit/s.
+    fn report() -> Report {
+        let card = |name: &str| Interface {
+            name: name.to_owned(),
+            megabits: Some(10_000),
+            mtu: Some(1500),
+        };
+        let host = |last: u8| Host {
+            address: [10, 0, 0, last].into(),
+            interface: Some(card("eth0")),
+            fastest_other: Some(card("eth1")),
+        };
+        let bytes =
+            |gb_per_s| Came::Bytes { bytes: 1 << 30, seconds: 1.0, gb_per_s, packed: false };
+        let mut measured = vec![];
+        for reader in End::BOTH {
+            let mut add = |what, came| {
+                measured.push(Measured { step: Step { reader, what, milliseconds: 0 }, came });
+            };
+            add(What::Sockets { connections: 1 }, bytes(1.1));
+            for transport in ["tcp", "nixl"] {
+                let transport = || transport.to_owned();
+                let trips = Came::Trips { count: 9, median_us: 50.0, worst_us: 90.0 };
+                add(What::RoundTrips { transport: transport() }, trips);
+                for run in RUNS {
+                    add(What::Read { transport: transport(), run }, bytes(1.0));
+                }
+            }
+        }
+        let (tester, listener) = (host(7), host(5));
+        let sent = Sent { segments: 1_000_000, retransmitted: 3 };
+        Report {
+            works: true,
+            tester_seen_at: tester.address,
+            listener_seen_at: listener.address,
+            tester,
+            listener,
+            path: Path { mtu: 1500, segment: 1448, round_trip_us: 40 },
+            sent_by_tester: sent,
+            sent_by_listener: sent,
+            measured,
+            left_out: vec![],
+            findings: vec![],
+        }
+    }
+
+    /// The one thing that is found when a good link is changed like this: whether it is wrong, and what is said of it.
+    fn found(change: impl FnOnce(&mut Report)) -> (String, bool, String) {
+        let mut report = report();
+        change(&mut report);
+        let findings = findings(&report);
+        let [Finding { what, wrong, says, advice }] = &findings[..] else { panic!("{findings:?}") };
+        assert!(!advice.is_empty());
+        (what.clone(), *wrong, says.clone())
+    }
+
+    fn came(report: &mut Report, transport: &str, what: impl Fn(u64) -> Option<Came>) {
+        for one in &mut report.measured {
+            if let What::Read { transport: by, run } = &one.step.what
+                && by == transport
+                && one.step.reader == End::Tester
+                && let Some(came) = what(*run)
+            {
+                one.came = came;
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_said_of_a_link_on_which_all_is_well() {
+        assert_eq!(findings(&report()), []);
+    }
+
+    #[test]
+    fn slow_paths() {
+        let rate = |gb_per_s| Came::Bytes { bytes: 1, seconds: 1.0, gb_per_s, packed: false };
+        let (what, wrong, says) = found(|it| came(it, "nixl", |_| Some(rate(0.1))));
+        assert_eq!((what.as_str(), wrong), ("rate", true));
+        assert_eq!(
+            says,
+            "10.0.0.7 reads from 10.0.0.5 by nixl at 0.1 GB/s, where plain sockets carry 1.1: 0.09 of it"
+        );
+        assert!(!found(|it| came(it, "tcp", |_| Some(rate(0.4)))).1);
+        // Short runs are slow on every path.
+        let mut short = report();
+        came(&mut short, "tcp", |run| (run < 3000).then(|| rate(0.1)));
+        assert_eq!(findings(&short), []);
+    }
+
+    #[test]
+    fn other_interfaces_and_packets() {
+        let faster = Interface { name: "eth9".to_owned(), megabits: Some(100_000), mtu: None };
+        let (what, wrong, says) = found(|it| it.listener.fastest_other = Some(faster.clone()));
+        assert_eq!((what.as_str(), wrong), ("interface", true));
+        assert_eq!(
+            says,
+            "10.0.0.5 is at eth0, with 10 Gbit/s; this host has eth9, with 100 Gbit/s"
+        );
+        // What is read by RDMA does not go through it.
+        let rdma = Came::Bytes { bytes: 1, seconds: 1.0, gb_per_s: 10.0, packed: false };
+        let by_rdma = found(|it| {
+            it.tester.fastest_other = Some(faster.clone());
+            came(it, "nixl", |_| Some(rdma.clone()));
+        });
+        assert!(!by_rdma.1, "{by_rdma:?}");
+        let long = Interface { name: "eth0".to_owned(), megabits: Some(10_000), mtu: Some(9000) };
+        let (what, wrong, says) = found(|it| it.tester.interface = Some(long));
+        assert_eq!((what.as_str(), wrong), ("mtu", false));
+        assert_eq!(
+            says,
+            "packets of 1500 bytes pass between the two, and eth0 at 10.0.0.7 is set to 9000"
+        );
+    }
+
+    #[test]
+    fn losses_and_other_addresses() {
+        let lost = |retransmitted| {
+            found(|it| it.sent_by_listener = Sent { segments: 100_000, retransmitted })
+        };
+        let (what, wrong, says) = lost(2000);
+        assert_eq!((what.as_str(), wrong), ("loss", true));
+        assert_eq!(
+            says,
+            "10.0.0.5 had to send 2 000 of 100 000 packets again over plain sockets: 2 %"
+        );
+        assert!(!lost(200).1);
+        let (what, wrong, says) = found(|it| it.tester_seen_at = [192, 0, 2, 1].into());
+        assert_eq!((what.as_str(), wrong), ("address", false));
+        assert!(says.contains("10.0.0.7") && says.contains("192.0.2.1"), "{says}");
+    }
+
+    #[test]
+    fn what_breaks_is_said_once_for_each_transport_and_direction() {
+        let (what, wrong, says) = found(|it| {
+            came(it, "tcp", |run| match run {
+                2048 => Some(Came::Corrupt { at: 7, sent: 1, came: 3, wrong: 1, of: 2048 }),
+                _ => Some(Came::LeftOut("it failed before".to_owned())),
+            });
+        });
+        assert_eq!((what.as_str(), wrong), ("corrupt", true));
+        assert_eq!(
+            says,
+            "10.0.0.7 reads from 10.0.0.5 (tcp, runs of 2 KiB): byte 7 was sent as 0x01 and came as 0x03, and 1 of 2 048 \
+             bytes are wrong"
+        );
+        let (what, _, says) = found(|it| {
+            let address = Some(([10, 0, 0, 5], 40_000).into());
+            came(it, "nixl", |_| Some(Came::Unreachable { address, why: "timed out".to_owned() }));
+        });
+        assert_eq!(what, "unreachable");
+        assert_eq!(says, "10.0.0.7 cannot connect to 10.0.0.5:40000 (nixl): timed out");
+        let mut broken = report();
+        came(&mut broken, "tcp", |_| Some(Came::Failed("the deadline passed".to_owned())));
+        let said = findings(&broken);
+        assert_eq!((said.len(), said[0].what.as_str()), (1, "failed"));
+        assert!(said[0].advice.contains("1500 bytes without saying so"), "{}", said[0].advice);
+    }
+}
