@@ -197,7 +197,9 @@ impl Pair {
             return Err(Came::Failed("one of the ends does not have it".to_owned()));
         };
         carrier.connect(description, Instant::now() + PATIENCE).map_err(|error| {
-            let address = carrier.endpoints(description).first().copied();
+            // What NIXL connects to is up to UCX.
+            let own = if name == "nixl" { vec![] } else { carrier.endpoints(description) };
+            let address = own.first().copied();
             Came::Unreachable { address, why: error.to_string() }
         })
     }

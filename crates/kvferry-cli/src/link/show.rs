@@ -1,7 +1,9 @@
 //! A report for people.
 
+use std::collections::BTreeSet;
+
 use super::verdict::gigabits;
-use super::words::{Came, End, Finding, Host, Path, Report, Sent, Step};
+use super::words::{Came, End, Finding, Host, Measured, Path, Report, Sent, Step};
 use crate::text::{self, Columns};
 
 pub(super) fn told(report: &Report) -> String {
@@ -32,15 +34,21 @@ pub(super) fn told(report: &Report) -> String {
     for left_out in &report.left_out {
         out += &format!("left out  {}\n", plain(left_out));
     }
+    for Measured { step, came } in &report.measured {
+        if let Came::LeftOut(why) = came {
+            let reader = report.host(step.reader).address;
+            out += &format!("left out  {}, read by {reader}: {}\n", step.what, plain(why));
+        }
+    }
     for Finding { wrong, says, advice, .. } in &report.findings {
         let word = if *wrong { "WRONG" } else { "note " };
         out += &format!("{word}  {}\n       What to do: {}\n", plain(says), plain(advice));
     }
-    let wrong: Vec<&str> =
+    let wrong: BTreeSet<&str> =
         report.findings.iter().filter(|one| one.wrong).map(|one| &*one.what).collect();
     out += &match wrong.is_empty() {
         true => "the link is fine: every byte was right\n".to_owned(),
-        false => format!("the link is not fine: {}\n", plain(&wrong.join(", "))),
+        false => format!("the link is not fine: {}\n", plain(&Vec::from_iter(wrong).join(", "))),
     };
     out
 }

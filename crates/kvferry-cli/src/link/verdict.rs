@@ -7,9 +7,9 @@ use super::words::{Came, End, Finding, Host, Measured, Report, Sent, What};
 /// Of what plain sockets carry in the same run: less is slow, and less than the second not what was paid for.
 const SLOW: f64 = 0.5;
 const WRONG: f64 = 0.25;
-/// Packets that were sent again: so many of a thousand harm, and so many are too many.
+/// Packets that were sent again, of a thousand: some are lost wherever a link is filled, and too many are lost otherwise.
 const LOSSY: f64 = 1.0;
-const TOO_LOSSY: f64 = 10.0;
+const TOO_LOSSY: f64 = 50.0;
 
 /// All that is to be said of what was measured.
 pub(super) fn findings(report: &Report) -> Vec<Finding> {
@@ -81,12 +81,10 @@ fn broken(report: &Report, reader: End, findings: &mut Vec<Finding>) {
 fn unreachable(to: std::net::IpAddr, address: Option<SocketAddr>, by: &str, why: &str) -> Finding {
     let Some(at) = address else {
         let says = format!("{to} cannot connect to the other host by {by}: {why}");
-        return finding(
-            "unreachable",
-            true,
-            says,
-            "do what the message names, on the host that it names",
-        );
+        let advice = "do what the message names. For nixl, UCX has not found a device that leads from one host to the other, or \
+            its ports are closed: UCX_LOG_LEVEL=info on both sides says what it tries, UCX_NET_DEVICES and UCX_TCP_PORT_RANGE \
+            name others. Without RDMA, use tcp";
+        return finding("unreachable", true, says, advice);
     };
     let advice = format!(
         "let TCP connections from {to} to {at} through: a firewall between the two drops or refuses them, or address \
@@ -356,13 +354,13 @@ mod tests {
         let lost = |retransmitted| {
             found(|it| it.sent_by_listener = Sent { segments: 100_000, retransmitted })
         };
-        let (what, wrong, says) = lost(2000);
+        let (what, wrong, says) = lost(8000);
         assert_eq!((what.as_str(), wrong), ("loss", true));
         assert_eq!(
             says,
-            "10.0.0.5 had to send 2 000 of 100 000 packets again over plain sockets: 2 %"
+            "10.0.0.5 had to send 8 000 of 100 000 packets again over plain sockets: 8 %"
         );
-        assert!(!lost(200).1);
+        assert!(!lost(2000).1);
         let (what, wrong, says) = found(|it| it.tester_seen_at = [192, 0, 2, 1].into());
         assert_eq!((what.as_str(), wrong), ("address", false));
         assert!(says.contains("10.0.0.7") && says.contains("192.0.2.1"), "{says}");
