@@ -29,7 +29,7 @@ pub(crate) struct Proof {
     pub(crate) key_file: Option<PathBuf>,
     /// This side's certificate, where the other side uses TLS (PEM).
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_authority"])]
-    tls_certificate: Option<PathBuf>,
+    pub(crate) tls_certificate: Option<PathBuf>,
     /// Its private key (PEM).
     #[arg(long, value_name = "FILE", requires = "tls_certificate")]
     tls_key: Option<PathBuf>,

@@ -50,8 +50,15 @@ struct Listener {
 
 impl Listener {
     fn start(arguments: &[&str]) -> Self {
-        let all = [&["--listen", "127.0.0.1:0", "--transport", "tcp"], arguments].concat();
-        let mut child = kvferry(&all, None).spawn().unwrap();
+        Self::with(arguments, &[])
+    }
+
+    fn with(arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+        let transport =
+            if arguments.contains(&"--transport") { &[][..] } else { &["--transport", "tcp"] };
+        let all = [&["--listen", "127.0.0.1:0"], transport, arguments].concat();
+        let mut command = kvferry(&all, None);
+        let mut child = command.envs(environment.iter().copied()).spawn().unwrap();
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let mut line = || {
             let mut line = String::new();
@@ -232,6 +239,59 @@ fn an_end_that_cannot_be_connected_to_is_named() {
     for words in [&*at, "for 1 s", "a firewall drops what goes from here to"] {
         assert!(errors.contains(words), "{errors}");
     }
+}
+
+#[test]
+fn an_end_that_lacks_something_says_what() {
+    let listener =
+        Listener::with(&["--memory", "gpu:0"], &[("KVFERRY_CUDA_DRIVER", "/no/such/driver")]);
+    let (code, _, errors) = ended(kvferry(&[&listener.at], Some(&listener.key)).spawn().unwrap());
+    assert_eq!(code, Some(1));
+    for words in ["the other end cannot test the link", "CUDA's driver", "/no/such/driver"] {
+        assert!(errors.contains(words), "{words}: {errors}");
+    }
+    assert_eq!(listener.ended().0, Some(1));
+
+    let listener = Listener::start(&[]);
+    let all = [&*listener.at, "--json", "--seconds", "1", "--transport", "nixl"];
+    let mut tester = kvferry(&all, Some(&listener.key));
+    let (code, output, _) = ended(tester.env("KVFERRY_NIXL", "/no/such/nixl").spawn().unwrap());
+    assert_eq!(code, Some(2));
+    let report: Value = serde_json::from_str(&output).unwrap();
+    let left_out = report["left_out"][0].as_str().unwrap();
+    assert!(left_out.starts_with("nixl: not on this host: "), "{left_out}");
+    assert_eq!(wrong(&report)[0]["what"], "transport");
+}
+
+/// Of a card on one side and of the host on the other, by NIXL: the card is one that a CPU stands in for.
+#[test]
+fn memory_of_a_card() {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvferry-bench/tests/gpu/driver.c");
+    let driver = concat!(env!("CARGO_TARGET_TMPDIR"), "/liblinkstandin.so");
+    let built = Command::new("cc")
+        .args(["-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", "-o", driver, source])
+        .arg(concat!("-I", env!("CARGO_MANIFEST_DIR"), "/../kvferry-cuda/src"))
+        .status();
+    assert!(built.unwrap().success(), "driver.c does not compile");
+    let install = Command::new(env!("CARGO_BIN_EXE_kvferry")).args(["nixl", "install"]).output();
+    assert!(install.unwrap().status.success());
+
+    let stands_in = [("KVFERRY_CUDA_DRIVER", driver), ("KVFERRY_NVRTC", driver)];
+    let listener = Listener::with(&["--transport", "nixl"], &stands_in);
+    let all =
+        [&*listener.at, "--json", "--seconds", "1", "--transport", "nixl", "--memory", "gpu:0"];
+    let mut tester = kvferry(&all, Some(&listener.key));
+    let (_, output, errors) = ended(tester.envs(stands_in).spawn().unwrap());
+    let report: Value = serde_json::from_str(&output).unwrap_or_else(|_| panic!("{errors}"));
+    assert!(wrong(&report).is_empty(), "{report:#}");
+    assert_eq!(
+        (&report["tester"]["memory"], &report["listener"]["memory"]),
+        (&json!("gpu:0"), &json!("host"))
+    );
+    let measured = report["measured"].as_array().unwrap();
+    let read = measured.iter().filter(|one| one["transport"] == "nixl" && one["what"] == "read");
+    assert_eq!(read.filter(|one| one["came"]["bytes"]["bytes"].is_u64()).count(), 6, "{report:#}");
+    listener.ended();
 }
 
 /// Three ports in a row that are free on both addresses, each with who listens at the second.

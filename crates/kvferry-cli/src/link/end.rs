@@ -11,7 +11,7 @@ use kvferry_agent::Source;
 use kvferry_layout::{BlockPair, Loops, Price};
 
 use super::host;
-use super::memory::{BYTES, Memory, content, place};
+use super::memory::{BYTES, Kind, Memory, content, place};
 use super::sockets::{self, Server};
 use super::words::{Came, Host, Measured, Offer, RUNS, Side, Step, Version, What};
 
@@ -45,13 +45,13 @@ pub(super) struct Here {
 }
 
 impl Here {
-    pub(super) fn new(place: &Place, transports: &[String]) -> Result<Self, String> {
+    pub(super) fn new(place: &Place, kind: Kind, transports: &[String]) -> Result<Self, String> {
         let (mut token, mut seed) = ([0; 16], [0; 8]);
         getrandom::fill(&mut token)
             .and_then(|()| getrandom::fill(&mut seed))
             .map_err(|e| e.to_string())?;
         let seed = u64::from_le_bytes(seed);
-        let memory = Memory::new(seed).map_err(|error| format!("memory for the test: {error}"))?;
+        let memory = Memory::new(kind, seed).map_err(|error| error.to_string())?;
         let region = memory.region();
         let memory = Arc::new(Mutex::new(memory));
         // One port each; 0 stays 0.
@@ -77,7 +77,7 @@ impl Here {
             memory,
             told: SocketAddr::new(advertised, sockets.address.port()),
             sockets,
-            host: host::describe(place.local, advertised),
+            host: host::describe(place.local, advertised, kind.to_string()),
             base: region.base,
             seed,
             token,
@@ -258,8 +258,8 @@ impl Pair {
         round: usize,
         time: Duration,
     ) -> Result<(f64, bool), Came> {
-        self.here.memory().poison(round, run * count);
         let failed = |error: &dyn std::fmt::Display| Came::Failed(error.to_string());
+        self.here.memory().poison(round, run * count).map_err(|e| failed(&e))?;
         let mut loops = Loops::default();
         let pair = |index: usize| BlockPair {
             source: index as u32,
@@ -286,7 +286,7 @@ impl Pair {
             Some(Err(error)) => return Err(failed(error)),
             None => return Err(Came::Failed("it does not end at its deadline".to_owned())),
         }
-        match self.here.memory().check(&self.content, run, count) {
+        match self.here.memory().check(&self.content, run, count).map_err(|e| failed(&e))? {
             Some(corrupt) => Err(corrupt),
             None => Ok((seconds, packed)),
         }

@@ -12,11 +12,11 @@ use super::words::{Host, Interface, Path, Sent};
 pub(super) const SYSTEM: &str = "/sys/class/net";
 
 /// The end of a link at this address, which is said to be another one to others.
-pub(super) fn describe(local: IpAddr, advertised: IpAddr) -> Host {
+pub(super) fn describe(local: IpAddr, advertised: IpAddr, memory: String) -> Host {
     let of_address = addresses().into_iter().find(|(address, _)| *address == local);
     let interface = of_address.map(|(_, name)| interface(File::new(SYSTEM), &name));
     let fastest_other = fastest_besides(File::new(SYSTEM), interface.as_ref());
-    Host { address: advertised, interface, fastest_other }
+    Host { address: advertised, memory, interface, fastest_other }
 }
 
 /// One interface.
@@ -160,6 +160,6 @@ mod tests {
         assert!(sent(&stream).is_ok());
         let here = IpAddr::from(Ipv4Addr::LOCALHOST);
         assert!(addresses().iter().any(|(address, _)| *address == here));
-        assert_eq!(describe(here, here).address, here);
+        assert_eq!(describe(here, here, String::new()).address, here);
     }
 }

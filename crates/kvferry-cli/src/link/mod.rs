@@ -8,7 +8,7 @@ use std::io::{IsTerminal, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use kvferry_agent::{Conversation, KEY_VARIABLE, Key, Listening, PeerError, Trust};
 use kvferry_transport::strangers::Mentions;
 use serde::Serialize;
@@ -19,6 +19,7 @@ use crate::output;
 use crate::reach::{Proof, check_address};
 use crate::text;
 use end::{Here, Pair, Place};
+use memory::Kind;
 use words::{Answer, Ask, End, LONGEST, RUNS, Report, SOCKETS, Side, Step, VERSION, Version, What};
 
 mod end;
@@ -49,8 +50,8 @@ pub(crate) struct Link {
     listen: Option<SocketAddr>,
     #[command(flatten)]
     proof: Proof,
-    /// Whose memory is read: that of the hosts.
-    #[arg(long, value_enum, default_value = "host")]
+    /// Whose memory is read from and into on this side: host, or gpu:N.
+    #[arg(long, default_value = "host")]
     memory: Kind,
     /// The transports to test, of those that both hosts have.
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "tcp,nixl", value_parser = ["tcp", "nixl"])]
@@ -72,12 +73,6 @@ pub(crate) struct Link {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Kind {
-    /// Of the processors.
-    Host,
-}
-
 /// As which both ends present themselves.
 const NAME: &str = "kvferry link";
 /// How long each message may take, and libraries to load.
@@ -86,8 +81,6 @@ const WRONG: u8 = 2;
 
 impl Link {
     pub(crate) fn run(self) -> Result<(), Failure> {
-        // It has nothing to choose from yet.
-        let Kind::Host = self.memory;
         let trust = self.proof.trust()?;
         let report = match (&self.listener, self.listen) {
             (Some(address), _) => self.test(address, &trust)?,
@@ -118,7 +111,7 @@ impl Link {
         }
         let gone =
             |error: PeerError| Failure::input(format!("{address} broke off the test: {error}"));
-        let here = self.here(&conversation)?;
+        let here = self.here(&conversation).map_err(Failure::Input)?;
         let side = here.side(this_version(), self.seconds, far(&conversation)?);
         say(&mut conversation, &side).map_err(gone)?;
         let there = other_side(&hear(&mut conversation, PATIENCE).map_err(gone)?)?;
@@ -207,7 +200,17 @@ impl Link {
         self.progress(&format!("{from} has connected"));
         let gone = |error: PeerError| Failure::input(format!("{from} broke off the test: {error}"));
         let theirs = hear(&mut conversation, PATIENCE).map_err(gone)?;
-        let here = self.here(&conversation)?;
+        let here = match self.here(&conversation) {
+            Ok(here) => here,
+            Err(problem) => {
+                // Where it is not heard there, it is here.
+                _ = say(
+                    &mut conversation,
+                    &Version { unable: Some(problem.clone()), ..this_version() },
+                );
+                return Err(Failure::Input(problem));
+            }
+        };
         let side = here.side(this_version(), self.seconds, from);
         // Whatever it is: the other end then knows the version of this one.
         say(&mut conversation, &side).map_err(gone)?;
@@ -238,11 +241,12 @@ impl Link {
     }
 
     /// This end, at the address that the other is connected to.
-    fn here(&self, conversation: &Conversation) -> Result<Here, Failure> {
-        let local = conversation.socket().local_addr().map_err(Failure::input)?.ip().to_canonical();
+    fn here(&self, conversation: &Conversation) -> Result<Here, String> {
+        let local = conversation.socket().local_addr().map_err(|error| error.to_string())?;
+        let local = local.ip().to_canonical();
         let (advertise, port) = (self.advertise, self.data_port.unwrap_or(0));
         self.progress("prepares memory and transports");
-        Here::new(&Place { local, advertise, port }, &self.transport).map_err(Failure::input)
+        Here::new(&Place { local, advertise, port }, self.memory, &self.transport)
     }
 
     /// Says what to do on the other host.
@@ -256,7 +260,10 @@ impl Link {
         let after = match (&self.proof.key_file, secret) {
             (Some(file), _) => format!(" --key-file {}", file.display()),
             (None, Some(_)) => String::new(),
-            (None, None) => format!("    # with the same {KEY_VARIABLE}, or TLS"),
+            (None, None) if self.proof.tls_certificate.is_some() => {
+                "    # with a certificate of the same authority".to_owned()
+            }
+            (None, None) => format!("    # with the same {KEY_VARIABLE}"),
         };
         let mut text = format!("listens on {at}. On the other host run\n\n");
         for (address, interface) in addresses {
@@ -348,7 +355,7 @@ fn far(conversation: &Conversation) -> Result<IpAddr, Failure> {
 }
 
 fn this_version() -> Version {
-    Version { version: VERSION, release: env!("CARGO_PKG_VERSION").to_owned() }
+    Version { version: VERSION, release: env!("CARGO_PKG_VERSION").to_owned(), unable: None }
 }
 
 fn say(conversation: &mut Conversation, word: &impl Serialize) -> Result<(), PeerError> {
@@ -374,7 +381,11 @@ fn nonsense() -> Failure {
 
 /// What the other end has, if it can be tested.
 fn other_side(message: &[u8]) -> Result<Side, Failure> {
-    let Version { version, release } = read(message)?;
+    let Version { version, release, unable } = read(message)?;
+    if let Some(why) = unable {
+        let why = show::plain(&why);
+        return Err(Failure::input(format!("the other end cannot test the link: {why}")));
+    }
     if version != VERSION {
         let ours = this_version();
         return Err(Failure::input(format!(

@@ -58,7 +58,7 @@ fn said_of(host: &Host) -> String {
         let speed = interface.megabits.map_or("speed unknown".to_owned(), gigabits);
         format!(" ({}, {speed})", plain(&interface.name))
     });
-    format!("{}{}", host.address, interface.unwrap_or_default())
+    format!("{}{}, memory: {}", host.address, interface.unwrap_or_default(), plain(&host.memory))
 }
 
 fn cell(came: &Came) -> String {
@@ -77,6 +77,6 @@ fn cell(came: &Came) -> String {
 }
 
 /// The other end's words come from another host: no control characters for a terminal.
-fn plain(text: &str) -> String {
+pub(super) fn plain(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect()
 }

@@ -14,6 +14,12 @@ const TOO_LOSSY: f64 = 50.0;
 /// All that is to be said of what was measured.
 pub(super) fn findings(report: &Report) -> Vec<Finding> {
     let mut findings = vec![];
+    if report.measured.iter().all(|one| one.step.what.transport().is_none()) {
+        let says = "the two ends have no transport in common for their memory: plain sockets alone were tested";
+        let advice = "see above what is left out, and why: give both the same '--transport', and install NIXL on both for the \
+            memory of GPUs ('kvferry nixl install')";
+        findings.push(finding("transport", true, says.to_owned(), advice));
+    }
     for reader in End::BOTH {
         broken(report, reader, &mut findings);
         slow(report, reader, &mut findings);
@@ -194,7 +200,7 @@ fn translated(report: &Report, end: End, findings: &mut Vec<Finding>) {
 
 /// The interface that is used, beside what the host has.
 fn interface(report: &Report, end: End, findings: &mut Vec<Finding>) {
-    let Host { address, interface, fastest_other } = report.host(end);
+    let Host { address, interface, fastest_other, .. } = report.host(end);
     let Some(used) = interface else { return };
     if let (Some(speed), Some(other)) = (used.megabits, fastest_other)
         && let Some(faster) = other.megabits.filter(|&faster| faster >= 2 * speed)
@@ -244,6 +250,7 @@ mod tests {
         };
         let host = |last: u8| Host {
             address: [10, 0, 0, last].into(),
+            memory: "host".to_owned(),
             interface: Some(card("eth0")),
             fastest_other: Some(card("eth1")),
         };

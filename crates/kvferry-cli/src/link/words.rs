@@ -19,6 +19,9 @@ pub(super) const SOCKETS: [u32; 2] = [1, 4];
 pub(super) struct Version {
     pub(super) version: u32,
     pub(super) release: String,
+    /// Why there is nothing else that it says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unable: Option<String>,
 }
 
 /// What one end has.
@@ -53,6 +56,8 @@ pub(super) struct Offer {
 pub(super) struct Host {
     /// Where the other end reads from it.
     pub(super) address: IpAddr,
+    /// Whose memory is read from and into.
+    pub(super) memory: String,
     /// Where that address is; none where it is another's that leads here.
     pub(super) interface: Option<Interface>,
     /// The fastest that the host has besides.
