@@ -108,7 +108,7 @@ def configured(given: str) -> tuple[Options | None, list[Finding]]:
         options = Options.read(extra)
         options.address(options.port)
     except (ValueError, ImportError) as error:
-        return wrong(str(error), "docs/vllm.md has all options")
+        return wrong(str(error), "correct it, and ask again: docs/vllm.md has all options")
     says = f"{NAME}, {role}, " + (", ".join(sorted(extra)) or "all by default")
     findings = [Finding("options", "yes", says)]
     policy = config.get("kv_load_failure_policy", "fail")

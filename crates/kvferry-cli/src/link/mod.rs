@@ -106,7 +106,7 @@ impl Link {
             return Err(Failure::input(format!(
                 "at {address} listens the engine '{}', not a link test: it can be reached and has the same key, and that is \
                  all that it tells. Start 'kvferry link --listen' on that host, at another port",
-                conversation.who()
+                show::plain(conversation.who())
             )));
         }
         let gone =

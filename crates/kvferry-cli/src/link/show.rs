@@ -18,7 +18,7 @@ pub(super) fn told(report: &Report) -> String {
     for one in report.measured.iter().filter(|one| one.step.reader == End::Tester) {
         let other = |step: &Step| step.reader == End::Listener && step.what == one.step.what;
         let other = report.measured.iter().find(|one| other(&one.step)).map(|one| cell(&one.came));
-        table.row([one.step.what.to_string(), cell(&one.came), other.unwrap_or_default()]);
+        table.row([plain(&one.step.what.to_string()), cell(&one.came), other.unwrap_or_default()]);
     }
     let again = |sent: Sent| {
         format!("{} of {}", text::number(sent.retransmitted), text::number(sent.segments))
@@ -37,7 +37,8 @@ pub(super) fn told(report: &Report) -> String {
     for Measured { step, came } in &report.measured {
         if let Came::LeftOut(why) = came {
             let reader = report.host(step.reader).address;
-            out += &format!("left out  {}, read by {reader}: {}\n", step.what, plain(why));
+            let what = plain(&step.what.to_string());
+            out += &format!("left out  {what}, read by {reader}: {}\n", plain(why));
         }
     }
     for Finding { wrong, says, advice, .. } in &report.findings {

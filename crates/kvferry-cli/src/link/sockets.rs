@@ -157,3 +157,43 @@ fn receive(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const TOKEN: [u8; 16] = [7; 16];
+
+    fn server() -> Server {
+        Server::start(Ipv4Addr::LOCALHOST.into(), 0, TOKEN).unwrap()
+    }
+
+    #[test]
+    fn bytes_come_to_who_knows_the_token_and_are_counted() {
+        let server = server();
+        let Came::Bytes { bytes, .. } = read(server.address, TOKEN, 2, Duration::from_millis(200))
+        else {
+            panic!("nothing came");
+        };
+        assert!(bytes > 0 && server.sent().segments > 0);
+    }
+
+    #[test]
+    fn others_get_nothing_and_do_not_stay() {
+        let server = server();
+        for said in [&[8; 16][..], &TOKEN[..5], &[]] {
+            let mut stranger = TcpStream::connect(server.address).unwrap();
+            stranger.set_read_timeout(Some(10 * GREETING)).unwrap();
+            stranger.write_all(said).unwrap();
+            let got = stranger.read(&mut [0; 16]);
+            assert!(got.as_ref().map_or(true, |&got| got == 0), "{got:?}");
+        }
+        // They are as good as gone, and leave their places.
+        server.sent();
+        assert_eq!(server.books.open.load(Relaxed), 0);
+        let came = read(server.address, [0; 16], 1, Duration::from_millis(50));
+        assert!(matches!(came, Came::Failed(_)), "{came:?}");
+    }
+}
