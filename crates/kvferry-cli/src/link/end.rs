@@ -206,7 +206,7 @@ impl Pair {
 
     /// Reads runs for a while, and checks every byte of them.
     fn read(&self, source: &dyn Source, run: usize, time: Duration) -> Came {
-        let longest = 4.0 * time.as_secs_f64();
+        let longest = (PATIENCE + 4 * time).as_secs_f64();
         if self.carried > 0.0 && run as f64 > self.carried * longest {
             let seconds = crate::text::seconds(run as f64 / self.carried);
             return Came::LeftOut(format!("one run takes {seconds} at the rate of plain sockets"));

@@ -83,10 +83,12 @@ impl Link {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let trust = self.proof.trust()?;
         let report = match (&self.listener, self.listen) {
-            (Some(address), _) => self.test(address, &trust)?,
-            (None, Some(bind)) => self.serve(bind, trust)?,
-            (None, None) => return Err(Failure::input("give host:port, or --listen")),
+            (Some(address), _) => self.test(address, &trust),
+            (None, Some(bind)) => self.serve(bind, trust),
+            (None, None) => Err(Failure::input("give host:port, or --listen")),
         };
+        self.progress("");
+        let report = report?;
         output::print(&match self.json {
             true => serde_json::to_string_pretty(&report).map_err(Failure::input)? + "\n",
             false => show::told(&report),
@@ -158,8 +160,8 @@ impl Link {
         };
         report.findings = verdict::findings(&report);
         report.works = report.findings.iter().all(|finding| !finding.wrong);
-        say(&mut conversation, &Ask::End(Box::new(report.clone()))).map_err(gone)?;
-        self.progress("");
+        // Whatever becomes of the other end now, this one has seen what there is to see.
+        _ = say(&mut conversation, &Ask::End(Box::new(report.clone())));
         Ok(report)
     }
 
@@ -231,10 +233,7 @@ impl Link {
                     Answer::Measured(measured)
                 }
                 Ask::Sent => Answer::Sent(pair.here.sockets.sent()),
-                Ask::End(report) => {
-                    self.progress("");
-                    return Ok(*report);
-                }
+                Ask::End(report) => return Ok(*report),
             };
             say(&mut conversation, &answer).map_err(gone)?;
         }

@@ -17,6 +17,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const GREETING: Duration = Duration::from_secs(2);
 const CONNECTIONS: u64 = 32;
 
+/// A busy host gives a thread its turn as rarely as that.
+const SHORTEST: Duration = Duration::from_millis(200);
+
 /// Sends for as long as the process lives.
 pub(super) struct Server {
     pub(super) address: SocketAddr,
@@ -104,6 +107,12 @@ pub(super) fn read(at: SocketAddr, token: [u8; 16], connections: u32, time: Dura
             Err(error) => return Came::Unreachable { address: Some(at), why: error.to_string() },
         }
     }
+    let time = time.max(SHORTEST);
+    // The clock starts when all of them flow.
+    let flows = streams.iter().try_for_each(|mut stream| stream.read_exact(&mut [0]));
+    if let Err(error) = flows {
+        return Came::Failed(broken(&error));
+    }
     let (bytes, from) = (AtomicU64::new(0), Instant::now() + time / 4);
     let until = from + time * 3 / 4;
     let problem = thread::scope(|scope| {
@@ -116,16 +125,20 @@ pub(super) fn read(at: SocketAddr, token: [u8; 16], connections: u32, time: Dura
     let seconds = from.elapsed().as_secs_f64();
     let bytes = bytes.into_inner();
     match problem {
-        Some(error) => Came::Failed(match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                format!("no byte came for {} s", PATIENCE.as_secs())
-            }
-            io::ErrorKind::UnexpectedEof => "the other end closed the connection".to_owned(),
-            _ => error.to_string(),
-        }),
+        Some(error) => Came::Failed(broken(&error)),
         None => {
             Came::Bytes { bytes, seconds, gb_per_s: bytes as f64 / seconds / 1e9, packed: false }
         }
+    }
+}
+
+fn broken(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            format!("no byte came for {} s", PATIENCE.as_secs())
+        }
+        io::ErrorKind::UnexpectedEof => "the other end closed the connection".to_owned(),
+        _ => error.to_string(),
     }
 }
 
