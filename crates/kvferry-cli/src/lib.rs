@@ -11,6 +11,7 @@ mod drain;
 mod explain;
 mod failure;
 mod hub;
+mod link;
 mod models;
 mod nixl;
 mod output;
@@ -44,6 +45,7 @@ enum Command {
     #[command(hide = true, name = kvferry_demo::PROCESS)]
     DemoProcess,
     Nixl(nixl::Nixl),
+    Link(link::Link),
     Status(status::Status),
     Drain(drain::Drain),
 }
@@ -78,6 +80,7 @@ where
             false => Err(Failure::Said(1)),
         },
         Command::Nixl(nixl) => nixl.run(),
+        Command::Link(link) => link.run(),
         Command::Status(status) => status.run(),
         Command::Drain(drain) => drain.run(),
     })

@@ -17,6 +17,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from .. import __version__, log_to
@@ -118,7 +119,7 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
 def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    except PackageNotFoundError:
         return None
 
 
@@ -199,7 +200,11 @@ def askable() -> Finding:
 
 def nixl() -> str:
     """The NIXL that this release is tested with, as `pip install 'kvferry[nixl]'` has it."""
-    needed = importlib.metadata.requires("kvferry") or []
+    try:
+        needed = importlib.metadata.requires("kvferry") or []
+    except PackageNotFoundError:
+        # It lies in a path, and was not installed.
+        needed = []
     return next((one.split(";")[0].strip() for one in needed if one.startswith("nixl")), "nixl")
 
 

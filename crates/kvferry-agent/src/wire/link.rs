@@ -102,7 +102,7 @@ impl Link {
     }
 }
 
-async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
+pub(super) async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
     let hosts = reach.choose(lookup(address).await?)?;
     let stream = TcpStream::connect(&*hosts).await.map_err(|e| io_error("connecting", &e))?;
     stream.set_nodelay(true).map_err(|e| io_error("connecting", &e))?;
@@ -110,7 +110,7 @@ async fn connect(address: &str, reach: &Reach) -> Result<TcpStream, PeerError> {
 }
 
 /// Both sides say who they are. Whoever listens there may be anybody.
-async fn greet(
+pub(super) async fn greet(
     stream: TcpStream,
     address: &str,
     caller: &Caller,
