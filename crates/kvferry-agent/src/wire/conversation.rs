@@ -15,8 +15,8 @@ use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
 use super::channel::{self, MAX_OPENING, Receiver, Sender, io_error};
-use super::door::listen;
 use super::link::{Caller, connect, greet};
+use super::listener::listen;
 use super::message::{Hello, Welcome, decode_opening, encode_opening};
 use super::owner;
 use super::places::{Limits, Waiting};

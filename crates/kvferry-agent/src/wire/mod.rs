@@ -8,12 +8,12 @@
 //!   who does not speak TLS.
 //! * [`reach`]: which addresses are connected to. [`link`]: connections to other engines, as the side that asks.
 //! * [`conversation`]: a connection between two programs that are no engines.
-//! * [`door`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
+//! * [`listener`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
 
 pub(crate) mod channel;
 pub(crate) mod conversation;
-pub(crate) mod door;
 pub(crate) mod link;
+pub(crate) mod listener;
 pub(crate) mod lookup;
 pub(crate) mod message;
 pub(crate) mod news;
