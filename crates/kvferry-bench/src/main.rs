@@ -40,8 +40,8 @@ enum Command {
     Worker(contender::Worker),
 }
 
-/// Measure the cuda transport, and packing over nixl: real plans of real models, between two processes on
-/// one card.
+/// Measure the cuda transport, packing over nixl, and GPU memory over tcp: real plans of real models, between two processes
+/// on one card.
 ///
 /// Every byte of the destination is checked. The limit is one copy on the card of as many bytes of the
 /// other process's memory, in the same run. Whatever fails, the rest is measured; the command then ends

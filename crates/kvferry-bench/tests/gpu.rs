@@ -45,7 +45,7 @@ fn text(bytes: &[u8]) -> String {
 fn what_fails_takes_nothing_from_what_was_measured() {
     let saved = std::env::temp_dir().join(format!("kvferry-bench-gpu-{}", std::process::id()));
     // The stand-in has 1 GiB, which is too little for hand-offs.
-    let output = bench(stand_in(), &["--suites", "handoff,packed,rows", "--only", CASE, "--json"])
+    let output = bench(stand_in(), &["--suites", "handoff,packed,tcp,rows", "--only", CASE, "--json"])
         .arg("--save")
         .arg(&saved)
         .env("KVFERRY_NIXL", "/nonexistent/nixl")
@@ -64,6 +64,9 @@ fn what_fails_takes_nothing_from_what_was_measured() {
     let direct = rows[0]["rates"][0].as_array().unwrap();
     assert!(direct.len() == 3 && direct.iter().all(serde_json::Value::is_number), "{json}");
     assert_eq!(results["small"].as_array().unwrap().len(), 2, "{json}");
+    let tcp = &results["tcp"].as_array().unwrap()[0];
+    assert_eq!((&tcp["wrong_bytes"], &tcp["copies"]), (&0.into(), &508.into()), "{json}");
+    assert_eq!(tcp["plain"].as_array().unwrap().len(), 4, "{json}");
     // The table is still there, for whoever watches.
     assert!(said.contains(&format!("{CASE}  ")), "{said}");
 

@@ -55,16 +55,16 @@ class Advanced:
     gpu_max_sms: int = _option(0, least=0)
     #: Those kernels, compiled beforehand for a machine without NVRTC.
     gpu_kernel_file: str | None = _option(None, file=True)
-    #: MiB of a GPU's memory that `nixl`, and so `gpu`, takes at most to pack short runs into; 0: none, and such
-    #: runs are read one by one.
+    #: MiB of a GPU's memory that `nixl` takes at most to pack short runs into, and `tcp` to move its memory through; so does
+    #: `gpu`. 0: none: `nixl` reads such runs one by one, and `tcp` moves no GPU memory.
     gpu_staging_mib: int = _option(512, least=2, most=1 << 20, others=(0,))
 
 
 @dataclass(frozen=True)
 class Options:
-    #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink, GPU memory), `cuda` (GPU memory
-    #: inside a node, by a kernel) or `gpu` (`cuda` or `nixl`, whichever works best with each peer). The
-    #: same on both sides. Left out: `gpu` for caches on a GPU, `tcp` for others.
+    #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink), `cuda` (GPU memory inside a node, by a kernel) or `gpu`
+    #: (for each peer the first that works of `cuda`, `nixl` where both have RDMA, and `tcp`). The same on both sides. Left
+    #: out: `gpu` for caches on a GPU, `tcp` for others.
     transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
     #: The address to listen on; `auto`: this machine's own, as vLLM finds it.
     host: str = _option("127.0.0.1")
