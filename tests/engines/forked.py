@@ -2,6 +2,7 @@
 most of its start with that, and its engine and its workers do so again."""
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ class Forked:
     def __init__(self, words, environment, log):
         sys.stdout.flush()
         sys.stderr.flush()
+        # A server collects garbage: not in what was there before it.
+        gc.freeze()
         self.args, self.returncode = words, None
         self.pid = os.fork()
         if self.pid == 0:

@@ -23,6 +23,7 @@ from pathlib import Path
 import environment
 from forked import FORKING, Forked
 from openai import OpenAI
+from wire import on
 
 README = Path(__file__).parents[2] / "README.md"
 #: The ports in README.md, by who listens there.
@@ -98,8 +99,10 @@ class Pair:
         for name in ("vllm", "vllm-router"):
             (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=name)
             script = made / name
+            # The router knows nothing of vLLM.
+            before = FORKING if self.fork and name == "vllm" else ""
             script.write_text(
-                f"#!{sys.executable}\n{FORKING if self.fork else ''}import sys\nfrom {entry.module} import {entry.attr}\n"
+                f"#!{sys.executable}\n{before}import sys\nfrom {entry.module} import {entry.attr}\n"
                 f'if __name__ == "__main__":\n    sys.exit({entry.attr}())\n'
             )
             script.chmod(0o755)
@@ -129,8 +132,9 @@ class Pair:
         for name in who:
             with open(self.log(name), "ab") as log:
                 words = self.command(name)
-                if self.fork and words[0] == "vllm" and name not in self.hosts:
-                    self.processes[name] = Forked(words, self.environment, log)
+                if self.fork and words[0] == "vllm":
+                    with on(self.hosts[name]) if name in self.hosts else contextlib.nullcontext():
+                        self.processes[name] = Forked(words, self.environment, log)
                     continue
                 # In a session of its own, so that it can be ended with all its children.
                 entered = self.hosts[name].enter if name in self.hosts else []
