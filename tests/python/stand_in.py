@@ -1,6 +1,7 @@
 """What stands in for a running engine: the process's environment, and an attention back end of which
 only the block sizes matter."""
 
+import functools
 import os
 from types import SimpleNamespace
 
@@ -15,9 +16,13 @@ os.environ.update(
 )
 
 from vllm.model_executor.layers.mamba import mamba_utils  # noqa: E402
+from vllm.v1 import kv_cache_interface  # noqa: E402
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf  # noqa: E402
 from vllm.v1.engine import core  # noqa: E402
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: E402
+
+# vLLM makes a tensor to learn how many bytes a number of a type takes. It asks hundreds of times for each pool.
+kv_cache_interface.get_dtype_size = functools.cache(kv_cache_interface.get_dtype_size)
 
 
 class Backend(AttentionBackend):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import kvferry.vllm
+import msgspec
 import pytest
 import torch
 
@@ -63,7 +64,7 @@ def ask_rules(name, topologies):
     cases = [{"model": name, "draft": None, "topology": topology} for topology in topologies]
     text = "\n".join(json.dumps(case) for case in cases)
     run = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    return [msgspec.json.decode(line) for line in run.stdout.splitlines()]
 
 
 def describe(objects, topology, layers):

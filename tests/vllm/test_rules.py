@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import modules
+import msgspec
 import pytest
 import reference
 
@@ -73,7 +74,7 @@ def ask_kvferry(name, draft, topologies):
     run = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()
     assert len(lines) == len(cases)
-    return [json.loads(line) for line in lines]
+    return [msgspec.json.decode(line) for line in lines]
 
 
 compared = {"equal": 0, "refused": 0}

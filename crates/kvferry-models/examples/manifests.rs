@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 fn main() -> std::io::Result<()> {
     let mut output = std::io::stdout().lock();
     for line in std::io::stdin().lock().lines() {
-        let answer = answer(&line?).unwrap_or_else(|error| json!({ "error": error.to_string() }));
+        let answer = answer(&line?)
+            .unwrap_or_else(|error| json!({ "error": error.to_string() }).to_string());
         writeln!(output, "{answer}")?;
     }
     Ok(())
@@ -27,7 +28,7 @@ fn load(name: &str) -> Result<Model, Box<dyn std::error::Error>> {
     }
 }
 
-fn answer(line: &str) -> Result<Value, Box<dyn std::error::Error>> {
+fn answer(line: &str) -> Result<String, Box<dyn std::error::Error>> {
     let case: Value = serde_json::from_str(line)?;
     let text = |key: &str| case[key].as_str().unwrap_or_default();
     let mut model = load(text("model"))?;
@@ -53,7 +54,10 @@ fn answer(line: &str) -> Result<Value, Box<dyn std::error::Error>> {
     });
     let groups: Vec<_> = groups.collect();
     let manifests = vllm::manifests(&model, &topology, "engine")?;
-    let manifests: Result<Vec<Value>, _> =
-        manifests.iter().map(|manifest| serde_json::from_str(&manifest.to_json())).collect();
-    Ok(json!({ "groups": groups, "manifests": manifests?, "stages": pools.stages }))
+    // As they are, in one line: they are megabytes, and nobody here looks at them.
+    let in_one_line = |json: String| json.lines().map(str::trim_start).collect::<String>();
+    let manifests = manifests.iter().map(|manifest| in_one_line(manifest.to_json()));
+    let manifests = manifests.collect::<Vec<_>>().join(",");
+    let (groups, stages) = (json!(groups), json!(pools.stages));
+    Ok(format!(r#"{{"groups":{groups},"manifests":[{manifests}],"stages":{stages}}}"#))
 }
