@@ -15,11 +15,18 @@ from kvferry import _loopback
 from kvferry.vllm import selfcheck, versions
 
 
-def test_it_finds_this_environment_ready():
-    run = [sys.executable, "-m", "kvferry.vllm.selfcheck", "--mib", "4"]
-    answer = subprocess.run([*run, "--json"], capture_output=True, timeout=300, text=True)
+RUN = [sys.executable, "-m", "kvferry.vllm.selfcheck"]
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What it finds here. A process of its own imports vLLM, which takes long: one does."""
+    answer = subprocess.run([*RUN, "--mib", "4", "--json"], capture_output=True, timeout=300, text=True)
     assert answer.returncode == 0, answer.stderr
-    said = json.loads(answer.stdout.splitlines()[-1])
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_it_finds_this_environment_ready(said):
     assert said["works"]
     fits = {finding["what"]: finding["fits"] for finding in said["findings"]}
     for what in ("vllm", "plug-in", "connector", "local", "tcp", "nixl"):
@@ -29,23 +36,35 @@ def test_it_finds_this_environment_ready():
     assert "HPC_ATTN (its cache is written in the midst" in kernels
     assert "LINEAR (its kernels cannot be called alone; taken for granted)" in kernels
     assert "CPU_ATTN" not in kernels
-    shown = subprocess.run(run, capture_output=True, timeout=300, text=True)
-    assert all(len(line) < 250 for line in shown.stdout.splitlines()) and "HPC_ATTN" not in shown.stdout, shown.stdout
+
+
+def test_what_it_finds_is_shown(said, monkeypatch, capsys):
+    found = [selfcheck.Finding(**one) for one in said["findings"]]
+    monkeypatch.setattr(selfcheck, "look", lambda *_: iter(found))
+    monkeypatch.setattr(selfcheck, "log_to", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["selfcheck"])
+    assert selfcheck.main() == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert all(len(line) < 250 for line in shown) and not any("HPC_ATTN" in line for line in shown), shown
+    assert len([line for line in shown if line.startswith("  ok  ")]) >= 6, shown
     # What it ends with is what README.md gives to the servers.
     commands = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
-    for line in shown.stdout.splitlines()[-2:]:
+    for line in shown[-2:]:
         assert json.loads(line.split("'")[1]) in [json.loads(one) for one in re.findall(r"'(\{.*?\})'", commands)], line
-    wrong = subprocess.run([*run, "--mib", "0"], capture_output=True, timeout=300, text=True)
+
+
+def test_nothing_to_move_is_refused():
+    wrong = subprocess.run([*RUN, "--mib", "0"], capture_output=True, timeout=300, text=True)
     assert wrong.returncode == 2 and "--mib is 0, but must be 1 or more" in wrong.stderr
 
 
 def test_what_an_environment_below_brings_is_found():
     """NIXL is in the environment that this one lies over, and no variable says where anything is."""
     assert not importlib.util.find_spec("nixl").origin.startswith(sys.prefix)
-    run = [sys.executable, "-m", "kvferry.vllm.selfcheck", "--mib", "4", "--json"]
-    answer = subprocess.run(run, capture_output=True, timeout=300, text=True, env={})
-    said = json.loads(answer.stdout.splitlines()[-1])
-    (found,) = [finding for finding in said["findings"] if finding["what"] == "nixl"]
+    look = "from kvferry.vllm import selfcheck; print(vars(selfcheck.moved('nixl', 'cpu', 4, False)))"
+    answer = subprocess.run([sys.executable, "-c", look], capture_output=True, timeout=300, text=True, env={})
+    assert answer.returncode == 0, answer.stderr
+    found = ast.literal_eval(answer.stdout.splitlines()[-1])
     assert found["fits"] == "yes", found
 
 
