@@ -5,9 +5,9 @@ use kvferry_testkit::random::Dice;
 /// Bytes that differ everywhere, and with every seed.
 pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut dice = Dice::new(seed);
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        out.extend(dice.any().to_le_bytes());
+    let mut out = vec![0; bytes.next_multiple_of(8)];
+    for word in out.chunks_exact_mut(8) {
+        word.copy_from_slice(&dice.any().to_le_bytes());
     }
     out.truncate(bytes);
     out

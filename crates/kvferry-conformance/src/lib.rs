@@ -198,7 +198,7 @@ pub(crate) fn build(files: &[(&str, &str)], options: &[&str], library: &Path) {
         std::fs::write(folder.join(name), text).unwrap();
     }
     let built = Command::new("cc")
-        .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
+        .args(["-std=gnu11", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-o"])
         .args([&made, &folder.join(files[0].0)])
         .args(options)
         .status()

@@ -11,6 +11,8 @@ impl Dice {
     }
 
     /// Any number.
+    // Whole pools are filled with these.
+    #[inline]
     pub fn any(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
