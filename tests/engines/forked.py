@@ -11,7 +11,14 @@ import sys
 import time
 import traceback
 
-#: What a server begins with: its children are forked, on a CPU as on a GPU, and a signal to one of them is none to it;
+#: What a server begins with, also one that is not forked: a process that waits for another one's message looks for it
+#: a thousand times a second, and not all the time. There are more such processes than cores.
+CALM = """\
+import time
+from vllm.distributed.device_communicators import shm_broadcast
+shm_broadcast.sched_yield = lambda: time.sleep(0.001)
+"""
+#: What one that is forked begins with: its children are forked, on a CPU as on a GPU, and a signal to one of them is none to it;
 #: and a model is looked at here, and not in one more process that imports vLLM.
 FORKING = """\
 import multiprocessing, os, signal
@@ -73,7 +80,7 @@ def _become(words, environment, log):
     logging.root.handlers.clear()
     os.environ.clear()
     os.environ.update(environment)
-    exec(FORKING, {})
+    exec(CALM + FORKING, {})
     import vllm.logger
     from vllm.entrypoints.cli.main import main
 

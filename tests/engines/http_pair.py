@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 
 import environment
-from forked import FORKING, Forked
+from forked import CALM, FORKING, Forked
 from openai import OpenAI
 from wire import on
 
@@ -68,15 +68,15 @@ class Pair:
 
     `serve` is added to what starts the servers, `transfer` to their `--kv-transfer-config`, and `extra`
     to its `kv_connector_extra_config`; `only` is more of the last, for one server. `hosts` says where each
-    runs, if not all on this machine's own loopback. `fork` is whether vLLM's commands begin in a process that
-    has imported vLLM, which is all that their start saves, or as a user's do.
+    runs, if not all on this machine's own loopback. `alone` are the servers whose commands begin as a user's do; the
+    others' begin in a process that has imported vLLM, which is all that their start saves.
     """
 
     #: Who listens, by the name of a role in README.md.
     names = tuple(PORTS)
 
-    def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None, fork=True):
-        self.hosts, self.fork = hosts or {}, fork
+    def __init__(self, model, folder, serve, transfer, extra, only=None, hosts=None, alone=()):
+        self.hosts, self.alone = hosts or {}, alone
         self.model, self.folder = str(model), Path(folder)
         self.serve, self.transfer, self.extra, self.only = serve, transfer, extra, only or {}
         self.ports = dict(zip(self.names, free_ports(len(self.names)), strict=True))
@@ -100,7 +100,7 @@ class Pair:
             (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=name)
             script = made / name
             # The router knows nothing of vLLM.
-            before = FORKING if self.fork and name == "vllm" else ""
+            before = (CALM if self.alone else CALM + FORKING) if name == "vllm" else ""
             script.write_text(
                 f"#!{sys.executable}\n{before}import sys\nfrom {entry.module} import {entry.attr}\n"
                 f'if __name__ == "__main__":\n    sys.exit({entry.attr}())\n'
@@ -132,7 +132,7 @@ class Pair:
         for name in who:
             with open(self.log(name), "ab") as log:
                 words = self.command(name)
-                if self.fork and words[0] == "vllm":
+                if words[0] == "vllm" and name not in self.alone:
                     with on(self.hosts[name]) if name in self.hosts else contextlib.nullcontext():
                         self.processes[name] = Forked(words, self.environment, log)
                     continue

@@ -14,10 +14,10 @@ import environment
 environment.forked(os.environ)
 
 import patches  # noqa: E402
+from forked import CALM  # noqa: E402
 from http_pair import free_ports  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 # What every engine would otherwise import for itself; not in every version of vLLM. Its worker for CPUs keeps
@@ -33,9 +33,7 @@ for module in (
 # start.
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-# Who waits for another process of an engine sleeps at once, as it otherwise does once nothing came for a second: until
-# then it keeps a core busy, and there are more of them than cores.
-SpinCondition.__init__.__defaults__ = (0.0,)
+exec(CALM, {})
 
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
 PATIENCE = 240

@@ -17,7 +17,9 @@ from test_served import SEPARATE, ask, assert_no_block_is_held, moved, prefill, 
 @pytest.fixture(scope="module", params=["qwen3", pytest.param("nemotron_h", marks=pytest.mark.more)])
 def pair(request, tmp_path_factory):
     transfer = {"kv_load_failure_policy": "recompute"}
-    with served(tmp_path_factory, request.param, SEPARATE, transfer, {"push": "always"}, fork=False) as pair:
+    # The decode server as a user starts it: each of its processes is spawned, and imports vLLM for itself.
+    alone = ("decode",)
+    with served(tmp_path_factory, request.param, SEPARATE, transfer, {"push": "always"}, alone=alone) as pair:
         assert prefill(pair, "what it tells the router")["transfer_mode"] == "push"
         # The router hears of it with its first answer.
         ask(pair, "router", "which may go to one after the other")
