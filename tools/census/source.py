@@ -34,6 +34,7 @@ def module(name: str) -> tuple[Path, ast.Module] | None:
     return None
 
 
+@cache
 def classes(path: str) -> list[ast.ClassDef]:
     tree = ast.parse((SOURCE / path).read_text())
     return [node for node in tree.body if isinstance(node, ast.ClassDef)]
