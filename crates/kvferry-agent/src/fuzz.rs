@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 
 use crate::rules::grant::{Claim, Fingerprint, Grant, InFlight, Origin};
 use crate::rules::lease::{Answer, Consumer, Ended, Frontier, LeaseKey, Loss};
-use crate::wire::door::{Door, Host};
+use crate::wire::listener::{Host, Listener};
 use crate::wire::message::{
     Card, Hello, Left, Question, Reply, Welcome, decode, decode_opening, encode, encode_opening,
 };
@@ -63,11 +63,11 @@ pub fn connect(bytes: &[u8]) -> (bool, u64) {
 fn visit(bytes: &[u8], trust: Trust) -> (bool, u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
     let runtime = runtime.expect("a runtime without sockets can be made");
-    let door = Door::new(trust, Version::CURRENT, Limits::default());
+    let listener = Listener::new(trust, Version::CURRENT, Limits::default());
     let host = Arc::new(Counting::default());
     let stream = tokio::io::join(Cursor::new(bytes.to_vec()), tokio::io::sink());
-    let inside = runtime.block_on(door.visit(stream, &host));
-    assert!(door.guests().is_empty(), "whoever has left is not inside");
+    let inside = runtime.block_on(listener.visit(stream, &host));
+    assert!(listener.guests().is_empty(), "whoever has left is not inside");
     (inside, host.0.load(Ordering::Relaxed))
 }
 

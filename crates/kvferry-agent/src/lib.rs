@@ -19,9 +19,9 @@
 //! |---|---|
 //! | `rules/` | state machines without clock, thread or socket, checked exhaustively: [`lease`] (what P promises, and what may be read: `grant`), [`life`] (what D does) and [`follow`] (what D has read while P computes); which requests are audited; why a request can fail |
 //! | `error`, `metrics`, `mailbox`, `background`, `carrier`, `several` | what can go wrong; what is counted; what one side leaves for another; the thread that connections live on; one type for all transports; several of them as one |
-//! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `reach` (which addresses are connected to), `link` (the side that asks), `door` (the side that answers), `places` (how many may come in) |
+//! | `wire/` | what passes between agents: `version` and `message`, `trust`, `channel` (one connection), `reach` (which addresses are connected to), `link` (the side that asks), `listener` (the side that answers), `places` (how many may come in) |
 //! | `source/` | what the ranks of a source do for readers: `relay` (a scheduler hands tasks to its ranks), `service` (a rank takes them) |
-//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `bells` (wakes those who follow a lease), `holds` (leases of others that are kept alive), `follows` (how far others are with requests of this engine), `notes` (what readers do, for who traces it), `drain` (an engine that is about to go), `status`, `options` |
+//! | `scheduler/` | `core` (what the ranks hold, and the leases), `server` (what peers are told), `watchers` (wakes those who follow a lease), `holds` (leases of others that are kept alive), `follows` (how far others are with requests of this engine), `notes` (what readers do, for who traces it), `drain` (an engine that is about to go), `status`, `options` |
 //! | `worker/` | `load` (what an engine gives and gets), `drive` (lives one load by the rules), `growth` (what a load reads next while the source computes), `peers` (the engines to read from), `source_engine` (one of them), `mover` (reads; `mover/lowering` chooses how), `audit` (compares), `introduced` (engines that run no agent), `core`, `options` |
 //!
 //! Everything that waits has a deadline; nothing that a peer sends makes this process panic.

@@ -306,7 +306,7 @@ impl WorkerMetrics {
 
 /// What is counted where peers come in.
 #[derive(Debug, Default)]
-pub(crate) struct DoorCounts {
+pub(crate) struct ListenerCounts {
     pub(crate) connections: Counter,
     pub(crate) turned_away: Counter,
     pub(crate) misbehaved: Counter,
@@ -318,7 +318,7 @@ pub(crate) struct SchedulerMetrics {
     pub(crate) granted: Counter,
     pub(crate) ended: [Counter; Ended::ALL.len()],
     pub(crate) held: Histogram,
-    pub(crate) door: Arc<DoorCounts>,
+    pub(crate) listener: Arc<ListenerCounts>,
     pub(crate) refused: Counter,
     pub(crate) heartbeats: Counter,
     pub(crate) lost: Counter,
@@ -355,13 +355,13 @@ impl SchedulerMetrics {
                 expired,
             ),
             ("leases_revoked", "Requests whose blocks this engine took back.", revoked),
-            ("connections", "Peers that proved themselves.", &self.door.connections),
+            ("connections", "Peers that proved themselves.", &self.listener.connections),
             (
                 "connections_turned_away",
                 "Peers that did not prove themselves, or were too many.",
-                &self.door.turned_away,
+                &self.listener.turned_away,
             ),
-            ("connections_misbehaved", "Peers that broke the protocol.", &self.door.misbehaved),
+            ("connections_misbehaved", "Peers that broke the protocol.", &self.listener.misbehaved),
             ("refusals", "Peers whose memory does not fit this engine's.", &self.refused),
             ("heartbeats", "Leases of other engines that were extended.", &self.heartbeats),
             ("holds_lost", "Leases of other engines that were lost before a load.", &self.lost),

@@ -9,19 +9,19 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
-use super::bells::{Bells, Of};
 use super::drain::Drain;
 use super::holds::Holds;
 use super::notes::Notes;
 use super::options::SchedulerOptions;
 use super::status::{GrowingStatus, GuestStatus, LeaseStatus, LeftOut, Status, Told, milliseconds};
+use super::watchers::{Of, Watchers};
 use crate::error::Error;
 use crate::mailbox::Mailbox;
 use crate::metrics::{SchedulerMetrics, escape};
 use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::{Ended, LeaseKey, Leases, NotGrown, Released};
 use crate::source::relay::Relay;
-use crate::wire::door::Door;
+use crate::wire::listener::Listener;
 use crate::wire::message::{Card, Left};
 use crate::wire::ticket::{Incarnation, Ticket};
 
@@ -30,12 +30,12 @@ pub(super) struct Core {
     pub(super) options: SchedulerOptions,
     /// Where peers find the engine.
     pub(super) address: String,
-    pub(super) door: Arc<Door>,
+    pub(super) listener: Arc<Listener>,
     pub(super) holds: Arc<Holds>,
     pub(super) relay: Relay,
     pub(super) metrics: Arc<SchedulerMetrics>,
     pub(super) released: Mailbox<Released>,
-    pub(super) bells: Bells,
+    pub(super) watchers: Watchers,
     pub(super) drain: Mutex<Drain>,
     pub(super) notes: Notes,
     pub(super) told: Mutex<Told>,
@@ -72,7 +72,7 @@ impl Core {
     pub(super) fn new(
         options: SchedulerOptions,
         address: String,
-        door: Arc<Door>,
+        listener: Arc<Listener>,
         holds: Arc<Holds>,
         relay: Relay,
         metrics: Arc<SchedulerMetrics>,
@@ -80,12 +80,12 @@ impl Core {
         let incarnation = Incarnation(getrandom::u64()?);
         Ok(Self {
             address,
-            door,
+            listener,
             holds,
             relay,
             metrics,
             released: Mailbox::default(),
-            bells: Bells::default(),
+            watchers: Watchers::default(),
             drain: Mutex::default(),
             notes: Notes::default(),
             told: Mutex::default(),
@@ -132,7 +132,7 @@ impl Core {
         // Under the lock: no lease of the new life can be among those that end.
         self.leases().revoke_all(self.now());
         drop(present);
-        self.bells.ring_all();
+        self.watchers.wake_all();
         self.collect();
         Ok(())
     }
@@ -169,7 +169,7 @@ impl Core {
         drop(leases);
         self.metrics.granted.add(1);
         debug!(request, "granted");
-        self.bells.ring(&Of::Request(request.to_owned()));
+        self.watchers.wake(&Of::Request(request.to_owned()));
         Ok(self.ticket(&present, request, nonce))
     }
 
@@ -186,7 +186,7 @@ impl Core {
         drop(leases);
         debug!(request, name, "opened");
         if let Some(name) = name {
-            self.bells.ring(&Of::Name(name.to_owned()));
+            self.watchers.wake(&Of::Name(name.to_owned()));
         }
         Ok(self.ticket(&present, request, nonce))
     }
@@ -214,7 +214,7 @@ impl Core {
             }
         }
         self.leases().advance_with(request, tokens, tables, in_flight)?;
-        self.bells.ring(&Of::Request(request.to_owned()));
+        self.watchers.wake(&Of::Request(request.to_owned()));
         Ok(())
     }
 
@@ -222,13 +222,13 @@ impl Core {
     pub(super) fn restart(&self, request: &str) -> Result<(), Error> {
         self.leases().restart(request)?;
         debug!(request, "starts over");
-        self.bells.ring(&Of::Request(request.to_owned()));
+        self.watchers.wake(&Of::Request(request.to_owned()));
         Ok(())
     }
 
     pub(super) fn revoke(&self, request: &str) -> bool {
         let revoked = self.leases().revoke(request, self.now());
-        self.bells.ring(&Of::Request(request.to_owned()));
+        self.watchers.wake(&Of::Request(request.to_owned()));
         self.collect();
         revoked
     }
@@ -320,9 +320,9 @@ impl Core {
             growing.collect()
         };
         for one in &mut growing {
-            one.followers = self.bells.waiting(&Of::Request(one.request.clone()));
+            one.followers = self.watchers.waiting(&Of::Request(one.request.clone()));
         }
-        let peers = self.door.guests().into_iter().map(|guest| GuestStatus {
+        let peers = self.listener.guests().into_iter().map(|guest| GuestStatus {
             who: guest.who,
             from: guest.from.to_string(),
             protocol: guest.version.to_string(),
@@ -357,7 +357,7 @@ impl Core {
             let Left { leases, holds } = self.left();
             info!(leases, holds, "drains: nothing new is handed over, what was promised is kept");
             // Whoever waits for what will not come is told so.
-            self.bells.ring_all();
+            self.watchers.wake_all();
             self.note_drained();
         }
         news

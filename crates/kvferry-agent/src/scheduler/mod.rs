@@ -1,12 +1,11 @@
 //! The half of the agent that lives where an engine owns its blocks.
 //!
 //! As a source it listens on the engine's one address ([`server`]), tells peers what the engine's ranks
-//! hold, and keeps the leases ([`core`]); whoever follows one is woken when it grows ([`bells`]). As a
+//! hold, and keeps the leases ([`core`]); whoever follows one is woken when it grows ([`watchers`]). As a
 //! destination it keeps alive the leases of requests that wait or are being read, gives up those that are
 //! not wanted any more ([`holds`]), and knows how far those are that are still computed ([`follows`]).
 //! What it is doing can be asked for ([`status`]), and it can be told that it is about to go ([`drain`]).
 
-mod bells;
 mod core;
 mod drain;
 mod follows;
@@ -15,6 +14,7 @@ mod notes;
 mod options;
 mod server;
 mod status;
+mod watchers;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -41,8 +41,8 @@ use crate::metrics::SchedulerMetrics;
 use crate::rules::grant::{Grant, InFlight, Origin};
 use crate::rules::lease::Released;
 use crate::source::relay::Relay;
-use crate::wire::door::{Door, listen};
 use crate::wire::link::Caller;
+use crate::wire::listener::{Listener, listen};
 use crate::wire::lookup::lookup_here;
 use crate::wire::message::{Card, Left};
 use crate::wire::reach::Reach;
@@ -63,7 +63,7 @@ impl Scheduler {
     pub fn start(options: SchedulerOptions) -> Result<Self, Error> {
         options.check()?;
         let background = Background::start("kvferry-sched")?;
-        let (listener, bound) = listen(options.bind, background.handle())?;
+        let (socket, bound) = listen(options.bind, background.handle())?;
         let address = options.address(bound)?;
         match &options.trust {
             Trust::Loopback => info!(%address, "there is no key: only this machine is served"),
@@ -79,14 +79,16 @@ impl Scheduler {
             reach: Reach::to_peers(&options.trust, &options.peers),
             keepalive: options.keepalive,
         };
-        let door = Arc::new(Door::new(options.trust.clone(), options.version, options.limits));
-        let metrics = SchedulerMetrics { door: door.counts.clone(), ..SchedulerMetrics::default() };
+        let listener =
+            Arc::new(Listener::new(options.trust.clone(), options.version, options.limits));
+        let metrics =
+            SchedulerMetrics { listener: listener.counts.clone(), ..SchedulerMetrics::default() };
         let metrics = Arc::new(metrics);
         let relay = Relay::new(Caller { reach: Reach::Own, ..caller.clone() });
         let holds = Arc::new(Holds::new(caller, metrics.clone()));
-        let core = Core::new(options, address, door.clone(), holds.clone(), relay, metrics)?;
+        let core = Core::new(options, address, listener.clone(), holds.clone(), relay, metrics)?;
         let core = Arc::new(core);
-        background.spawn(door.serve(listener, core.clone()));
+        background.spawn(listener.serve(socket, core.clone()));
         background.spawn(core.clone().expire());
         let follows = Arc::new(Follows::new(holds.clone()));
         background.spawn(holds.beat());

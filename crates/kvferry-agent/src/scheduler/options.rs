@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::wire::door::advertised;
+use crate::wire::listener::advertised;
 use crate::wire::places::Limits;
 use crate::wire::reach::Network;
 use crate::wire::trust::Trust;

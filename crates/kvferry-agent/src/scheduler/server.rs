@@ -5,12 +5,12 @@ use kvferry_plan::Plan;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::bells::Of;
 use super::core::{Core, Published};
 use super::notes::Did;
+use super::watchers::Of;
 use crate::rules::grant::{Claim, Fingerprint, Grant};
 use crate::rules::lease::{Answer, Consumer, LeaseKey, Loss};
-use crate::wire::door::Host;
+use crate::wire::listener::Host;
 use crate::wire::message::{Card, Question, Reply, ServiceCard, Welcome};
 use crate::wire::news::{Known, News, Sought};
 use crate::wire::task::{Task, TaskReply};
@@ -63,7 +63,7 @@ impl Host for Core {
                     for key in keys {
                         if self.leases().abandon(&key, self.now()) {
                             debug!(who, %key, "abandoned");
-                            self.bells.ring(&Of::Request(key.request));
+                            self.watchers.wake(&Of::Request(key.request));
                         }
                     }
                     self.collect();
@@ -121,7 +121,7 @@ impl Core {
                 };
                 // What an engine that drains has not heard of by now it will not hand over.
                 let found = || named().map(Some).or_else(|| self.draining().then_some(None));
-                match self.bells.look(Of::Name(name.clone()), until, found).await {
+                match self.watchers.look(Of::Name(name.clone()), until, found).await {
                     Some(Some(found)) => found,
                     Some(None) => return Reply::Lease(Answer::NotHeld(Loss::Draining)),
                     None => return Reply::NotReady,
@@ -132,7 +132,7 @@ impl Core {
             Reply::Frontier(news) => known.lacks(&news).then_some(Reply::Frontier(news)),
             other => Some(other),
         };
-        let told = self.bells.look(Of::Request(key.request.clone()), until, more).await;
+        let told = self.watchers.look(Of::Request(key.request.clone()), until, more).await;
         // That there is nothing new is an answer, too.
         let told = told.unwrap_or_else(|| self.tell(incarnation, &key, known));
         if matches!(told, Reply::Frontier(_)) && known.nonce != Some(key.nonce) {

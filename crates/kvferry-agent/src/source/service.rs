@@ -1,4 +1,4 @@
-//! The worker's door, through which its own scheduler hands it tasks.
+//! The worker's listener, through which its own scheduler hands it tasks.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,7 +14,7 @@ use crate::carrier::Carrier;
 use crate::error::Error;
 use crate::rules::grant::Grant;
 use crate::source::steps::Steps;
-use crate::wire::door::{Door, Host, advertised, listen};
+use crate::wire::listener::{Host, Listener, advertised, listen};
 use crate::wire::message::{Question, Reply, ServiceCard, Welcome};
 use crate::wire::places::Limits;
 use crate::wire::task::{Task, TaskReply, Token};
@@ -37,7 +37,7 @@ struct Rank {
 }
 
 impl Service {
-    /// Opens the door, on the worker's own thread. What it returns is for the rank's card.
+    /// Begins to listen, on the worker's own thread. What it returns is for the rank's card.
     pub(crate) fn start(
         options: &WorkerOptions,
         manifest: Arc<Manifest>,
@@ -46,15 +46,15 @@ impl Service {
         background: &Background,
     ) -> Result<ServiceCard, Error> {
         options.trust.check_bind(options.bind)?;
-        let (listener, bound) = listen(options.bind, background.handle())?;
+        let (socket, bound) = listen(options.bind, background.handle())?;
         let address = advertised(options.advertise.as_deref(), bound)?;
         let mut token = Token([0; 16]);
         getrandom::fill(&mut token.0)?;
         let service = Self { token, rank: Arc::new(Rank { manifest, carrier }), steps };
         // One scheduler, and another while it restarts.
         let limits = Limits { connections: 16, strangers: 512, ..Limits::default() };
-        let door = Arc::new(Door::new(options.trust.clone(), options.version, limits));
-        background.spawn(door.serve(listener, Arc::new(service)));
+        let listener = Arc::new(Listener::new(options.trust.clone(), options.version, limits));
+        background.spawn(listener.serve(socket, Arc::new(service)));
         Ok(ServiceCard { address, near: near(bound).to_string(), place: place(), token })
     }
 }

@@ -7,11 +7,11 @@
 //! * [`channel`]: messages over one connection, authenticated and encrypted. [`overheard`]: what somebody says
 //!   who does not speak TLS.
 //! * [`reach`]: which addresses are connected to. [`link`]: connections to other engines, as the side that asks.
-//! * [`door`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
+//! * [`listener`]: connections from other engines, as the side that answers. [`places`]: how many of them there may be.
 
 pub(crate) mod channel;
-pub(crate) mod door;
 pub(crate) mod link;
+pub(crate) mod listener;
 pub(crate) mod lookup;
 pub(crate) mod message;
 pub(crate) mod news;

@@ -8,7 +8,6 @@
 //! Where the source still computes it, it is read as it grows ([`growth`]), by layers where the source
 //! says which it has written ([`words`]). Engines that run no agent are [`introduced`].
 
-mod acquaintance;
 mod audit;
 mod core;
 mod departures;
@@ -19,6 +18,7 @@ mod load;
 mod mover;
 mod opening;
 pub(crate) mod options;
+mod peer_entry;
 mod peers;
 mod places;
 mod rank;

@@ -11,11 +11,11 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, sleep_until, timeout_at};
 use tracing::{debug, info, warn};
 
-use super::acquaintance::{Acquaintance, Answered};
 use super::departures::{Arrival, Departures, Whose};
 use super::introduced::{Introduced, IntroducedRank};
 use super::load::ReadBy;
 use super::opening::{Readable, open};
+use super::peer_entry::{Answered, PeerEntry};
 use super::places::Places;
 use super::rank::Rank;
 use super::source_engine::SourceEngine;
@@ -47,7 +47,7 @@ pub(super) struct Peers {
     pub(super) audits: Links,
     /// What is known of the pairs that this rank is part of, by the life of the other engine.
     trials: Mutex<HashMap<Incarnation, Arc<Mutex<Trial>>>>,
-    known: Mutex<HashMap<String, Arc<Acquaintance>>>,
+    known: Mutex<HashMap<String, Arc<PeerEntry>>>,
     places: Places,
     departures: Arc<Departures>,
     metrics: Arc<WorkerMetrics>,
@@ -82,8 +82,8 @@ impl Peers {
         ticket: &Ticket,
         deadline: Instant,
     ) -> Result<Arc<SourceEngine>, Failure> {
-        let acquaintance = self.known.lock().entry(ticket.address.clone()).or_default().clone();
-        let met = timeout_at(deadline.into(), self.meet(&acquaintance, ticket, deadline)).await;
+        let entry = self.known.lock().entry(ticket.address.clone()).or_default().clone();
+        let met = timeout_at(deadline.into(), self.meet(&entry, ticket, deadline)).await;
         let met = met
             .unwrap_or_else(|_| Err(Failure::PeerGone("the handshake takes too long".to_owned())));
         let met = met.and_then(|engine| {
@@ -91,17 +91,17 @@ impl Peers {
             refused.map_or(Ok(engine), |reason| Err(Failure::Refused(reason)))
         });
         if met.is_err() {
-            self.drop_if_unknown(&ticket.address, &acquaintance);
+            self.drop_if_unknown(&ticket.address, &entry);
         }
         met
     }
 
     /// An engine that is gone is forgotten, once nobody waits for it. As long as there is a connection to it, it can be
     /// told that a lease is not wanted any more.
-    fn drop_if_unknown(&self, address: &str, acquaintance: &Arc<Acquaintance>) {
+    fn drop_if_unknown(&self, address: &str, entry: &Arc<PeerEntry>) {
         let mut known = self.known.lock();
         // The map, and the caller.
-        let unused = Arc::strong_count(acquaintance) <= 2 && acquaintance.is_empty();
+        let unused = Arc::strong_count(entry) <= 2 && entry.is_empty();
         if unused && !self.links.is_open(address) {
             known.remove(address);
             self.links.forget(address);
@@ -125,17 +125,17 @@ impl Peers {
         // Under another address it may be there, or somebody may shake hands with it. What transports have of it is
         // the same for all of them.
         let mut there: HashSet<Incarnation> = HashSet::new();
-        for (address, acquaintance) in &known {
-            let hands = acquaintance.hands.try_lock();
+        for (address, entry) in &known {
+            let hands = entry.hands.try_lock();
             let here = self.links.is_open(address) || self.introduced.knows(address);
             match hands {
-                Ok(hands) if !here => idle.push((address, acquaintance, hands)),
-                _ => there.extend(acquaintance.lives()),
+                Ok(hands) if !here => idle.push((address, entry, hands)),
+                _ => there.extend(entry.lives()),
             }
         }
-        for (address, acquaintance, hands) in idle {
+        for (address, entry, hands) in idle {
             // Only this one knows it: whoever wants to read from it asks for it first.
-            let ended = acquaintance.take_if(|engine| {
+            let ended = entry.take_if(|engine| {
                 Arc::strong_count(engine) == 1 && !there.contains(&engine.incarnation)
             });
             drop(hands);
@@ -144,59 +144,59 @@ impl Peers {
             }
             drop(ended);
         }
-        for (address, acquaintance) in &known {
-            self.drop_if_unknown(address, acquaintance);
+        for (address, entry) in &known {
+            self.drop_if_unknown(address, entry);
         }
     }
 
     async fn meet(
         &self,
-        acquaintance: &Acquaintance,
+        entry: &PeerEntry,
         ticket: &Ticket,
         deadline: Instant,
     ) -> Result<Arc<SourceEngine>, Failure> {
         let (life, came) = (ticket.incarnation, Instant::now());
         // Where the connection has ended, the engine may have as well.
         let connected = || self.links.opened(&ticket.address).is_some();
-        if let Some(known) = acquaintance.look(life, came, connected) {
+        if let Some(known) = entry.look(life, came, connected) {
             return known;
         }
-        let _hands = acquaintance.hands.lock().await;
-        if let Some(known) = acquaintance.look(life, came, connected) {
+        let _hands = entry.hands.lock().await;
+        if let Some(known) = entry.look(life, came, connected) {
             return known;
         }
-        if let Some(moment) = acquaintance.not_before()
+        if let Some(moment) = entry.not_before()
             && connected()
         {
             sleep_until(moment.into()).await;
         }
         let asked = Instant::now();
-        match self.shake_hands(acquaintance, &ticket.address, asked, deadline).await {
-            Ok(Some(engine)) => acquaintance.meet(Arc::new(engine), asked),
+        match self.shake_hands(entry, &ticket.address, asked, deadline).await {
+            Ok(Some(engine)) => entry.meet(Arc::new(engine), asked),
             Ok(None) => {}
             Err(failure) => {
                 if let Failure::Refused(reason) = &failure {
                     warn!(engine = ticket.engine, reason, "the engine does not fit");
-                    acquaintance.refuse(life, reason.clone(), asked);
+                    entry.refuse(life, reason.clone(), asked);
                 }
                 return Err(failure);
             }
         }
         // It has been asked since: there is an answer, unless it was forgotten again.
-        acquaintance.look(life, came, connected).unwrap_or(Err(Failure::Restarted))
+        entry.look(life, came, connected).unwrap_or(Err(Failure::Restarted))
     }
 
     /// Shakes hands with whoever is at an address; `None`: it is the engine that is known.
     async fn shake_hands(
         &self,
-        acquaintance: &Acquaintance,
+        entry: &PeerEntry,
         address: &str,
         asked: Instant,
         deadline: Instant,
     ) -> Result<Option<SourceEngine>, Failure> {
-        let known = acquaintance.is_known();
+        let known = entry.is_known();
         let (incarnation, cards) = self.ask_for_cards(address, known, deadline).await?;
-        let _meeting = match acquaintance.is_in(incarnation, asked) {
+        let _meeting = match entry.is_in(incarnation, asked) {
             Answered::Known => return Ok(None),
             Answered::New { old, meeting } => {
                 if let Some(old) = old {
@@ -411,8 +411,8 @@ impl Peers {
 
     /// Never reads from this engine again: the next request repeats the handshake.
     pub(super) fn forget(&self, engine: &Arc<SourceEngine>) {
-        let acquaintance = self.known.lock().get(&*engine.whose.0).cloned();
-        let known = acquaintance.and_then(|one| one.take_if(|known| Arc::ptr_eq(known, engine)));
+        let entry = self.known.lock().get(&*engine.whose.0).cloned();
+        let known = entry.and_then(|one| one.take_if(|known| Arc::ptr_eq(known, engine)));
         if known.is_some() {
             info!(address = &*engine.whose.0, "the engine is forgotten");
         }

@@ -29,7 +29,7 @@ use super::places::{Guest, Guests, Limits, Lost, Waiting};
 use super::trust::Trust;
 use super::version::Version;
 use crate::error::{Error, PeerError};
-use crate::metrics::DoorCounts;
+use crate::metrics::ListenerCounts;
 
 /// So many answers of one connection may wait for something to happen while others are given; the next
 /// holds up the connection, for as long as it waits.
@@ -57,7 +57,7 @@ pub(crate) fn listen(bind: SocketAddr, on: &Handle) -> Result<(TcpListener, Sock
     })
 }
 
-/// The address to give to peers: that of a door, but for the host where another is to be named.
+/// The address to give to peers: that of a listener, but for the host where another is to be named.
 pub(crate) fn advertised(host: Option<&str>, bound: SocketAddr) -> Result<String, Error> {
     match host {
         Some(host) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv6()) => {
@@ -71,7 +71,7 @@ pub(crate) fn advertised(host: Option<&str>, bound: SocketAddr) -> Result<String
     }
 }
 
-/// Who answers at a door.
+/// Who answers at a listener.
 pub(crate) trait Host: Send + Sync + 'static {
     /// What a peer that has proven itself is told first.
     fn welcome(&self) -> Welcome;
@@ -82,11 +82,11 @@ pub(crate) trait Host: Send + Sync + 'static {
 
 /// One address at which peers come in.
 #[derive(Debug)]
-pub(crate) struct Door {
+pub(crate) struct Listener {
     pub(crate) trust: Trust,
     pub(crate) version: Version,
     pub(crate) limits: Limits,
-    pub(crate) counts: Arc<DoorCounts>,
+    pub(crate) counts: Arc<ListenerCounts>,
     strangers: Mutex<Waiting>,
     guests: Mutex<Guests>,
     log: Mutex<Log>,
@@ -112,24 +112,24 @@ struct Opened {
 
 /// The presence of a guest.
 struct Stay<'a> {
-    door: &'a Door,
+    listener: &'a Listener,
     id: u64,
 }
 
 impl Stay<'_> {
     /// It has said or taken something.
     fn stirs(&self) {
-        self.door.guests.lock().stirs(self.id);
+        self.listener.guests.lock().stirs(self.id);
     }
 }
 
 impl Drop for Stay<'_> {
     fn drop(&mut self) {
-        self.door.guests.lock().leave(self.id);
+        self.listener.guests.lock().leave(self.id);
     }
 }
 
-impl Door {
+impl Listener {
     pub(crate) fn new(trust: Trust, version: Version, wanted: Limits) -> Self {
         let limits = wanted.within_process();
         let strangers = Mutex::new(Waiting::new(limits.strangers));
@@ -144,12 +144,12 @@ impl Door {
     }
 
     /// Lets peers in and has the host answer them, for as long as this is polled.
-    pub(crate) async fn serve<H: Host>(self: Arc<Self>, listener: TcpListener, host: Arc<H>) {
+    pub(crate) async fn serve<H: Host>(self: Arc<Self>, socket: TcpListener, host: Arc<H>) {
         // Everything ends with this task.
         let mut all = JoinSet::new();
         loop {
             while all.try_join_next().is_some() {}
-            let (stream, from) = match listener.accept().await {
+            let (stream, from) = match socket.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     // Out of descriptors, most likely: nothing is gained by trying at once.
@@ -162,27 +162,27 @@ impl Door {
                 }
             };
             let (number, lost) = self.strangers.lock().enter(from.ip().into());
-            let (door, host) = (self.clone(), host.clone());
+            let (listener, host) = (self.clone(), host.clone());
             all.spawn(async move {
                 let opened = async {
                     let nodelay = stream.set_nodelay(true);
                     let near = nodelay.and_then(|()| stream.local_addr());
                     let near = near.map_err(|e| channel::io_error("accepting", &e))?;
-                    owner::check(&door.trust, near, from)?;
-                    door.open(stream, &*host).await
+                    owner::check(&listener.trust, near, from)?;
+                    listener.open(stream, &*host).await
                 };
                 let opened = tokio::select! {
                     // Whoever has proven itself in the same moment has done so.
                     biased;
-                    opened = timeout(door.limits.opening, opened) => {
+                    opened = timeout(listener.limits.opening, opened) => {
                         opened.unwrap_or(Err(PeerError::Slow("proving itself")))
                     }
                     _ = lost => Err(PeerError::Slow("proving itself at a port that is full")),
                 };
-                door.strangers.lock().leave(number);
+                listener.strangers.lock().leave(number);
                 match opened {
-                    Ok(opened) => door.talk(opened, from, &host).await,
-                    Err(error) => door.turn_away(from, &error),
+                    Ok(opened) => listener.talk(opened, from, &host).await,
+                    Err(error) => listener.turn_away(from, &error),
                 }
             });
         }
@@ -316,11 +316,11 @@ impl Door {
                 warn!(%from, who, left_out, "let a peer go that was quiet: there are too many connections");
             }
         }
-        (Stay { door: self, id }, lost)
+        (Stay { listener: self, id }, lost)
     }
 
     /// One whole connection, from the first byte to the last: the same as `serve` does, without a
-    /// listener and without clocks. Answers whether the peer proved itself.
+    /// socket and without clocks. Answers whether the peer proved itself.
     pub(crate) async fn visit<H: Host>(&self, stream: impl Stream, host: &Arc<H>) -> bool {
         match self.open(stream, &**host).await {
             Ok(opened) => {
@@ -359,12 +359,12 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let left = runtime.block_on(async {
             let limits = Limits { answer, idle: Duration::from_secs(600), ..Limits::default() };
-            let door = Door::new(Trust::Loopback, Version::CURRENT, limits);
+            let listener = Listener::new(Trust::Loopback, Version::CURRENT, limits);
             let (theirs, ours) = tokio::io::duplex(4096);
             let (mut sender, mut receiver) =
                 channel::open(theirs, &Trust::Loopback, "p:1").await.unwrap();
             let host = Arc::new(Talkative);
-            let visit = timeout(Duration::from_secs(60), door.visit(ours, &host));
+            let visit = timeout(Duration::from_secs(60), listener.visit(ours, &host));
             let asked = async {
                 let hello = Hello { who: "d".to_owned() };
                 sender.send(&encode_opening(Version::CURRENT, &hello)).await.unwrap();

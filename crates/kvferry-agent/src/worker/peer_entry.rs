@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(250);
 const VOID: usize = 64;
 
 #[derive(Debug, Default)]
-pub(super) struct Acquaintance {
+pub(super) struct PeerEntry {
     /// Held by whoever shakes hands.
     pub(super) hands: tokio::sync::Mutex<()>,
     facts: Mutex<Facts>,
@@ -50,7 +50,7 @@ impl Facts {
     }
 }
 
-impl Acquaintance {
+impl PeerEntry {
     /// What is known of the engine of a ticket that came at this moment; `None`: it has to be asked.
     pub(super) fn look(
         &self,
@@ -158,7 +158,7 @@ pub(super) enum Answered<'a> {
 }
 
 /// Hands are being shaken, until this is dropped.
-pub(super) struct Meeting<'a>(&'a Acquaintance);
+pub(super) struct Meeting<'a>(&'a PeerEntry);
 
 impl Drop for Meeting<'_> {
     fn drop(&mut self) {

@@ -16,12 +16,12 @@ pub(super) enum Of {
     Name(String),
 }
 
-/// A bell for everything that is waited for, and for nothing else.
+/// Who waits, by what for; there is nothing here that nobody waits for.
 #[derive(Debug, Default)]
-pub(super) struct Bells(Mutex<HashMap<Of, Arc<Notify>>>);
+pub(super) struct Watchers(Mutex<HashMap<Of, Arc<Notify>>>);
 
-impl Bells {
-    /// Looks until there is something to see, again whenever the bell has rung, at the latest at `until`.
+impl Watchers {
+    /// Looks until there is something to see, again whenever it is woken, at the latest at `until`.
     pub(super) async fn look<T>(
         &self,
         of: Of,
@@ -29,17 +29,17 @@ impl Bells {
         mut see: impl FnMut() -> Option<T>,
     ) -> Option<T> {
         loop {
-            let bell = self.0.lock().entry(of.clone()).or_default().clone();
-            let mut rings = std::pin::pin!(bell.notified());
+            let watcher = self.0.lock().entry(of.clone()).or_default().clone();
+            let mut woken = std::pin::pin!(watcher.notified());
             // It counts from here: what happens after the look is not missed.
-            rings.as_mut().enable();
+            woken.as_mut().enable();
             let seen = see();
             let waited = match seen {
                 Some(_) => Ok(()),
-                None => timeout_at(until, rings).await,
+                None => timeout_at(until, woken).await,
             };
             if seen.is_some() || waited.is_err() {
-                self.leave(&of, &bell);
+                self.leave(&of, &watcher);
                 return seen;
             }
         }
@@ -48,30 +48,30 @@ impl Bells {
     /// How many wait for it at this moment.
     pub(super) fn waiting(&self, of: &Of) -> usize {
         // The map has one.
-        self.0.lock().get(of).map_or(0, |bell| Arc::strong_count(bell) - 1)
+        self.0.lock().get(of).map_or(0, |watcher| Arc::strong_count(watcher) - 1)
     }
 
     /// Something has happened.
-    pub(super) fn ring(&self, of: &Of) {
-        // Whoever waits on finds that there is none, and hangs up another.
-        if let Some(bell) = self.0.lock().remove(of) {
-            bell.notify_waiters();
+    pub(super) fn wake(&self, of: &Of) {
+        // Who waits on finds that there is none, and makes another.
+        if let Some(watcher) = self.0.lock().remove(of) {
+            watcher.notify_waiters();
         }
     }
 
     /// Something has happened to everything.
-    pub(super) fn ring_all(&self) {
-        let bells = std::mem::take(&mut *self.0.lock());
-        bells.values().for_each(|bell| bell.notify_waiters());
+    pub(super) fn wake_all(&self) {
+        let watchers = std::mem::take(&mut *self.0.lock());
+        watchers.values().for_each(|watcher| watcher.notify_waiters());
     }
 
-    /// A bell that nobody else waits at is taken down.
-    fn leave(&self, of: &Of, bell: &Arc<Notify>) {
-        let mut bells = self.0.lock();
-        let own = bells.get(of).is_some_and(|other| Arc::ptr_eq(other, bell));
+    /// What nobody else waits for is forgotten.
+    fn leave(&self, of: &Of, watcher: &Arc<Notify>) {
+        let mut watchers = self.0.lock();
+        let own = watchers.get(of).is_some_and(|other| Arc::ptr_eq(other, watcher));
         // The map, and the caller.
-        if own && Arc::strong_count(bell) <= 2 {
-            bells.remove(of);
+        if own && Arc::strong_count(watcher) <= 2 {
+            watchers.remove(of);
         }
     }
 
@@ -94,47 +94,47 @@ mod tests {
 
     #[tokio::test(flavor = "current_thread")]
     async fn whoever_waits_looks_again_when_it_rings_and_only_then() {
-        let (bells, looks) = (Arc::new(Bells::default()), Arc::new(AtomicU32::new(0)));
+        let (watchers, looks) = (Arc::new(Watchers::default()), Arc::new(AtomicU32::new(0)));
         let value = Arc::new(AtomicU32::new(0));
         let waiting = tokio::spawn({
-            let (bells, looks, value) = (bells.clone(), looks.clone(), value.clone());
+            let (watchers, looks, value) = (watchers.clone(), looks.clone(), value.clone());
             async move {
                 let until = Instant::now() + Duration::from_secs(60);
                 let see = || {
                     looks.fetch_add(1, Ordering::SeqCst);
                     Some(value.load(Ordering::SeqCst)).filter(|value| *value > 1)
                 };
-                bells.look(of("a"), until, see).await
+                watchers.look(of("a"), until, see).await
             }
         });
         while looks.load(Ordering::SeqCst) < 1 {
             tokio::task::yield_now().await;
         }
-        bells.ring(&of("b"));
-        bells.ring(&Of::Name("a".to_owned()));
+        watchers.wake(&of("b"));
+        watchers.wake(&Of::Name("a".to_owned()));
         for (now, then) in [(1, 2), (2, 3)] {
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }
-            assert_eq!(looks.load(Ordering::SeqCst), now, "nobody else's bell wakes it");
+            assert_eq!(looks.load(Ordering::SeqCst), now, "nothing else wakes it");
             value.store(now, Ordering::SeqCst);
-            bells.ring(&of("a"));
+            watchers.wake(&of("a"));
             while looks.load(Ordering::SeqCst) < then {
                 tokio::task::yield_now().await;
             }
         }
         assert_eq!(waiting.await.unwrap(), Some(2));
-        assert_eq!(bells.count(), 0);
+        assert_eq!(watchers.count(), 0);
     }
 
     #[tokio::test(flavor = "current_thread")]
     async fn a_wait_in_vain_ends_and_leaves_nothing() {
-        let bells = Bells::default();
+        let watchers = Watchers::default();
         let until = Instant::now() + Duration::from_millis(20);
-        assert_eq!(bells.look(of("a"), until, || None::<()>).await, None);
+        assert_eq!(watchers.look(of("a"), until, || None::<()>).await, None);
         assert!(Instant::now() >= until);
-        assert_eq!(bells.count(), 0);
-        assert_eq!(bells.look(of("a"), until, || Some(3)).await, Some(3));
-        assert_eq!(bells.count(), 0);
+        assert_eq!(watchers.count(), 0);
+        assert_eq!(watchers.look(of("a"), until, || Some(3)).await, Some(3));
+        assert_eq!(watchers.count(), 0);
     }
 }
