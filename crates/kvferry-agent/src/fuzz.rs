@@ -1,6 +1,9 @@
 //! Fuzz bodies for what strangers reach first: whatever the bytes, nothing may panic, nothing may be
 //! half right, and memory stays in proportion. The same bodies run in a normal test, on random and on
-//! mutated bytes. Not part of the library's promises.
+//! mutated bytes. Not in what is shipped.
+
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::io::Cursor;

@@ -31,7 +31,7 @@
 mod background;
 mod carrier;
 mod error;
-#[doc(hidden)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzz;
 mod mailbox;
 mod metrics;

@@ -32,7 +32,7 @@ compile_error!(
 );
 
 mod contract;
-#[doc(hidden)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzz;
 pub mod local;
 pub mod memory;

@@ -321,6 +321,7 @@ impl Listener {
 
     /// One whole connection, from the first byte to the last: the same as `serve` does, without a
     /// socket and without clocks. Answers whether the peer proved itself.
+    #[cfg(any(test, fuzzing))]
     pub(crate) async fn visit<H: Host>(&self, stream: impl Stream, host: &Arc<H>) -> bool {
         match self.open(stream, &**host).await {
             Ok(opened) => {

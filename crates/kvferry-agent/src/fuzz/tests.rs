@@ -1,9 +1,10 @@
 //! The fuzz bodies of what strangers reach first, driven by seeded random and mutated bytes.
 
-use kvferry_agent::fuzz::{connect, connections, decode_message, messages};
 use kvferry_testkit::fuzz::mutate;
 use kvferry_testkit::heap::{Counting, measure};
 use kvferry_testkit::random::Dice;
+
+use super::{connect, connections, decode_message, messages};
 
 #[global_allocator]
 static HEAP: Counting = Counting;
