@@ -233,6 +233,8 @@ def main():
     import http_pair
     import tiny
 
+    http_pair.CALM = ""
+
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         http_pair.save_tokenizer(tiny.save_model(arguments.model, folder / arguments.model))
@@ -245,6 +247,8 @@ def main():
             {},
             json.loads(arguments.extra),
             {"prefill": json.loads(arguments.prefill_extra)},
+            # As a user's: with the hook in each of their processes, and none that waits as tests have it.
+            alone=("prefill", "decode"),
         )
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(HOOK)

@@ -92,7 +92,7 @@ PUSH = {"max_num_batched_tokens": 64, "extra": {"push": "always"}}
 
 #: P has vLLM's own connector. It frees nothing by itself meanwhile: only what D tells it counts.
 STOCK = {"stock": True, "extra": {"kv_lease_duration": 600}}
-FROM_STOCK = {"extra": {"nixl_connector_lease_seconds": 600.0}}
+FROM_STOCK = {"extra": {"transport": "nixl", "nixl_connector_lease_seconds": 600.0}}
 
 #: By name: the model, options of P and of D.
 PAIRS = {

@@ -18,8 +18,6 @@ from forked import CALM  # noqa: E402
 from http_pair import free_ports  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.config.logging import LoggingConfig  # noqa: E402
-from vllm.logger import configure_logging_if_needed  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 # What every engine would otherwise import for itself; not in every version of vLLM. Its worker for CPUs keeps
@@ -31,11 +29,10 @@ for module in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
-# And would do for itself: it looks through all modules for kernels that have another form on a CPU, and goes through
-# all loggers. Together that is two thirds of a start.
+# And would do for itself: it looks through all modules for kernels that have another form on a CPU. That is half of a
+# start.
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-configure_logging_if_needed(LoggingConfig())
 exec(CALM, {})
 
 #: Seconds to wait for an answer; starting a TP 2 engine on a busy machine takes the longest.
