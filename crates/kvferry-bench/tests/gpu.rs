@@ -45,12 +45,13 @@ fn text(bytes: &[u8]) -> String {
 fn what_fails_takes_nothing_from_what_was_measured() {
     let saved = std::env::temp_dir().join(format!("kvferry-bench-gpu-{}", std::process::id()));
     // The stand-in has 1 GiB, which is too little for hand-offs.
-    let output = bench(stand_in(), &["--suites", "handoff,packed,tcp,rows", "--only", CASE, "--json"])
-        .arg("--save")
-        .arg(&saved)
-        .env("KVFERRY_NIXL", "/nonexistent/nixl")
-        .output()
-        .unwrap();
+    let output =
+        bench(stand_in(), &["--suites", "handoff,packed,tcp,rows", "--only", CASE, "--json"])
+            .arg("--save")
+            .arg(&saved)
+            .env("KVFERRY_NIXL", "/nonexistent/nixl")
+            .output()
+            .unwrap();
     let (json, said) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{}: {said}", output.status);
     let results: serde_json::Value = serde_json::from_str(&json).unwrap();

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
 
-use super::state::{Fetch, Lane, Orphan, Room, State};
+use super::arrival::{Fetch, Orphan, Room};
+use super::state::{Lane, State};
 use crate::contract::{Error, Operation, Status};
 use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::custody::Custody;

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Loops;
 
+use super::arrival::{Arrival, Room};
 use super::fetching::{self, Landing};
-use super::state::{Arrival, HELLO_PATIENCE, Lane, PeerRegions, Question, Room, State};
+use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
 use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
 use crate::shared::packing_area::Moving;

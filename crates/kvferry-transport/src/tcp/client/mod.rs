@@ -5,9 +5,9 @@
 //! opened again and what was on it is asked for again; only a peer that cannot be reached any more
 //! is lost.
 
+mod arrival;
 mod fetching;
 mod lane;
-mod rooms;
 mod state;
 
 use std::net::SocketAddr;
@@ -18,11 +18,11 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+pub use self::arrival::{Arrival, Fetch, Fetched, Orphan, Room, Rooms};
 use self::lane::LaneThread;
-pub use self::rooms::Rooms;
 pub(crate) use self::state::PeerRegions;
-pub use self::state::{Arrival, Fetch, Fetched, Lanes, Orphan, Room};
 use self::state::{Lane, Question, State};
+pub use self::state::{Lanes, Packs};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
 use crate::shared::chunks::Chunked;
@@ -48,15 +48,6 @@ pub struct Address {
     pub at: SocketAddr,
     /// What it packs into, if it packs.
     pub packs: Option<Packs>,
-}
-
-/// A peer's slots to pack into.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Packs {
-    /// Bytes of one.
-    pub slot: u64,
-    /// Whether a card fills them, which has all of its memory: nothing else is sent.
-    pub on_card: bool,
 }
 
 impl Client {

@@ -8,18 +8,13 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
-use kvferry_layout::{ByteCopy, Loops, Place};
 use parking_lot::{Condvar, Mutex};
 
-use super::Packs;
-use super::rooms::Rooms;
-use crate::contract::{Error, InvalidFrame, Operation};
-use crate::shared::Transfer;
-use crate::shared::chunks::{Chunk, Chunked};
-use crate::shared::packing_area::{Moving, PackingAreas};
+use super::arrival::{Arrival, Fetch, Orphan};
+use crate::contract::Error;
+use crate::shared::chunks::Chunked;
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
-use crate::shared::staging::{Full, Slot};
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Secret};
 use crate::tcp::socket;
@@ -67,13 +62,13 @@ pub(super) struct State {
     pub(super) arrival: Arrival,
 }
 
-/// How what the peer has gathered gets here.
-#[derive(Clone, Debug)]
-pub enum Arrival {
-    /// On the connection; what belongs on a card, to slots.
-    Sent(Arc<Rooms>),
-    /// It is fetched by another transport.
-    Fetched(Arc<dyn Fetch>),
+/// A peer's slots to pack into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packs {
+    /// Bytes of one.
+    pub slot: u64,
+    /// Whether a card fills them, which has all of its memory: nothing else is sent.
+    pub on_card: bool,
 }
 
 /// How many connections a client has.
@@ -84,128 +79,6 @@ pub struct Lanes {
     /// Parts that each may have asked the peer to gather. With one, a peer that waits for a slot on a
     /// connection keeps none for it, so that peers never wait for each other.
     pub gathers: usize,
-}
-
-/// Another transport, which moves what the peer has gathered.
-pub trait Fetch: std::fmt::Debug + Send + Sync {
-    /// Takes memory of our own for what the peer is to gather of the loops, as soon as there is some.
-    fn room(
-        &self,
-        loops: &Loops,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Room, Full>;
-    /// Starts to read to it what the peer has gathered of the loops at an address.
-    fn begin(
-        &self,
-        room: Room,
-        loops: &Loops,
-        address: u64,
-        deadline: Instant,
-    ) -> Result<Fetched, Error>;
-    /// Starts to read copies that were not gathered, straight to where they belong.
-    fn direct(&self, copies: &[ByteCopy], deadline: Instant) -> Result<Transfer, Error>;
-    /// Keeps what is not wanted any more until nothing touches it.
-    fn adopt(&self, orphan: Orphan);
-}
-
-/// Memory of our own for a part that is to come. It is taken before the peer is asked, so that nothing is
-/// gathered in vain, and nobody waits with a slot of the peer's in hand.
-#[derive(Debug)]
-pub struct Room {
-    /// The memory.
-    pub slot: Slot,
-    /// Where it is from.
-    pub areas: Arc<PackingAreas>,
-    /// Of the slot, and of where it belongs.
-    pub place: Place,
-}
-
-/// What is being fetched, and where to.
-#[derive(Debug)]
-pub struct Fetched {
-    /// The read.
-    pub operation: Transfer,
-    /// Where it is read to.
-    pub room: Room,
-}
-
-impl Fetched {
-    /// Starts to put it where it belongs. `None` where nobody can, and nothing runs.
-    ///
-    /// # Safety
-    ///
-    /// It has been fetched, the slot is as long as both halves of the loops say, and what they write is
-    /// registered memory of the place, which stays so until the answer has ended.
-    pub(super) unsafe fn scatter(&self, loops: &Loops) -> Result<Option<Moving>, Error> {
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.room.scatter(loops)? }.and_then(Result::ok))
-    }
-}
-
-impl Room {
-    /// The same of what has come to it; otherwise why nothing runs.
-    ///
-    /// # Safety
-    ///
-    /// As of [`Fetched::scatter`].
-    pub(super) unsafe fn scatter(
-        &self,
-        loops: &Loops,
-    ) -> Result<Option<Result<Moving, Error>>, Error> {
-        let Self { slot, areas, place } = self;
-        let scatter = loops.scatter(slot.address());
-        let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
-        let Some(area) = areas.of(*place) else { return Ok(None) };
-        // SAFETY: the caller's promise.
-        Ok(Some(unsafe { area.start(&scatter) }))
-    }
-}
-
-/// What nobody waits for any more, and what it may still touch. Dropping it gives that back: only where
-/// nothing runs any more.
-#[derive(Debug)]
-pub struct Orphan {
-    operation: Option<Transfer>,
-    moving: Option<Moving>,
-    slot: Option<Slot>,
-    chunk: Option<Chunk>,
-}
-
-impl Orphan {
-    /// What was being fetched to a slot.
-    pub fn fetched(operation: Transfer, slot: Slot) -> Self {
-        Self { operation: Some(operation), moving: None, slot: Some(slot), chunk: None }
-    }
-
-    /// A chunk that was being read straight to where it belongs. Its operation has ended.
-    pub(super) fn read(operation: Transfer, chunk: Chunk) -> Self {
-        Self { operation: Some(operation), moving: None, slot: None, chunk: Some(chunk) }
-    }
-
-    /// A chunk that was being put where it belongs, from a slot. Its operation has ended.
-    pub(super) fn scattered(moving: Moving, slot: Slot, chunk: Chunk) -> Self {
-        Self { operation: None, moving: Some(moving), slot: Some(slot), chunk: Some(chunk) }
-    }
-
-    /// Whether nothing touches it any more.
-    pub fn is_over(&self) -> bool {
-        self.operation.as_ref().is_none_or(|operation| operation.poll().is_safe())
-            && self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some())
-    }
-}
-
-impl Drop for Orphan {
-    fn drop(&mut self) {
-        let ended = self.moving.as_ref().is_none_or(|moving| moving.outcome().is_some());
-        match (self.chunk.take(), ended) {
-            // Its operation has ended already.
-            (Some(chunk), true) => chunk.fail(Error::Disconnected),
-            // Better a region lost than a byte in somebody else's block.
-            (chunk, false) => std::mem::forget((chunk, self.slot.take())),
-            (None, true) => {}
-        }
-    }
 }
 
 #[derive(Debug, Default)]
