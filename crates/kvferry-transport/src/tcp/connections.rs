@@ -234,6 +234,11 @@ impl Shared {
             if next.is_some() && !socket::has_input(stream) {
                 self.send_gathered(stream, next.take())?;
             }
+            // Who stops in the middle of a request must not keep a slot for ever.
+            let keeps_a_slot = next.is_some();
+            if keeps_a_slot {
+                stream.set_read_timeout(Some(self.bounds.sending))?;
+            }
             let mut header = [0; Request::BYTES];
             match socket::receive_bytes(stream, &mut header) {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -242,6 +247,9 @@ impl Shared {
             let request = Request::decode(&header)?;
             body.resize(request.body_bytes(), 0);
             socket::receive_bytes(stream, &mut body)?;
+            if keeps_a_slot {
+                stream.set_read_timeout(None)?;
+            }
             let mut answer =
                 Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
             if request.verb != Verb::Gather {

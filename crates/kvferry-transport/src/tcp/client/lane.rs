@@ -26,7 +26,7 @@ use crate::tcp::{gather, socket};
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Requests on the way per lane.
 const DEPTH: usize = 4;
-/// The same of what goes to slots: one part arrives, the peer gathers the next, and hears of the one after it meanwhile.
+/// The same for what goes to slots: one part arrives, the peer gathers the next, and the request for a third is on its way.
 const SLOT_DEPTH: usize = 3;
 /// Parts that a card puts in place while the next arrives.
 const LANDINGS: usize = 2;
@@ -139,7 +139,8 @@ impl<'a> LaneThread<'a> {
         while let Some(first) = self.landings.front()
             && (all || self.landings.len() > LANDINGS || first.moving.outcome().is_some())
         {
-            self.landings.pop_front().map(|landing| self.settle(landing));
+            let Some(landing) = self.landings.pop_front() else { return };
+            self.settle(landing);
         }
     }
 
@@ -300,7 +301,7 @@ impl<'a> LaneThread<'a> {
     fn receive(&mut self) -> Result<(), Error> {
         let lane = self.lane();
         let Some(stream) = self.stream.clone() else { return Err(Error::Disconnected) };
-        // Nobody waits for what comes next, who only waits for what has come.
+        // While nothing comes, what has come is settled: its operation may be waiting for nothing else.
         if !self.landings.is_empty() && !socket::has_input(&stream) {
             self.settle_landings(true);
         }
@@ -540,7 +541,7 @@ fn take_to_slot(
         return Ok(Ok((Moving::nothing(), room.slot)));
     }
     // SAFETY: what is read lies in the slot, which is as long as both halves say. What is written lies in registered
-    // regions (`Regions::hold`), all of which are the slot's card's (`Tcp::register`), which may be written at any time and which the
+    // regions (`Regions::hold`), all of the slot's card (`Tcp::register`), which may be written at any time and which the
     // operation holds until its chunks are settled: this one, when the bytes have been moved.
     let moving = unsafe { room.scatter(loops)? };
     let none = || Err(Error::Library("there is no card to put bytes in place".to_owned()));

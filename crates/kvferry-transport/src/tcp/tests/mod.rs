@@ -4,6 +4,7 @@ mod answers;
 mod greeting;
 mod packed;
 mod requests;
+mod slots;
 mod strangers;
 
 use std::io::{self, Read, Write};
@@ -115,6 +116,8 @@ fn described(secret: &Secret, listener: &TcpListener) -> Vec<u8> {
     description.extend(secret.instance.0);
     description.extend(secret.token);
     put_block(&mut description, listener.local_addr().unwrap().to_string().as_bytes());
+    // It packs nothing.
+    description.extend(0u64.to_le_bytes());
     description.push(0);
     description
 }

@@ -190,7 +190,7 @@ fn a_peer_that_is_busy_when_it_is_connected_to_packs() {
 }
 
 /// A connection that was let in.
-fn greeted(transport: &Tcp) -> TcpStream {
+pub(super) fn greeted(transport: &Tcp) -> TcpStream {
     let address = parse(&transport.describe().unwrap()).unwrap();
     let mut stream = TcpStream::connect(address.at).unwrap();
     let hello = Hello { nonce: [3; 32] }.encode();
