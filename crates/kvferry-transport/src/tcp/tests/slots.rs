@@ -53,8 +53,11 @@ impl CopyEngine for Engine {
 
 impl Launched for Launch {
     fn outcome(&self) -> Option<Result<(), Error>> {
-        // SAFETY: as `CopyEngine::start` demands; done again and again, it writes the same.
-        self.1.load(Ordering::SeqCst).then(|| Ok(unsafe { walk::carry_out(&self.0) }))
+        self.1.load(Ordering::SeqCst).then(|| {
+            // SAFETY: as `CopyEngine::start` demands; done again and again, it writes the same.
+            unsafe { walk::carry_out(&self.0) };
+            Ok(())
+        })
     }
 
     fn wait(&self, until: Instant) -> Option<Result<(), Error>> {
