@@ -270,6 +270,8 @@ fn an_end_that_lacks_something_says_what() {
     assert_eq!(wrong(&report)[0]["what"], "transport");
 }
 
+const BOTH: [&str; 2] = ["--transport", "tcp,nixl"];
+
 /// Of a card on one side and of the host on the other: the card is one that a CPU stands in for.
 #[test]
 fn memory_of_a_card() {
@@ -284,8 +286,8 @@ fn memory_of_a_card() {
     assert!(install.unwrap().status.success());
 
     let stands_in = [("KVFERRY_CUDA_DRIVER", driver), ("KVFERRY_NVRTC", driver)];
-    let listener = Listener::with(&[], &stands_in);
-    let all = [&*listener.at, "--json", "--seconds", "1", "--memory", "gpu:0"];
+    let listener = Listener::with(&BOTH, &stands_in);
+    let all = [&*listener.at, "--json", "--seconds", "1", BOTH[0], BOTH[1], "--memory", "gpu:0"];
     let mut tester = kvferry(&all, Some(&listener.key));
     let (_, output, errors) = ended(tester.envs(stands_in).spawn().unwrap());
     let report: Value = serde_json::from_str(&output).unwrap_or_else(|_| panic!("{errors}"));

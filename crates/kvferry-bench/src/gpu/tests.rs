@@ -37,7 +37,7 @@ fn a_suite_that_fails_takes_nothing_from_the_others() {
 fn an_absent_nixl_fails_only_what_was_asked_for() {
     let why = Some("there is no NIXL here");
     let (measured, mut results) = after(&[], why, Suite::Packed);
-    assert_eq!(measured, [Suite::Rows, Suite::Handoff, Suite::Beside]);
+    assert_eq!(measured, [Suite::Rows, Suite::Tcp, Suite::Handoff, Suite::Beside]);
     let absent = [("packed over nixl".to_owned(), "there is no NIXL here".to_owned())];
     assert_eq!(results.outcome.absent, absent);
     finish(&mut results, None, None).unwrap();
@@ -74,6 +74,6 @@ fn results_that_cannot_be_saved_are_one_failure() {
     let mut results = Results::default();
     each(&[], None, Some(&nowhere), &mut results, |_, _| Err("no memory".into()));
     let error = finish(&mut results, Some(&nowhere), None).unwrap_err().to_string();
-    assert!(error.starts_with("5 failed: rows: no memory; "), "{error}");
+    assert!(error.starts_with("6 failed: rows: no memory; "), "{error}");
     assert!(error.contains("; results: --save ") && error.contains("folder.json: "), "{error}");
 }
