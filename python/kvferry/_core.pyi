@@ -498,20 +498,22 @@ class Worker:
         gpu_sms: int | None = None,
         gpu_kernel: _Path | None = None,
         gpu_staging: int | None = None,
+        ports: tuple[int, int] | None = None,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
-        memory inside a node), `nixl`, or `gpu`: `cuda` or `nixl`, whichever is best for each peer.
+        memory inside a node), `nixl`, or `gpu`: the first of `cuda`, `nixl` (with RDMA) and `tcp` that works, for each peer.
 
         `memory` is whatever keeps the regions alive: peers read them, and requests write them, until
         `close`. `ranks` is the number of ranks of the engine. `bind` and `advertise` are for `tcp`, for what
-        packs for peers, and for tasks that the engine's own scheduler hands to this rank. What takes less than
+        packs for peers, and for tasks that the engine's own scheduler hands to this rank; `ports` are the first and the last
+        port that these take one of. What takes less than
         `least_ahead` seconds is not read ahead of the end of a source's computation. `lowering` says how
         peers are read: `auto` (whatever is cheapest), or always `direct` or `packed`. `audit` is
         the fraction of requests that are compared with what the source holds before they are used: 0 is none,
         1 is all; unless it is 0, the first ones of every pair of engines are. Kernels on a GPU take `gpu_sms` of its
-        multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. With `nixl` and `gpu`,
-        `gpu_staging` MiB of its memory at most are taken to pack short runs into (512 without); 0 is none, and such
-        runs are read one by one. Trust (`key`, `key_file`, `tls`, `insecure`, `peers`) is that of the engine's `Scheduler`.
+        multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. `gpu_staging` MiB of its memory
+        at most are taken to pack short runs into with `nixl` (512 without; 0 is none, and such runs are read one by one), and to
+        move it through with `tcp` (128 without). Trust (`key`, `key_file`, `tls`, `insecure`, `peers`) is that of the engine's `Scheduler`.
         """
 
     def card(self) -> bytes:

@@ -76,7 +76,7 @@ class Engine:
     #: Of its options, those that are for the ranks, too.
     trusted = ("key", "key_file", "tls", "insecure")
 
-    def __init__(self, name, ranks, tokens, transport="local", **options):
+    def __init__(self, name, ranks, tokens, transport="local", ports=None, **options):
         share = HEADS // ranks
         self.name, self.tokens = name, tokens
         self.pools = [np.zeros(BLOCKS * tokens * share, dtype=np.uint64) for _ in range(ranks)]
@@ -87,7 +87,7 @@ class Engine:
             facts = draft(name, heads, tokens, pool.ctypes.data, rank=rank, label=f"tp{rank}")
             trust = {key: options[key] for key in self.trusted if key in options}
             worker = kvferry.Worker(
-                kvferry.Manifest(facts), ranks=ranks, memory=pool, transport=transport, **trust
+                kvferry.Manifest(facts), ranks=ranks, memory=pool, transport=transport, ports=ports, **trust
             )
             self.workers.append(worker)
         self.scheduler.publish([worker.card() for worker in self.workers])

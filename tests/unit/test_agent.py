@@ -8,7 +8,7 @@ import uuid
 import kvferry
 import numpy as np
 import pytest
-from handmade import LONG, WIDTH, draft, fill, grant, load, value
+from handmade import LONG, WIDTH, draft, fill, grant, load, quiet_port, value
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
@@ -48,6 +48,38 @@ def test_a_request_is_handed_over(engines, transport, key):
     assert prefill.scheduler.released(LONG) == [("request-1", "confirmed")]
     assert prefill.scheduler.status()["leases"] == []
     assert "kvferry_" in prefill.scheduler.metrics() and "kvferry_" in decode.workers[0].metrics()
+
+
+def listening():
+    """The ports of all addresses that this process listens on."""
+    inodes = {os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)}
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def _is_open(number):
+    return os.path.lexists(f"/proc/self/fd/{number}")
+
+
+def test_ranks_listen_where_they_may(engines):
+    """Nothing else listens; and who finds no port says which it may have."""
+    before = listening()
+    first = quiet_port()
+    ports = first, first + 7
+    engine = engines("ported", 2, 4, "tcp", ports=ports)
+    [scheduler] = [port for port in listening() - before if not first <= port <= first + 7]
+    assert engine.scheduler.address.endswith(f":{scheduler}")
+    taken = {port for port in listening() - before if first <= port <= first + 7}
+    # For each rank its tasks and its bytes.
+    assert len(taken) == 4
+    with pytest.raises(OSError, match=rf"listening on 127.0.0.1 \(a port from {min(taken)} to {min(taken)}\)"):
+        engines("too many", 1, 4, "tcp", ports=(min(taken), min(taken)))
 
 
 def test_what_waits_is_told_from_what_is_read(engines):

@@ -129,6 +129,21 @@ def kubernetes_server(pod, container, line, known):
     ends_gently(line, before, pod["spec"]["terminationGracePeriodSeconds"])
 
 
+def reached(pod, line, policies):
+    """The ports that others may reach are those that the server was told to listen on, and no others."""
+    [policy] = policies
+    chosen = policy["podSelector"]["matchExpressions"][0]["values"]
+    if pod["metadata"]["labels"]["app"] not in chosen:
+        raise ValueError(f"no policy for it: {chosen}")
+    told = json.loads(option(line, "kv-transfer-config"))["kv_connector_extra_config"]
+    first, last = map(int, told["data_ports"].split("-"))
+    listens = {int(option(line, "port")), told["port"], *range(first, last + 1)}
+    ports = [port for rule in policy["ingress"] for port in rule["ports"]]
+    opened = {at for it in ports for at in range(it["port"], it.get("endPort", it["port"]) + 1)}
+    if opened != listens:
+        raise ValueError(f"listens on {sorted(listens)}, and {sorted(opened)} are open")
+
+
 def kubernetes_router(line, known, pods):
     defined(line[-1], known)
     words = shlex.split(line[-1])
@@ -158,6 +173,7 @@ for name, pod in pods.items():
                 raise ValueError(f"Kubernetes does not fill this in: {text}")
         if served:
             kubernetes_server(pod, container, line, known)
+            reached(pod, line, [d["spec"] for d in documents if d["kind"] == "NetworkPolicy"])
         else:
             kubernetes_router(line, known, pods)
     except (ValueError, KeyError, IndexError, TypeError) as error:

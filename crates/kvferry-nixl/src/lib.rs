@@ -125,7 +125,7 @@ impl Nixl {
             // through its address.
             unsafe { state.register(region)? };
         }
-        let control = Control::start(&state, options.control.0, options.control.1)?;
+        let control = Control::start(&state, options)?;
         let driver = std::thread::Builder::new()
             .name("kvferry-nixl".to_owned())
             .spawn({

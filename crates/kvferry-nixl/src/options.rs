@@ -1,6 +1,7 @@
 //! How a transport is set up.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::capi::AgentSettings;
@@ -76,6 +77,8 @@ pub struct NixlOptions {
     /// another one. Port 0 means any free one. An address of no host in particular without one to give
     /// means that peers read every run by itself.
     pub control: (SocketAddr, Option<IpAddr>),
+    /// The ports that one may listen at: that server, and UCX where its TCP moves bytes.
+    pub ports: Option<RangeInclusive<u16>>,
     /// Bytes of host memory to pack into for peers, and to fetch what peers packed, at most. Without any,
     /// nothing is packed.
     pub staging: u64,
@@ -140,6 +143,7 @@ impl Default for NixlOptions {
             plugin: "UCX".to_owned(),
             parameters: parameters.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec(),
             control: ((Ipv4Addr::LOCALHOST, 0).into(), None),
+            ports: None,
             staging: 32 << 20,
             card: CardPacking::default(),
             progress_delay_us: 1000,
@@ -150,10 +154,16 @@ impl Default for NixlOptions {
 impl NixlOptions {
     /// The same as NIXL's own interface takes it.
     pub fn settings(&self) -> AgentSettings {
+        let mut parameters = self.parameters.clone();
+        if let Some(ports) = &self.ports {
+            let ucx = parameters.iter_mut().find(|(key, _)| key == "engine_config");
+            let range = format!(",TCP_PORT_RANGE={}-{}", ports.start(), ports.end());
+            ucx.map(|(_, settings)| settings.push_str(&range));
+        }
         AgentSettings {
             progress_delay_us: self.progress_delay_us,
             plugin: self.plugin.clone(),
-            parameters: self.parameters.clone(),
+            parameters,
             cards_are_host: driver::is_a_stand_in(),
         }
     }

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, Loops, Place, Region};
 
+use super::options::NixlOptions;
 use super::packer::{MARK, Packer, PackerAddress};
 use super::peer::{Inner, NixlPeer};
 use super::state::State;
@@ -49,11 +50,8 @@ pub(super) struct Control {
 
 impl Control {
     /// Starts it. `None` where there is no memory to pack into.
-    pub(super) fn start(
-        state: &State,
-        bind: SocketAddr,
-        advertise: Option<IpAddr>,
-    ) -> Result<Option<Self>, Error> {
+    pub(super) fn start(state: &State, options: &NixlOptions) -> Result<Option<Self>, Error> {
+        let (bind, advertise) = options.control;
         let host = state.areas.of(Place::Host).and_then(|area| area.staging.region());
         let Some(Region { bytes: host, .. }) = host else { return Ok(None) };
         let secret = Secret { instance: state.instance, token: random()? };
@@ -61,7 +59,8 @@ impl Control {
         let areas = state.areas.clone();
         let bounds = Bounds::of_this_process();
         let fetched = Delivery::Fetched;
-        let server = Server::start(bind, bounds, secret, regions, generation, areas, fetched)?;
+        let at = (bind, options.ports.as_ref());
+        let server = Server::start(at, bounds, secret, regions, generation, areas, fetched)?;
         Ok(Some(Self { server, secret, advertise, host }))
     }
 

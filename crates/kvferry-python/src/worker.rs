@@ -47,7 +47,7 @@ pub(crate) struct Worker {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None, ports=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -69,6 +69,7 @@ impl Worker {
         gpu_sms: Option<u32>,
         gpu_kernel: Option<PathBuf>,
         gpu_staging: Option<u32>,
+        ports: Option<(u16, u16)>,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
@@ -77,6 +78,7 @@ impl Worker {
         let mut options = WorkerOptions::new(ranks);
         // A port that was named is the transport's.
         options.bind = SocketAddr::new(bound.ip(), 0);
+        options.ports = ports.map(|(first, last)| first..=last);
         options.advertise = advertise.map(str::to_owned);
         options.audit = audit;
         options.trust = trust(key, key_file, tls, insecure).map_err(failed)?;
@@ -88,6 +90,7 @@ impl Worker {
         let advertise = advertise.map(|host| address("advertise", (host, 0))).transpose()?;
         let mut moved_by = TransportOptions::new(transport);
         moved_by.bind = bound;
+        moved_by.ports.clone_from(&options.ports);
         moved_by.advertise = advertise.map(|address| address.ip());
         (moved_by.sms, moved_by.kernel) = (gpu_sms, gpu_kernel);
         moved_by.staging = gpu_staging.map(staging).transpose().map_err(PyValueError::new_err)?;

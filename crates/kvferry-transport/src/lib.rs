@@ -19,6 +19,7 @@
 //! | `shared` | what back ends are built from. `admission` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
 //! | [`local`], [`tcp`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
 //! | [`strangers`] | who has proven nothing yet at a port: how many there may be, and how often the log speaks of them; the agent's port uses it, too |
+//! | [`ports`] | the ports that a process may listen at; the agent uses it, too |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
 //! What a read costs is each back end's own figure (`Transport::price`); `kvferry-bench`'s example `price` measures it.
@@ -36,6 +37,7 @@ mod contract;
 pub mod fuzz;
 pub mod local;
 pub mod memory;
+pub mod ports;
 #[doc(hidden)]
 pub mod shared;
 pub mod strangers;

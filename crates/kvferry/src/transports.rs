@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -22,6 +23,8 @@ pub struct TransportOptions {
     pub name: String,
     /// Where to listen, for peers that read over sockets or ask for what is to be packed. Port 0 means any free one.
     pub bind: SocketAddr,
+    /// Of which ports that is one; `nixl` is told them, too.
+    pub ports: Option<RangeInclusive<u16>>,
     /// The address to give to peers, where it is not the one to listen on.
     pub advertise: Option<IpAddr>,
     /// A card's multiprocessors that one transfer may take; `None` for what the transport chooses.
@@ -45,6 +48,7 @@ impl TransportOptions {
         Self {
             name: name.into(),
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
+            ports: None,
             advertise: None,
             sms: None,
             kernel: None,
@@ -88,6 +92,7 @@ impl TransportOptions {
             site_packages: self.site_packages.clone(),
             // Who packs is asked at the address that data would go over by TCP.
             control: (self.bind, self.advertise),
+            ports: self.ports.clone(),
             ..kvferry_nixl::NixlOptions::default()
         };
         options.card.sms = self.sms;
@@ -152,8 +157,12 @@ impl TransportOptions {
 
     fn tcp(&self) -> TcpOptions {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "without cards"))]
-        let mut options =
-            TcpOptions { bind: self.bind, advertise: self.advertise, ..TcpOptions::default() };
+        let mut options = TcpOptions {
+            bind: self.bind,
+            ports: self.ports.clone(),
+            advertise: self.advertise,
+            ..TcpOptions::default()
+        };
         #[cfg(feature = "cuda")]
         {
             if let Some(staging) = self.staging {

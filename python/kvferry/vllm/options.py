@@ -70,6 +70,9 @@ class Options:
     host: str = _option("127.0.0.1")
     #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.
     port: int = _option(0, least=0, most=65535)
+    #: The ports that the ranks listen on, from the first to the last of them (`7100-7163`): each takes the first that are
+    #: free, one for its tasks and one for each transport that listens. Left out: any free ones.
+    data_ports: str | None = _option(None, ports=True)
     #: The host to give to peers, where it is not the one to listen on.
     advertise: str | None = _option(None)
     #: The file that holds the key that both sides share.
@@ -177,6 +180,10 @@ class Options:
         host = f"[{host}]" if ":" in host else host
         return {"bind": f"{host}:{port}", "advertise": self.advertise}
 
+    def rank_address(self) -> dict[str, Any]:
+        """The arguments of a worker that say where it listens."""
+        return self.address(0) | {"ports": _ports(self.data_ports) if self.data_ports else None}
+
     def resolved(self, host: str) -> list[Any]:
         """What a host stands for. Said here, because the agent knows the option by another name."""
         try:
@@ -210,6 +217,9 @@ def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:
     """What a value must be, if it is not."""
     if value is None and default is None:
         return None
+    if valid.get("ports"):
+        wrong = "the first and the last of some ports, as in '7100-7163'"
+        return None if isinstance(value, str) and _ports(value) else wrong
     if valid.get("networks"):
         wrong = "networks or addresses, as in ['10.0.0.0/8', 'fd00::/8']"
         return None if isinstance(value, list) and value and all(map(_is_network, value)) else wrong
@@ -246,6 +256,15 @@ def _is_here(family: int, where: tuple[Any, ...]) -> bool:
     except OSError as error:
         return error.errno != errno.EADDRNOTAVAIL
     return True
+
+
+def _ports(value: str) -> tuple[int, int] | None:
+    """The first and the last port of a range."""
+    numbers = value.split("-")
+    if len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    first, last = map(int, numbers)
+    return (first, last) if 0 < first <= last < 65536 else None
 
 
 def _is_network(value: Any) -> bool:

@@ -63,7 +63,7 @@ impl Scheduler {
     pub fn start(options: SchedulerOptions) -> Result<Self, Error> {
         options.check()?;
         let background = Background::start("kvferry-sched")?;
-        let (socket, bound) = listen(options.bind, background.handle())?;
+        let (socket, bound) = listen(options.bind, None, background.handle())?;
         let address = options.address(bound)?;
         match &options.trust {
             Trust::Loopback => info!(%address, "there is no key: only this machine is served"),

@@ -46,7 +46,7 @@ impl Service {
         background: &Background,
     ) -> Result<ServiceCard, Error> {
         options.trust.check_bind(options.bind)?;
-        let (socket, bound) = listen(options.bind, background.handle())?;
+        let (socket, bound) = listen(options.bind, options.ports.as_ref(), background.handle())?;
         let address = advertised(options.advertise.as_deref(), bound)?;
         let mut token = Token([0; 16]);
         getrandom::fill(&mut token.0)?;

@@ -109,7 +109,7 @@ impl Listening {
             what: "starting to listen".to_owned(),
             kind: error.kind(),
         })?;
-        let (listener, address) = listen(bind, runtime.handle())?;
+        let (listener, address) = listen(bind, None, runtime.handle())?;
         Ok(Self { runtime: Arc::new(runtime), listener, trust, address })
     }
 

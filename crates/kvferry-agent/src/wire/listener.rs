@@ -5,12 +5,14 @@
 
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use kvferry_transport::ports;
 use kvferry_transport::strangers::Mentions;
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket};
@@ -40,10 +42,14 @@ const MOST_UNSENT: usize = 32 << 20;
 /// So many connections may wait to be accepted: as many as come in a fifth of a second at 5,000 a second.
 const BACKLOG: u32 = 1024;
 
-/// Listens at an address; answers which one it is in the end.
-pub(crate) fn listen(bind: SocketAddr, on: &Handle) -> Result<(TcpListener, SocketAddr), Error> {
+/// Listens at an address, at one of these ports; answers which one it is in the end.
+pub(crate) fn listen(
+    bind: SocketAddr,
+    among: Option<&RangeInclusive<u16>>,
+    on: &Handle,
+) -> Result<(TcpListener, SocketAddr), Error> {
     let _inside = on.enter();
-    let listen = || {
+    let listen = |bind: SocketAddr| {
         let socket = if bind.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         socket.set_reuseaddr(true)?;
         socket.bind(bind)?;
@@ -51,8 +57,8 @@ pub(crate) fn listen(bind: SocketAddr, on: &Handle) -> Result<(TcpListener, Sock
         let bound = listener.local_addr()?;
         Ok((listener, bound))
     };
-    listen().map_err(|error: std::io::Error| Error::Io {
-        what: format!("listening on {bind}"),
+    ports::listen(bind, among, listen).map_err(|error| Error::Io {
+        what: format!("listening on {}", ports::place(bind, among)),
         kind: error.kind(),
     })
 }

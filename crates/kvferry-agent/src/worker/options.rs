@@ -1,6 +1,7 @@
 //! How a worker is set up.
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use kvferry_plan::cost::Choice;
@@ -18,6 +19,8 @@ pub struct WorkerOptions {
     pub ranks: u32,
     /// Where to listen for tasks from the engine's own scheduler. Port 0 means any free one.
     pub bind: SocketAddr,
+    /// Of which ports that is one.
+    pub ports: Option<RangeInclusive<u16>>,
     /// The host to give to the scheduler, where it is not the address to listen on.
     pub advertise: Option<String>,
     /// How peers prove who they are.
@@ -59,6 +62,7 @@ impl WorkerOptions {
         Self {
             ranks,
             bind: ([127, 0, 0, 1], 0).into(),
+            ports: None,
             advertise: None,
             trust: Trust::Loopback,
             peers: vec![],

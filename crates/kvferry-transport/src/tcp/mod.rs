@@ -21,6 +21,7 @@
 //! nobody listens in, or through a tunnel.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -74,6 +75,8 @@ pub(crate) use socket::entry;
 pub struct TcpOptions {
     /// Where to listen. Port 0 means any free one.
     pub bind: SocketAddr,
+    /// Of which ports that is one.
+    pub ports: Option<RangeInclusive<u16>>,
     /// The address to give to peers, where it is not the one to listen on: needed when `bind` is
     /// unspecified (`0.0.0.0`, `::`).
     pub advertise: Option<IpAddr>,
@@ -117,6 +120,7 @@ impl Default for TcpOptions {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
+            ports: None,
             advertise: None,
             connections: (cores / 2).clamp(1, 4),
             staging: 32 << 20,
@@ -189,7 +193,7 @@ impl Tcp {
         let areas = PackingAreas::new(Staging::new(options.staging, gather::SLOT_BYTES)?);
         let regions = admission.regions.clone();
         let server = Server::start(
-            options.bind,
+            (options.bind, options.ports.as_ref()),
             bounds,
             secret,
             regions,

@@ -1,6 +1,7 @@
 //! Serves this process's registered memory.
 
 use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
@@ -12,6 +13,7 @@ use super::connections::{Delivery, Generation, Shared, State};
 use super::door::Door;
 use super::proof::Secret;
 use crate::contract::Error;
+use crate::ports;
 use crate::shared::packing_area::PackingAreas;
 use crate::shared::region::Regions;
 
@@ -23,9 +25,9 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts to listen.
+    /// Starts to listen, at one of these ports.
     pub fn start(
-        bind: SocketAddr,
+        (bind, ports): (SocketAddr, Option<&RangeInclusive<u16>>),
         bounds: Bounds,
         secret: Secret,
         regions: Arc<Regions>,
@@ -33,8 +35,9 @@ impl Server {
         areas: Arc<PackingAreas>,
         delivery: Delivery,
     ) -> Result<Self, Error> {
-        let listener = TcpListener::bind(bind)
-            .map_err(|error| Error::system(format!("listening on {bind}"), &error))?;
+        let listener = ports::listen(bind, ports, TcpListener::bind).map_err(|error| {
+            Error::system(format!("listening on {}", ports::place(bind, ports)), &error)
+        })?;
         let (turned_away, mentions, state) = Default::default();
         let shared = Arc::new(Shared {
             listener,

@@ -112,7 +112,7 @@ class WorkerSide:
             gpu_sms=self.options.advanced.gpu_max_sms or None,
             gpu_kernel=self.options.advanced.gpu_kernel_file,
             gpu_staging=self.options.advanced.gpu_staging_mib,
-            **self.options.address(0),
+            **self.options.rank_address(),
             **self.options.trust(),
         )
 
