@@ -78,7 +78,7 @@ def test_ranks_listen_where_they_may(engines):
     taken = {port for port in listening() - before if first <= port <= first + 7}
     # For each rank its tasks and its bytes.
     assert len(taken) == 4
-    with pytest.raises(OSError, match=rf"listening on 127.0.0.1 \(a port from {min(taken)} to {min(taken)}\)"):
+    with pytest.raises(kvferry.Error, match=rf"listening on 127.0.0.1 \(a port from {min(taken)} to {min(taken)}\)"):
         engines("too many", 1, 4, "tcp", ports=(min(taken), min(taken)))
 
 

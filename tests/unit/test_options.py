@@ -108,7 +108,7 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
     "given, message",
     [
         ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
-        ({"colour": 1}, "The options are advanced, advertise, audit, draft, drain_signal"),
+        ({"colour": 1}, "The options are advanced, advertise, audit, data_ports, draft, drain_signal"),
         ({"lease": 5}, "no option 'lease': did you mean 'lease_s"),
         ({"gpu_max_sms": 8}, "it belongs in 'advanced': {\"advanced\": {\"gpu_max_sms\": …}}"),
         ({"advanced": {"gpu_sms": 8}}, "no option 'advanced.gpu_sms': did you mean 'advanced.gpu_max_sms'"),

@@ -156,9 +156,10 @@ impl NixlOptions {
     pub fn settings(&self) -> AgentSettings {
         let mut parameters = self.parameters.clone();
         if let Some(ports) = &self.ports {
-            let ucx = parameters.iter_mut().find(|(key, _)| key == "engine_config");
             let range = format!(",TCP_PORT_RANGE={}-{}", ports.start(), ports.end());
-            ucx.map(|(_, settings)| settings.push_str(&range));
+            for (_, settings) in parameters.iter_mut().filter(|(key, _)| key == "engine_config") {
+                settings.push_str(&range);
+            }
         }
         AgentSettings {
             progress_delay_us: self.progress_delay_us,

@@ -12,7 +12,7 @@
 //! then waits until the first is in its place: so one part is gathered while another is on the wire and a
 //! third is scattered. A part is in place, and its slots are free, when both kernels have ended.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
