@@ -104,6 +104,15 @@ def test_a_port_that_leaves_none_for_other_engines_is_named():
         options.port_of(2)
 
 
+def test_the_port_of_an_engine_is_none_of_its_ranks():
+    options = Options.read({"port": 7098, "data_ports": "7100-7163"})
+    assert options.port_of(1) == 7099
+    with pytest.raises(ValueError, match="'data_ports' .* must be other ports than 7100, which 'port' stands for in engine 2"):
+        options.port_of(2)
+    # Any free one is none of them, or is taken.
+    assert Options.read({"data_ports": "7100-7163"}).port_of(2) == 0
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

@@ -210,6 +210,10 @@ class Options:
             raise _error(
                 "port", self.port, f"{most} or less: data-parallel engine {engine} listens on port {port}"
             )
+        ranks = _ports(self.data_ports) if self.data_ports else None
+        # A rank may come first, and take it.
+        if ranks and ranks[0] <= port <= ranks[1]:
+            raise _error("data_ports", self.data_ports, f"other ports than {port}, which 'port' stands for in engine {engine}")
         return port
 
 

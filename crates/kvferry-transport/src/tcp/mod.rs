@@ -10,8 +10,8 @@
 //! the one after it gathered. A server with no slot left says so, and that part is read by its copies.
 //! Its description says whether it packs at all.
 //!
-//! The memory of a card goes the same way, and no other: the card gathers into slots of pinned host memory and
-//! scatters from them, while the connections send and receive what is in others. A transport's regions are all of the
+//! The memory of a card goes the same way, and no other: the card gathers into slots, of which the host has a copy in
+//! pinned memory, and scatters from them, while the connections send and receive what is in others. A transport's regions are all of the
 //! host or all of one card.
 //!
 //! The description carries a token of 256 random bits. Both ends of a connection prove that they know
@@ -90,10 +90,10 @@ pub struct TcpOptions {
     pub card: CardSlots,
 }
 
-/// Pinned memory that a card's bytes go through.
+/// Memory of a card, and as much pinned memory of the host, that its bytes go through.
 #[derive(Clone, Copy, Debug)]
 pub struct CardSlots {
-    /// Bytes of it.
+    /// Bytes of each.
     pub bytes: u64,
     /// Bytes of a slot: long enough to hide what a launch takes, short enough to be spread over the connections.
     pub slot: u64,
