@@ -106,7 +106,7 @@ def configured(given: str) -> tuple[Options | None, list[Finding]]:
         return wrong(f"kv_connector_extra_config is {extra!r}", "give options by their names")
     try:
         options = Options.read(extra)
-        options.address(options.port)
+        options.address(options.port_of(0))
     except (ValueError, ImportError) as error:
         return wrong(str(error), "correct it, and ask again: docs/vllm.md has all options")
     says = f"{NAME}, {role}, " + (", ".join(sorted(extra)) or "all by default")
@@ -121,7 +121,7 @@ def configured(given: str) -> tuple[Options | None, list[Finding]]:
 def listening(options: Options, timeout: float) -> Finding:
     """This server's own half, at its own address, with its own key or certificates, for a moment."""
     try:
-        agent = Scheduler("doctor", **options.address(options.port), **options.trust())
+        agent = Scheduler("doctor", **options.address(options.port_of(0)), **options.trust())
     except AgentError as error:
         if "address in use" in str(error):
             return Finding("address", "?", f"{error}: by this server, if it runs", "otherwise choose another 'port'")
