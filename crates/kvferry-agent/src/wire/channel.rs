@@ -71,7 +71,7 @@ pub(crate) async fn open(
             }
         }
         Trust::Key(key) => {
-            let builder = noise_builder(&prologue, key.bytes())?;
+            let builder = noise_builder(&prologue, key.own())?;
             let mut noise = builder.build_initiator().map_err(|_| PeerError::Untrusted)?;
             let mut buffer = [0; 256];
             let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
@@ -121,8 +121,6 @@ pub(crate) async fn accept(
             }
         }
         Trust::Key(key) => {
-            let builder = noise_builder(&prologue, key.bytes())?;
-            let mut noise = builder.build_responder().map_err(|_| PeerError::Untrusted)?;
             let mut buffer = [0; 256];
             let mut first = [0; 2 + NOISE_GREETING];
             stream.read_exact(&mut first[..2]).await.map_err(|e| io_error("accepting", &e))?;
@@ -130,7 +128,16 @@ pub(crate) async fn accept(
                 return Err(PeerError::Misbehaved(Misbehaviour::Garbage));
             }
             stream.read_exact(&mut first[2..]).await.map_err(|e| io_error("accepting", &e))?;
-            if noise.read_message(&first[2..], &mut buffer).is_err() {
+            let mut proven = None;
+            for key in key.accepted() {
+                let builder = noise_builder(&prologue, key)?;
+                let mut noise = builder.build_responder().map_err(|_| PeerError::Untrusted)?;
+                if noise.read_message(&first[2..], &mut buffer).is_ok() {
+                    proven = Some(noise);
+                    break;
+                }
+            }
+            let Some(mut noise) = proven else {
                 // An answer that opens with no key: a peer that has another one then knows.
                 if getrandom::fill(&mut first[2..]).is_ok() {
                     // As in a public key.
@@ -138,7 +145,7 @@ pub(crate) async fn accept(
                     dismiss(stream, &first).await;
                 }
                 return Err(PeerError::Untrusted);
-            }
+            };
             let n = noise.write_message(&[], &mut buffer).map_err(|_| PeerError::Untrusted)?;
             write_frame(&mut stream, &buffer[..n]).await.map_err(|e| io_error("accepting", &e))?;
             sealed(stream, noise)

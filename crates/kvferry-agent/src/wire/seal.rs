@@ -12,7 +12,7 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 use super::ticket::Ticket;
-use super::trust::{Key, Trust};
+use super::trust::Trust;
 use crate::error::Error;
 use crate::rules::grant::Grant;
 
@@ -39,7 +39,7 @@ impl Trust {
     pub(crate) fn seal(&self, what: Sealed<'_>) -> Option<Seal> {
         let Self::Key(key) = self else { return None };
         let mut seal = [0; 16];
-        seal.copy_from_slice(&mac(key, what).finalize().into_bytes()[..16]);
+        seal.copy_from_slice(&mac(key.own(), what).finalize().into_bytes()[..16]);
         Some(Seal(seal))
     }
 
@@ -53,7 +53,13 @@ impl Trust {
         let named = || (engine.to_owned(), address.to_owned());
         match seal {
             // Takes the same time wherever it differs.
-            Some(Seal(seal)) if mac(key, what).verify_truncated_left(&seal).is_ok() => Ok(()),
+            Some(Seal(seal))
+                if key
+                    .accepted()
+                    .any(|key| mac(key, what).verify_truncated_left(&seal).is_ok()) =>
+            {
+                Ok(())
+            }
             Some(_) => {
                 let (engine, address) = named();
                 Err(Error::Forged { engine, address })
@@ -67,9 +73,9 @@ impl Trust {
 }
 
 /// Each part with its length before it: no two lists of parts are the same bytes.
-fn mac(key: &Key, what: Sealed<'_>) -> Hmac<Sha256> {
+fn mac(key: &[u8; 32], what: Sealed<'_>) -> Hmac<Sha256> {
     let mut mac =
-        <Hmac<Sha256> as Mac>::new_from_slice(key.bytes()).expect("HMAC takes keys of any length");
+        <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
     let mut part = |bytes: &[u8]| {
         mac.update(&(bytes.len() as u64).to_le_bytes());
         mac.update(bytes);
@@ -123,6 +129,7 @@ mod tests {
 
     use super::*;
     use crate::wire::ticket::Incarnation;
+    use crate::wire::trust::Key;
 
     fn trust(secret: &str) -> Trust {
         Trust::Key(Key::new(secret.as_bytes()).unwrap())
@@ -172,6 +179,11 @@ mod tests {
         ] {
             assert!(ours.check_seal(Sealed::Ticket(&ticket, &other), Some(seal)).is_err());
         }
+        // What was sealed with a key that is being changed passes where both are held.
+        let changing = trust("the key after it\nthe key that both sides hold");
+        assert_eq!(changing.check_seal(Sealed::Ticket(&ticket, &grant), Some(seal)), Ok(()));
+        let new = changing.seal(Sealed::Ticket(&ticket, &grant));
+        assert!(ours.check_seal(Sealed::Ticket(&ticket, &grant), new).is_err());
         // Nor what somebody made who holds another key, or none.
         let theirs = trust("a key that somebody else holds").seal(Sealed::Ticket(&ticket, &grant));
         assert!(ours.check_seal(Sealed::Ticket(&ticket, &grant), theirs).is_err());

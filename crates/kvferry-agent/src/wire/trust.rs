@@ -38,7 +38,7 @@ impl Trust {
     /// The key in the environment ([`KEY_VARIABLE`]), or loopback only where there is none.
     pub fn from_environment() -> Result<Self, Error> {
         match std::env::var(KEY_VARIABLE) {
-            Ok(secret) => Ok(Self::Key(Key::new(secret.trim().as_bytes())?)),
+            Ok(secret) => Ok(Self::Key(Key::new(secret.as_bytes())?)),
             Err(std::env::VarError::NotPresent) => Ok(Self::Loopback),
             Err(_) => Err(Error::Key(format!("{KEY_VARIABLE} does not hold text"))),
         }
@@ -62,38 +62,64 @@ impl Trust {
     }
 }
 
-/// The shared key.
+/// The shared key, and others that are accepted beside it while it is being changed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Key([u8; 32]);
+pub struct Key {
+    /// What this side proves, and seals with.
+    own: [u8; 32],
+    others: Vec<[u8; 32]>,
+}
 
 impl Key {
     /// The shortest secret that is accepted.
     pub const SHORTEST: usize = 16;
 
-    /// Makes a key from a secret of at least [`SHORTEST`](Self::SHORTEST) bytes.
-    pub fn new(secret: &[u8]) -> Result<Self, Error> {
-        if secret.len() < Self::SHORTEST {
+    /// The most keys that are accepted at once.
+    pub const MOST: usize = 4;
+
+    /// Makes a key from a secret of at least [`SHORTEST`](Self::SHORTEST) bytes. Secrets on further lines are accepted of
+    /// others. White space around each does not count.
+    pub fn new(secrets: &[u8]) -> Result<Self, Error> {
+        let lines = secrets.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
+        let digests = lines.filter(|line| !line.is_empty()).map(|secret| {
+            if secret.len() < Self::SHORTEST {
+                return Err(Error::Key(format!(
+                    "a key of {} bytes is too short: take at least {}, for example from \
+                     'openssl rand -hex 32'",
+                    secret.len(),
+                    Self::SHORTEST
+                )));
+            }
+            let digest = Sha256::new().chain_update(b"kvferry shared key\0").chain_update(secret);
+            Ok(digest.finalize().into())
+        });
+        let mut digests = digests.collect::<Result<Vec<_>, Error>>()?;
+        if digests.is_empty() || digests.len() > Self::MOST {
             return Err(Error::Key(format!(
-                "a key of {} bytes is too short: take at least {}, for example from \
-                 'openssl rand -hex 32'",
-                secret.len(),
-                Self::SHORTEST
+                "{} keys, one to a line: give one, and while it is being changed at most {} in all",
+                digests.len(),
+                Self::MOST
             )));
         }
-        let digest = Sha256::new().chain_update(b"kvferry shared key\0").chain_update(secret);
-        Ok(Self(digest.finalize().into()))
+        Ok(Self { own: digests.remove(0), others: digests })
     }
 
-    /// Reads the secret from a file; white space around it does not count.
+    /// Reads the secrets from a file.
     pub fn from_file(path: &Path) -> Result<Self, Error> {
         let secret = std::fs::read(path).map_err(|error| {
             Error::Key(format!("cannot read the key file {}: {error}", path.display()))
         })?;
-        Self::new(secret.trim_ascii())
+        Self::new(&secret)
     }
 
-    pub(crate) fn bytes(&self) -> &[u8; 32] {
-        &self.0
+    /// What this side proves, and seals with.
+    pub(crate) fn own(&self) -> &[u8; 32] {
+        &self.own
+    }
+
+    /// What others may prove, and have sealed with.
+    pub(crate) fn accepted(&self) -> impl Iterator<Item = &[u8; 32]> {
+        std::iter::once(&self.own).chain(&self.others)
     }
 }
 
@@ -209,6 +235,10 @@ mod tests {
     #[test]
     fn short_secrets_are_no_keys_and_keys_are_not_printed() {
         assert!(Key::new(b"password").is_err());
+        assert!(Key::new(b"0123456789abcdef\npassword").is_err());
+        assert!(Key::new(b" \n").is_err() && Key::new(&b"0123456789abcdef\n".repeat(5)).is_err());
+        let around = Key::new(b"\n 0123456789abcdef \r\n").unwrap();
+        assert_eq!(around, Key::new(b"0123456789abcdef").unwrap());
         let key = Key::new(b"0123456789abcdef").unwrap();
         assert_eq!(format!("{key:?}"), "Key(…)");
         assert_ne!(key, Key::new(b"0123456789abcdeg").unwrap());

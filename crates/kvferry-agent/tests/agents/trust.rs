@@ -65,6 +65,27 @@ fn another_key_or_none_is_refused_on_both_sides() {
     }
 }
 
+/// As the page on operations has a key changed: in each step some servers have gone it, and some have not.
+#[test]
+fn a_key_is_changed_without_a_refused_request() {
+    let [old, new] = ["the old secret of these tests", "the new secret of these tests"];
+    let steps =
+        [old.to_owned(), format!("{old}\n{new}"), format!("{new}\n{old}\n"), new.to_owned()];
+    for pair in steps.windows(2) {
+        for (ours, theirs) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let p = Recipe::new("p", 1).trust(key(&pair[theirs])).start();
+            let d = Recipe::new("d", 1).trust(key(&pair[ours])).start();
+            let address = p.scheduler.address().to_owned();
+            assert_eq!(hand_over(&p, &d, "r", &address), [Outcome::Done], "{pair:?}");
+        }
+    }
+    // Who skips a step is refused.
+    let (p, d) = (Recipe::new("p", 1).trust(key(old)), Recipe::new("d", 1).trust(key(&steps[2])));
+    let (p, d) = (p.start(), d.start());
+    let outcome = hand_over(&p, &d, "r", p.scheduler.address()).remove(0);
+    assert_eq!(outcome, Outcome::Failed(Failure::Refused(PeerError::Untrusted.to_string())));
+}
+
 /// Only how it would have to prove itself, and that it has not.
 #[test]
 fn a_stranger_is_told_nothing() {
