@@ -499,6 +499,7 @@ class Worker:
         gpu_kernel: _Path | None = None,
         gpu_staging: int | None = None,
         ports: tuple[int, int] | None = None,
+        encrypt: bool = True,
     ) -> Worker:
         """Registers the manifest's regions with a transport and starts: `local`, `tcp`, `cuda` (GPU
         memory inside a node), `nixl`, or `gpu`: the first of `cuda`, `nixl` (with RDMA) and `tcp` that works, for each peer.
@@ -514,6 +515,7 @@ class Worker:
         multiprocessors at most, and are those of the file `gpu_kernel` instead of compiled here. `gpu_staging` MiB of its memory
         at most are taken to pack short runs into with `nixl` (512 without; 0 is none, and such runs are read one by one), and to
         move it through with `tcp` (128 without). Trust (`key`, `key_file`, `tls`, `insecure`, `peers`) is that of the engine's `Scheduler`.
+        With a key or `tls`, what `tcp` moves between hosts is encrypted where either of the two wants to `encrypt`.
         """
 
     def card(self) -> bytes:

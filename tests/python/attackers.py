@@ -23,8 +23,8 @@ KEPT, BRIEFLY = 2000, 0.2
 KINDS = ["half-open", "storm", "wrong key", "trickle"]
 #: What no key proves, on each port: a Noise handshake, and a greeting with its proof.
 WRONG = {
-    "control": (b"kvferry\x01\x01" + (48).to_bytes(2, "little"), 48),
-    "data": (b"kvf-data" + (1).to_bytes(4, "little"), 64),
+    "control": lambda draw: b"kvferry\x01\x01" + (48).to_bytes(2, "little") + draw(48),
+    "data": lambda draw: b"kvf-data" + (1).to_bytes(4, "little") + draw(32) + b"\0" + draw(32),
 }
 _SPAWN = multiprocessing.get_context("spawn")
 #: Where this process is.
@@ -143,7 +143,7 @@ class _Attacker:
         self.targets, self.kind, self.rate, self.origin = targets, kind, rate, origin
         # The others stay for as long as they may.
         self.keep = int(rate * BRIEFLY) if kind in ("storm", "wrong key") else KEPT
-        self.wrong, self.more = WRONG[port]
+        self.wrong = WRONG[port]
         self.kept, self.draw, self.begun, self.made = [], random.Random(1), time.monotonic(), 0
 
     def goes_on(self):
@@ -159,7 +159,7 @@ class _Attacker:
         for one in self.draw.sample(self.kept, min(len(self.kept), 50)):
             with contextlib.suppress(OSError):
                 if self.kind == "wrong key":
-                    one.send(self.wrong + self.draw.randbytes(self.more))
+                    one.send(self.wrong(self.draw.randbytes))
                 elif self.kind == "trickle":
                     one.send(b"k")
         gone = max(0, len(self.kept) - self.keep)

@@ -117,7 +117,7 @@ def test_the_port_of_an_engine_is_none_of_its_ranks():
     "given, message",
     [
         ({"transprot": "tcp"}, "no option 'transprot': did you mean 'transport'"),
-        ({"colour": 1}, "The options are advanced, advertise, audit, data_ports, draft, drain_signal"),
+        ({"colour": 1}, "The options are advanced, advertise, audit, data_ports, draft, drain_signal, encrypt"),
         ({"lease": 5}, "no option 'lease': did you mean 'lease_s"),
         ({"gpu_max_sms": 8}, "it belongs in 'advanced': {\"advanced\": {\"gpu_max_sms\": …}}"),
         ({"advanced": {"gpu_sms": 8}}, "no option 'advanced.gpu_sms': did you mean 'advanced.gpu_max_sms'"),

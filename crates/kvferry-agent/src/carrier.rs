@@ -51,6 +51,10 @@ pub struct Chosen {
 pub trait Source: fmt::Debug + Send + Sync {
     /// What its transport takes for reads from it.
     fn price(&self) -> Price;
+    /// Whether what is read from it is encrypted on its way.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
     /// The way to it, where its carrier has several.
     fn chosen(&self) -> Option<&Chosen> {
         None
@@ -151,6 +155,10 @@ where
 impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
     fn price(&self) -> Price {
         self.keeping.transport.price(&self.peer)
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.keeping.transport.is_encrypted(&self.peer)
     }
 
     fn rates(&self) -> Rates {

@@ -138,6 +138,10 @@ impl Source for Found {
         self.source.price()
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.source.is_encrypted()
+    }
+
     fn chosen(&self) -> Option<&Chosen> {
         Some(&self.chosen)
     }

@@ -11,7 +11,7 @@ use kvferry_demo::own_output;
 use kvferry_nixl::{Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::tcp::{Tcp, TcpOptions};
+use kvferry_transport::tcp::{Encrypt, Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Place, Status, Transport};
 
 use super::bare::{Bare, Lists};
@@ -33,6 +33,8 @@ pub(super) enum Contender {
     NixlBareDefault,
     /// kvferry's `tcp`.
     Tcp,
+    /// The same, encrypted.
+    TcpEncrypted,
     /// A bare loop over NIXL's C interface, with UCX's tcp.
     NixlBareTcp,
     /// Mooncake's transfer engine over tcp.
@@ -40,13 +42,14 @@ pub(super) enum Contender {
 }
 
 impl Contender {
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::Memcpy,
         Self::Local,
         Self::Nixl,
         Self::NixlBare,
         Self::NixlBareDefault,
         Self::Tcp,
+        Self::TcpEncrypted,
         Self::NixlBareTcp,
         Self::MooncakeTcp,
     ];
@@ -59,6 +62,7 @@ impl Contender {
             Self::NixlBare => "nixl-bare",
             Self::NixlBareDefault => "nixl-bare-default",
             Self::Tcp => "tcp",
+            Self::TcpEncrypted => "tcp-encrypted",
             Self::NixlBareTcp => "nixl-bare-tcp",
             Self::MooncakeTcp => "mooncake-tcp",
         }
@@ -253,6 +257,14 @@ impl Worker {
             (Contender::Local, _) => self.serve(talk, &Local::new(LocalOptions::default())?),
             (Contender::Tcp, "read") => self.read(talk, &Tcp::new(TcpOptions::default())?),
             (Contender::Tcp, _) => self.serve(talk, &Tcp::new(TcpOptions::default())?),
+            (Contender::TcpEncrypted, role) => {
+                let transport =
+                    Tcp::new(TcpOptions { encrypt: Encrypt::Always, ..TcpOptions::default() })?;
+                match role {
+                    "read" => self.read(talk, &transport),
+                    _ => self.serve(talk, &transport),
+                }
+            }
             (Contender::Nixl, "read") => self.read(talk, &Nixl::new(&NixlOptions::default())?),
             (contender, "read") if contender.is_bare() => self.bare(talk),
             (contender, _) if contender.needs_nixl() => {

@@ -4,7 +4,7 @@ use kvferry_cuda::{Cuda, CudaOptions, PinnedCards};
 use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
-use kvferry_transport::tcp::{CardSlots, Tcp, TcpOptions};
+use kvferry_transport::tcp::{CardSlots, Encrypt, Tcp, TcpOptions};
 use kvferry_transport::{Error, Transport};
 
 use crate::memory::{CardMemory, MappedMemory, Memory, card};
@@ -59,26 +59,50 @@ impl BackEnd for LocalEnd {
     }
 }
 
-pub(crate) struct TcpEnd;
+/// What the ends of `tcp` have in common.
+macro_rules! tcp_end {
+    ($(#[$meta:meta])* $end:ident, $name:literal, $memory:ty, $new:expr) => {
+        $(#[$meta])*
+        pub(crate) struct $end;
 
-impl BackEnd for TcpEnd {
-    type Transport = Tcp;
-    type Memory = HostMemory;
+        impl BackEnd for $end {
+            type Transport = Tcp;
+            type Memory = $memory;
 
-    const NAME: &'static str = "tcp";
-    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
-    const NEEDS_THE_PEER: bool = true;
-    const SEES_DEREGISTRATION: bool = true;
-    const SETTLES_ALONE: bool = true;
-    const PACKS: bool = true;
+            const NAME: &'static str = $name;
+            const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
+            const NEEDS_THE_PEER: bool = true;
+            const SEES_DEREGISTRATION: bool = true;
+            const SETTLES_ALONE: bool = true;
+            const PACKS: bool = true;
 
-    fn new() -> Result<Tcp, Error> {
-        Tcp::new(TcpOptions {
-            // More than one, so that the lanes meet.
-            connections: 3,
-            ..TcpOptions::default()
-        })
-    }
+            fn new() -> Result<Tcp, Error> {
+                $new
+            }
+        }
+    };
+}
+
+tcp_end!(TcpEnd, "tcp", HostMemory, tcp(Encrypt::Never));
+tcp_end!(
+    /// As between hosts.
+    TcpSealedEnd,
+    "tcp-encrypted",
+    HostMemory,
+    tcp(Encrypt::Always)
+);
+tcp_end!(TcpCardEnd, "tcp-gpu", CardMemory, tcp_of_a_card(CudaOptions::default()));
+tcp_end!(
+    /// The same without a card, on driver.c. There is nothing to compile.
+    TcpTwinEnd,
+    "tcp-twin",
+    CardMemory,
+    tcp_of_a_card(CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
+);
+
+fn tcp(encrypt: Encrypt) -> Result<Tcp, Error> {
+    // More than one connection, so that the lanes meet.
+    Tcp::new(TcpOptions { connections: 3, encrypt, ..TcpOptions::default() })
 }
 
 /// The memory of a card, through pinned slots that are as small as those of host memory and so few that they run out.
@@ -90,44 +114,6 @@ fn tcp_of_a_card(options: CudaOptions) -> Result<Tcp, Error> {
         card: CardSlots { bytes: 8 * (260 << 10), slot: 260 << 10, connections: 3 },
         ..TcpOptions::default()
     })
-}
-
-pub(crate) struct TcpCardEnd;
-
-impl BackEnd for TcpCardEnd {
-    type Transport = Tcp;
-    type Memory = CardMemory;
-
-    const NAME: &'static str = "tcp-gpu";
-    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
-    const NEEDS_THE_PEER: bool = true;
-    const SEES_DEREGISTRATION: bool = true;
-    const SETTLES_ALONE: bool = true;
-    const PACKS: bool = true;
-
-    fn new() -> Result<Tcp, Error> {
-        tcp_of_a_card(CudaOptions::default())
-    }
-}
-
-/// The same without a card, on driver.c.
-pub(crate) struct TcpTwinEnd;
-
-impl BackEnd for TcpTwinEnd {
-    type Transport = Tcp;
-    type Memory = CardMemory;
-
-    const NAME: &'static str = "tcp-twin";
-    const ENVIRONMENT: &'static [(&'static str, &'static str)] = &[];
-    const NEEDS_THE_PEER: bool = true;
-    const SEES_DEREGISTRATION: bool = true;
-    const SETTLES_ALONE: bool = true;
-    const PACKS: bool = true;
-
-    fn new() -> Result<Tcp, Error> {
-        // There is nothing to compile.
-        tcp_of_a_card(CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
-    }
 }
 
 /// NIXL as UCX likes it: on one host it reads the other process's memory.

@@ -55,7 +55,7 @@ use std::time::{Duration, Instant};
 pub use back_end::BackEnd;
 use back_end::{
     CudaEnd, CudaTwinEnd, LocalEnd, MappedTwinEnd, NixlCardEnd, NixlEnd, NixlTcpEnd, NixlTwinEnd,
-    TcpCardEnd, TcpEnd, TcpTwinEnd,
+    TcpCardEnd, TcpEnd, TcpSealedEnd, TcpTwinEnd,
 };
 use kvferry_cuda::ON_THE_CPU;
 use kvferry_cuda::driver::Card;
@@ -93,6 +93,7 @@ impl Suite {
         let suite = Self::default()
             .with::<LocalEnd>(promises::for_local())
             .with::<TcpEnd>(vec![])
+            .with::<TcpSealedEnd>(vec![])
             .with::<NixlEnd>(vec![])
             .with::<NixlTcpEnd>(promises::for_nixl_tcp())
             .with::<CudaTwinEnd>(promises::for_cuda_twin())

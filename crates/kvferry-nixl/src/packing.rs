@@ -30,12 +30,12 @@ use kvferry_transport::shared::random::random;
 use kvferry_transport::shared::rate::RateWatch;
 use kvferry_transport::shared::staging::{Full, Use};
 use kvferry_transport::tcp::{
-    Arrival, Bounds, Client, Delivery, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
+    Arrival, Bounds, Client, Delivery, Encrypt, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
 };
 use kvferry_transport::{Error, InvalidFrame};
 
 /// Connections to each peer, so that one part is scattered while the next is fetched.
-const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX };
+const LANES: Lanes = Lanes { count: 2, gathers: usize::MAX, encrypt: Encrypt::Never };
 /// How long to wait for the peer's server: without it, reads are direct.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The server of one transport.
@@ -127,7 +127,7 @@ pub(super) fn meet(
             let ours = ours.staging.region().map_or(0, |all| all.bytes / ours.staging.slot_bytes());
             let slots = ours.min(theirs.bytes / theirs.slot.max(1)).max(1);
             let count = state.options.card.lanes.min(usize::try_from(slots).unwrap_or(usize::MAX));
-            Lanes { count, gathers: 1 }
+            Lanes { count, gathers: 1, ..LANES }
         }
     };
     let opened = Client::open(told.address, lanes, rate, Arrival::Fetched(Arc::new(fetch)), until);

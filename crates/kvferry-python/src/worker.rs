@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry::TransportOptions;
-use kvferry_agent::{self as agent, Audit, Error, Grant, Load, WorkerOptions};
+use kvferry_agent::{self as agent, Audit, Error, Grant, Load, Trust, WorkerOptions};
 use kvferry_layout::{self as layout, Place};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -47,7 +47,7 @@ pub(crate) struct Worker {
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None, ports=None))]
+    #[pyo3(signature = (manifest, *, ranks, memory, transport="local", bind="127.0.0.1:0", advertise=None, key=None, key_file=None, tls=None, insecure=false, peers=vec![], handshake=10.0, concurrent=64, least_ahead=0.002, lowering="auto", audit=0.01, gpu_sms=None, gpu_kernel=None, gpu_staging=None, ports=None, encrypt=true))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         manifest: &Bound<'_, Manifest>,
@@ -70,6 +70,7 @@ impl Worker {
         gpu_kernel: Option<PathBuf>,
         gpu_staging: Option<u32>,
         ports: Option<(u16, u16)>,
+        encrypt: bool,
     ) -> PyResult<Self> {
         let py = manifest.py();
         let failed = |error: Error| errors::agent(py, &error);
@@ -92,6 +93,8 @@ impl Worker {
         moved_by.bind = bound;
         moved_by.ports.clone_from(&options.ports);
         moved_by.advertise = advertise.map(|address| address.ip());
+        // Without a secret of theirs, peers are told openly what all of it rests on.
+        moved_by.encrypt = encrypt && matches!(options.trust, Trust::Key(_) | Trust::Tls(_));
         (moved_by.sms, moved_by.kernel) = (gpu_sms, gpu_kernel);
         moved_by.staging = gpu_staging.map(staging).transpose().map_err(PyValueError::new_err)?;
         moved_by.site_packages = site_packages(py)?;

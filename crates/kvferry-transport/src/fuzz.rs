@@ -11,6 +11,7 @@ use crate::tcp::frame::{
     self, Answer, Challenge, Hello, Listing, MAX_REQUEST_BYTES, MAX_SPANS, Request, Verb, put_span,
 };
 use crate::tcp::greeting::{Greeting, Next, Refusal};
+use crate::tcp::seal::{Cipher, Terms};
 use crate::tcp::{Secret, gather};
 
 /// Decodes the bytes as each kind of frame. Returns how many kinds they were.
@@ -87,7 +88,7 @@ pub fn greet(bytes: &[u8]) -> usize {
 /// How many bytes were heard, how many answers they had, and how it ended.
 fn hear(mut bytes: &[u8], piece: usize) -> (usize, usize, Option<String>) {
     let secret = Secret { instance: Instance([1; 16]), token: [2; 32] };
-    let (mut greeting, mut heard, mut answers) = (Greeting::new(), 0, 0);
+    let (mut greeting, mut heard, mut answers) = (Greeting::new(false), 0, 0);
     while !bytes.is_empty() {
         let room = greeting.room();
         let some = room.len().min(piece).min(bytes.len());
@@ -97,12 +98,12 @@ fn hear(mut bytes: &[u8], piece: usize) -> (usize, usize, Option<String>) {
         match greeting.came(some, &secret) {
             Ok(Next::More) => {}
             Ok(Next::Answer(_)) => answers += 1,
-            Ok(Next::Proven) => panic!("no bytes that were there before the nonce are a proof"),
+            Ok(Next::Proven(_)) => panic!("no bytes that were there before the nonce are a proof"),
             Err(refusal) => {
                 assert!(heard <= Hello::BYTES + 32);
                 // An answer to another version proves nothing.
                 if let Refusal::Version(_, answer) = &refusal {
-                    assert!(answer[12..].iter().all(|byte| *byte == 0));
+                    assert_eq!(*answer, Challenge::EMPTY.encode());
                 }
                 return (heard, answers, Some(refusal.to_string()));
             }
@@ -144,6 +145,8 @@ fn decode_gather(body: &[u8]) -> bool {
     true
 }
 
+const TERMS: Terms = Terms { cipher: Cipher::ChaCha, content: true };
+
 /// Good frames to start mutating from.
 pub fn frames() -> Vec<Vec<u8>> {
     let read = Request { verb: Verb::Read, spans: 3, id: 7, bytes: 4196 };
@@ -160,8 +163,8 @@ pub fn frames() -> Vec<Vec<u8>> {
     let mut answer = Answer { verdict, id: 7, bytes: listing.len() as u64 }.encode().to_vec();
     answer.extend(listing);
     vec![
-        Hello { nonce: [5; 32] }.encode().to_vec(),
-        Challenge { nonce: [5; 32], proof: [6; 32] }.encode().to_vec(),
+        Hello { nonce: [5; 32], terms: TERMS }.encode().to_vec(),
+        Challenge { nonce: [5; 32], terms: TERMS, proof: [6; 32] }.encode().to_vec(),
         request,
         Request { verb: Verb::Regions, spans: 0, id: 8, bytes: 0 }.encode().to_vec(),
         answer,
@@ -246,12 +249,12 @@ mod tests {
             spoilt in prop::option::of((0..Hello::BYTES, any::<u8>())),
             rest in prop::collection::vec(any::<u8>(), 0..80),
         ) {
-            let mut bytes = Hello { nonce }.encode().to_vec();
+            let mut bytes = Hello { nonce, terms: TERMS }.encode().to_vec();
             let good = bytes.clone();
             if let Some((at, byte)) = spoilt {
                 bytes[at] = byte;
             }
-            let opens = bytes[..12] == good[..12];
+            let opens = bytes[..12] == good[..12] && bytes[Hello::BYTES - 1] <= 3;
             bytes.extend(rest);
             prop_assert_eq!(greet(&bytes), usize::from(opens));
         }

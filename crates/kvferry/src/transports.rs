@@ -11,7 +11,7 @@ use kvferry_layout::Region;
 use kvferry_transport::Transport;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::shared::rate::Medium;
-use kvferry_transport::tcp::{Tcp, TcpOptions};
+use kvferry_transport::tcp::{Encrypt, Tcp, TcpOptions};
 
 /// How a rank's memory is moved.
 #[derive(Clone, Debug)]
@@ -27,6 +27,9 @@ pub struct TransportOptions {
     pub ports: Option<RangeInclusive<u16>>,
     /// The address to give to peers, where it is not the one to listen on.
     pub advertise: Option<IpAddr>,
+    /// Whether what `tcp` moves to other hosts is encrypted. That is of use where a rank's description reaches its peers over
+    /// a channel that is, as it does between agents that have a key or TLS.
+    pub encrypt: bool,
     /// A card's multiprocessors that one transfer may take; `None` for what the transport chooses.
     pub sms: Option<u32>,
     /// Kernels for the card that were compiled beforehand; `None` to compile them here.
@@ -50,6 +53,7 @@ impl TransportOptions {
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
             ports: None,
             advertise: None,
+            encrypt: true,
             sms: None,
             kernel: None,
             staging: None,
@@ -99,6 +103,9 @@ impl TransportOptions {
         options.card.kernel.clone_from(&self.kernel);
         if let Some(bytes) = self.staging {
             options.card.staging = bytes;
+        }
+        if self.encrypt && !self.bind.ip().is_loopback() {
+            tracing::warn!("what nixl moves is not encrypted: it has no means to");
         }
         registered(kvferry_nixl::Nixl::new(&options)?, regions, memory)
     }
@@ -161,6 +168,7 @@ impl TransportOptions {
             bind: self.bind,
             ports: self.ports.clone(),
             advertise: self.advertise,
+            encrypt: if self.encrypt { Encrypt::BetweenHosts } else { Encrypt::Never },
             ..TcpOptions::default()
         };
         #[cfg(feature = "cuda")]

@@ -82,6 +82,8 @@ class Options:
     tls_certificate: str | None = _option(None, file=True)
     tls_key: str | None = _option(None, file=True)
     tls_authorities: str | None = _option(None, file=True)
+    #: Encrypt what `tcp` moves to and from other hosts, where there is a key or TLS. Off at both ends: it goes as it is.
+    encrypt: bool = _option(True)
     #: Serve whoever reaches the address.
     insecure: bool = _option(False)
     #: The networks (`10.0.0.0/8`, `fd00::/8`) and addresses of the engines that requests may name. Without any:
@@ -182,7 +184,8 @@ class Options:
 
     def rank_address(self) -> dict[str, Any]:
         """The arguments of a worker that say where it listens."""
-        return self.address(0) | {"ports": _ports(self.data_ports) if self.data_ports else None}
+        ports = _ports(self.data_ports) if self.data_ports else None
+        return self.address(0) | {"ports": ports, "encrypt": self.encrypt}
 
     def resolved(self, host: str) -> list[Any]:
         """What a host stands for. Said here, because the agent knows the option by another name."""

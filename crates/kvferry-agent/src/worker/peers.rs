@@ -213,7 +213,8 @@ impl Peers {
             open(&self.rank, &whose, cards, deadline, &self.departures).await?;
         let sources: Vec<_> = sources.into_iter().map(|one| one.and_then(Arrival::take)).collect();
         self.metrics.handshakes.add(1);
-        info!(address, %incarnation, sources = sources.len(), "shook hands");
+        let encrypted = sources.iter().flatten().filter(|source| source.is_encrypted()).count();
+        info!(address, %incarnation, sources = sources.len(), encrypted, "shook hands");
         let read_by = self.read_by(&ranks, &sources);
         let (plan, sources, trial) = (Arc::new(plan), Arc::new(sources), self.trial(incarnation));
         let manifests = Arc::new(manifests);

@@ -7,7 +7,7 @@ use kvferry_cuda::{Cuda, CudaOptions, PinnedCards};
 use kvferry_layout::{Place, Region};
 use kvferry_nixl::{CardPacking, Nixl, NixlOptions};
 use kvferry_transport::Transport;
-use kvferry_transport::tcp::{CardSlots, Tcp, TcpOptions};
+use kvferry_transport::tcp::{CardSlots, Encrypt, Tcp, TcpOptions};
 use serde::{Deserialize, Serialize};
 
 use super::memory::{Checker, Memory};
@@ -67,22 +67,25 @@ pub(super) struct Slots {
     pub(super) connections: usize,
     /// Multiprocessors; without, as many as are taken unless something else is asked for.
     pub(super) sms: Option<u32>,
+    /// Whether what goes over the connections is encrypted.
+    pub(super) encrypted: bool,
 }
 
 impl Default for Slots {
     /// As it is used unless something else is asked for.
     fn default() -> Self {
         let CardSlots { bytes, slot, connections } = TcpOptions::default().card;
-        Self { slot: slot >> 10, all: bytes >> 20, connections, sms: None }
+        Self { slot: slot >> 10, all: bytes >> 20, connections, sms: None, encrypted: false }
     }
 }
 
 impl Slots {
     pub(super) fn transport(self) -> Result<Tcp, kvferry_transport::Error> {
-        let Self { slot, all, connections, sms } = self;
+        let Self { slot, all, connections, sms, encrypted } = self;
         Tcp::new(TcpOptions {
             cards: Some(PinnedCards::new(CudaOptions { sms, ..CudaOptions::default() })),
             card: CardSlots { bytes: all << 20, slot: slot << 10, connections },
+            encrypt: if encrypted { Encrypt::Always } else { Encrypt::Never },
             ..TcpOptions::default()
         })
     }

@@ -207,6 +207,14 @@ pub enum InvalidFrame {
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.
     #[error("a length of {0} bytes is too long for its frame or does not add up")]
     Length(u64),
+    /// Something on the connection is not what the peer sent: it was changed, repeated, left out or put in.
+    ///
+    /// What to do: find out what stands between the two engines. A broken network card does this, and so does somebody who
+    /// tries to change what is moved. Nothing of it was used.
+    #[error(
+        "what came is not what the peer sent: something on the way changed, repeated, dropped or added bytes"
+    )]
+    Changed,
     /// Loops to gather by make no sense.
     ///
     /// What to do: run the same version of kvferry on both sides; if they are the same, report it.

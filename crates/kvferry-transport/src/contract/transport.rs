@@ -84,6 +84,12 @@ pub trait Transport: Send + Sync + Sized + 'static {
     /// Ends the connection. Operations under way fail with [`Error::Disconnected`].
     fn disconnect(&self, peer: &Self::Peer);
 
+    /// Whether what is read from the peer is encrypted on its way.
+    fn is_encrypted(&self, peer: &Self::Peer) -> bool {
+        let _ = peer;
+        false
+    }
+
     /// What this transport takes for reads from the peer: constants of the back end for what carries the
     /// bytes, and for the kind of memory that they are in.
     fn price(&self, peer: &Self::Peer) -> Price;

@@ -199,9 +199,20 @@ impl Slot {
         self.pool.slot_bytes
     }
 
-    /// Where the host has its bytes.
-    pub fn host_address(&self) -> u64 {
-        self.pool.host + u64::from(self.number) * self.pool.slot_bytes
+    /// So many of its bytes, where the host has them.
+    ///
+    /// # Panics
+    ///
+    /// Where the slot has fewer.
+    ///
+    /// # Safety
+    ///
+    /// The slot's bytes are in the host's memory, and no card is at them.
+    pub unsafe fn host_bytes(&mut self, bytes: u64) -> &mut [u8] {
+        assert!(bytes <= self.pool.slot_bytes, "{bytes} of {} bytes", self.pool.slot_bytes);
+        let at = self.pool.host + u64::from(self.number) * self.pool.slot_bytes;
+        // SAFETY: the pool's memory is mapped while it has slots, and nobody else uses this one.
+        unsafe { std::slice::from_raw_parts_mut(at as *mut u8, bytes as usize) }
     }
 }
 

@@ -2,19 +2,20 @@
 
 use std::collections::HashMap;
 use std::fmt::Display;
-use std::io;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvferry_layout::Place;
+use kvferry_layout::{Loops, Place};
 use parking_lot::Mutex;
 
 use super::bounds::Bounds;
+use super::channel::{Broken, Channel};
 use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
-use super::proof::Secret;
+use super::proof::{End, Said, Secret};
+use super::seal::Encrypt;
 use super::{gather, socket};
 use crate::contract::{Error, InvalidFrame};
 use crate::shared::packing_area::{Moving, PackingArea, PackingAreas};
@@ -46,10 +47,20 @@ pub(super) struct Shared {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// On the connection.
-    Sent,
+    Sent(Encrypt),
     /// By another transport: the peer is told the slot, reads it, and says so. Until then the slot is
     /// kept, for as long as the connection lives.
     Fetched,
+}
+
+impl Delivery {
+    /// Whether bytes that are moved to a peer are to be encrypted.
+    pub(super) fn seals(self, peer: IpAddr) -> bool {
+        match self {
+            Self::Sent(encrypt) => encrypt.with(peer),
+            Self::Fetched => false,
+        }
+    }
 }
 
 /// Slots that one connection may keep: its requests on the way, and those that it is about to release.
@@ -107,25 +118,6 @@ pub(super) struct Connection {
     pub(super) thread: Option<JoinHandle<()>>,
 }
 
-/// Why a connection ended.
-#[derive(Debug)]
-enum End {
-    Io(io::Error),
-    Invalid(InvalidFrame),
-}
-
-impl From<io::Error> for End {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
-impl From<InvalidFrame> for End {
-    fn from(error: InvalidFrame) -> Self {
-        Self::Invalid(error)
-    }
-}
-
 /// What a peer has asked for, on its way to a slot.
 struct Gathering<'a> {
     answer: Answer,
@@ -154,7 +146,12 @@ impl Shared {
     }
 
     /// Gives a connection that has proven itself a thread of its own.
-    pub(super) fn serve_from_now_on(self: &Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+    pub(super) fn serve_from_now_on(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        peer: SocketAddr,
+        said: Said,
+    ) {
         let from = Origin::from(peer.ip());
         let mut state = self.state.lock();
         if state.closing {
@@ -170,7 +167,8 @@ impl Shared {
         let spawned = std::thread::Builder::new().name("kvferry-serve".to_owned()).spawn({
             let shared = self.clone();
             let stream = stream.clone();
-            move || shared.run(id, &stream, peer)
+            let secrets = self.secret.secrets(&said);
+            move || shared.run(id, Channel::new(stream, End::Server, said.terms, &secrets), peer)
         });
         match spawned {
             Ok(thread) => {
@@ -192,13 +190,13 @@ impl Shared {
         }
     }
 
-    fn run(&self, id: u64, stream: &TcpStream, peer: SocketAddr) {
-        match self.serve(stream) {
+    fn run(&self, id: u64, mut channel: Channel, peer: SocketAddr) {
+        match self.serve(&mut channel) {
             Ok(()) => {}
-            Err(End::Io(error)) => tracing::debug!("the connection from {peer} ended: {error}"),
-            Err(End::Invalid(error)) => self.turn_away(peer, &error),
+            Err(Broken::Io(error)) => tracing::debug!("the connection from {peer} ended: {error}"),
+            Err(Broken::Invalid(error)) => self.turn_away(peer, &error),
         }
-        let _ = stream.shutdown(Shutdown::Both);
+        let _ = channel.stream().shutdown(Shutdown::Both);
         let mut state = self.state.lock();
         if let Some(connection) = state.connections.remove(&id) {
             state.finished.extend(connection.thread);
@@ -207,9 +205,9 @@ impl Shared {
     }
 
     /// Serves one connection until it ends.
-    fn serve(&self, stream: &TcpStream) -> Result<(), End> {
+    fn serve(&self, channel: &mut Channel) -> Result<(), Broken> {
         let mut next = None;
-        let ended = self.serve_until(stream, &mut next);
+        let ended = self.serve_until(channel, &mut next);
         // A card may still be at it.
         next.map(|gathering| self.gathered(gathering));
         ended
@@ -218,72 +216,71 @@ impl Shared {
     /// The same. `next` is what a card gathers while what comes before it is sent.
     fn serve_until<'a>(
         &'a self,
-        stream: &TcpStream,
+        channel: &mut Channel,
         next: &mut Option<Gathering<'a>>,
-    ) -> Result<(), End> {
-        socket::set_up(stream)?;
+    ) -> Result<(), Broken> {
+        socket::set_up(channel.stream())?;
         // Who asks and never reads is let go: a send that moves nothing for so long is an error.
-        stream.set_write_timeout(Some(self.bounds.sending))?;
-        let mut body = Vec::new();
+        channel.stream().set_write_timeout(Some(self.bounds.sending))?;
         let mut spans = Vec::with_capacity(frame::MAX_SPANS);
-        let mut entries: Vec<libc::iovec> = Vec::with_capacity(frame::MAX_SPANS + 1);
         // What the peer has not read yet; it comes back when the connection ends.
         let mut kept: Vec<Slot> = Vec::new();
         loop {
             // Answers go in the order of the requests. One that is not ready yet is put off while there are more.
-            if next.is_some() && !socket::has_input(stream) {
-                self.send_gathered(stream, next.take())?;
+            if next.is_some() && !socket::has_input(channel.stream()) {
+                self.send_gathered(channel, next.take())?;
             }
             // Who stops in the middle of a request must not keep a slot for ever.
             let keeps_a_slot = next.is_some();
             if keeps_a_slot {
-                stream.set_read_timeout(Some(self.bounds.sending))?;
+                channel.stream().set_read_timeout(Some(self.bounds.sending))?;
             }
-            let mut header = [0; Request::BYTES];
-            match socket::receive_bytes(stream, &mut header) {
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
-                other => other?,
+            let Some(asked) = channel.receive()? else { return Ok(()) };
+            let (header, body) = asked.split_first_chunk().ok_or(InvalidFrame::Cut)?;
+            let request = Request::decode(header)?;
+            if body.len() != request.body_bytes() {
+                return Err(InvalidFrame::Length(body.len() as u64).into());
             }
-            let request = Request::decode(&header)?;
-            body.resize(request.body_bytes(), 0);
-            socket::receive_bytes(stream, &mut body)?;
+            // What it asks for is decoded before the next frame takes its place.
+            let asked = match request.verb {
+                Verb::Read => {
+                    frame::spans(&request, body, &mut spans)?;
+                    None
+                }
+                Verb::Gather => Some(self.decode(&request, body)?),
+                Verb::Regions | Verb::Release => None,
+            };
             if keeps_a_slot {
-                stream.set_read_timeout(None)?;
+                channel.stream().set_read_timeout(None)?;
             }
             let mut answer =
                 Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
             if request.verb != Verb::Gather {
-                self.send_gathered(stream, next.take())?;
+                self.send_gathered(channel, next.take())?;
             }
-            match request.verb {
-                Verb::Read => {
-                    frame::spans(&request, &body, &mut spans)?;
+            match (request.verb, asked) {
+                (Verb::Read, _) => {
                     // Held until the bytes are sent.
                     let _holds = match self.readable(&mut spans, Place::Host) {
                         Ok(holds) => holds,
                         Err(address) => {
                             let refused =
                                 Answer { verdict: Verdict::Outside, bytes: address, ..answer };
-                            socket::send_bytes(stream, &refused.encode())?;
+                            channel.send(&refused.encode())?;
                             continue;
                         }
                     };
-                    let header = answer.encode();
-                    entries.clear();
-                    entries.push(socket::entry_of(&header));
-                    entries.extend(spans.iter().map(|&(at, n)| socket::entry(at, n)));
                     // SAFETY: the spans lie in registered regions, which may be read at any time
-                    // (`Transport::register`) and are held while they are served, or in memory to
-                    // practise with, which is never written.
-                    unsafe { socket::send_all(stream, &mut entries)? };
+                    // (`Transport::register`) and are held while they are served.
+                    unsafe { channel.send_spans(&answer.encode(), &spans)? };
                 }
-                Verb::Gather if self.delivery == Delivery::Fetched => {
+                (Verb::Gather, Some(loops)) if self.delivery == Delivery::Fetched => {
                     let slot = match kept.len() < MAX_KEPT {
                         true => {
                             // What its peer gives back is behind this request.
                             let patience =
                                 if kept.is_empty() { STAGING_PATIENCE } else { Duration::ZERO };
-                            let begun = self.gather(&request, &body, patience, &mut spans)?;
+                            let begun = self.gather(&request, &loops, patience)?;
                             begun.and_then(|gathering| self.gathered(gathering))
                         }
                         false => Err(Answer { verdict: Verdict::Busy, bytes: 0, ..answer }),
@@ -296,43 +293,43 @@ impl Shared {
                         }
                         Err(answer) => answer,
                     };
-                    socket::send_bytes(stream, &answer.encode())?;
+                    channel.send(&answer.encode())?;
                 }
-                Verb::Gather => {
+                (Verb::Gather, Some(loops)) => {
                     // With a slot in hand nobody waits for another.
                     let patience = if next.is_none() { STAGING_PATIENCE } else { Duration::ZERO };
-                    let mut begun = self.gather(&request, &body, patience, &mut spans)?;
+                    let mut begun = self.gather(&request, &loops, patience)?;
                     let before = next.take();
                     if before.is_some() {
-                        self.send_gathered(stream, before)?;
+                        self.send_gathered(channel, before)?;
                         if matches!(begun, Err(Answer { verdict: Verdict::Busy, .. })) {
-                            begun = self.gather(&request, &body, STAGING_PATIENCE, &mut spans)?;
+                            begun = self.gather(&request, &loops, STAGING_PATIENCE)?;
                         }
                     }
                     match begun {
                         Ok(gathering) if gathering.moving.outcome().is_none() => {
                             *next = Some(gathering);
                         }
-                        Ok(gathering) => self.send_gathered(stream, Some(gathering))?,
-                        Err(answer) => socket::send_bytes(stream, &answer.encode())?,
+                        Ok(gathering) => self.send_gathered(channel, Some(gathering))?,
+                        Err(answer) => channel.send(&answer.encode())?,
                     }
                 }
-                Verb::Release => {
+                // Who gathers has said what.
+                (Verb::Gather, None) => return Err(InvalidFrame::Cut.into()),
+                (Verb::Release, _) => {
                     let slot = kept.iter().position(|slot| slot.address() == request.bytes);
                     let slot = slot.ok_or(InvalidFrame::Answer)?;
                     kept.swap_remove(slot);
                     answer.bytes = 0;
-                    socket::send_bytes(stream, &answer.encode())?;
+                    channel.send(&answer.encode())?;
                 }
-                Verb::Regions => {
+                (Verb::Regions, _) => {
                     // The generation first: a list that changes meanwhile is newer than it says.
                     let generation = self.generation.get();
                     let regions = self.regions.spans().0;
-                    let listing = Listing { generation, regions }.encode();
+                    let mut listing = Listing { generation, regions }.encode();
                     answer.bytes = listing.len() as u64;
-                    let mut message = answer.encode().to_vec();
-                    message.extend(listing);
-                    socket::send_bytes(stream, &message)?;
+                    channel.send_sealed(&answer.encode(), &mut listing)?;
                 }
             }
         }
@@ -347,28 +344,32 @@ impl Shared {
         })
     }
 
+    /// What a request asks to be gathered.
+    fn decode(&self, request: &Request, body: &[u8]) -> Result<Loops, InvalidFrame> {
+        let loops = gather::decode(body, self.areas.most())?;
+        match loops.packed_bytes() == Some(request.bytes) {
+            true => Ok(loops),
+            false => Err(InvalidFrame::Length(request.bytes)),
+        }
+    }
+
     /// Begins to gather what a request asks for into a slot, or answers why not.
     fn gather(
         &self,
         request: &Request,
-        body: &[u8],
+        loops: &Loops,
         patience: Duration,
-        spans: &mut Vec<(u64, u64)>,
-    ) -> Result<Result<Gathering<'_>, Answer>, End> {
-        let loops = gather::decode(body, self.areas.most())?;
-        if loops.packed_bytes() != Some(request.bytes) {
-            return Err(InvalidFrame::Length(request.bytes).into());
-        }
+    ) -> Result<Result<Gathering<'_>, Answer>, Broken> {
         let answer = Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
         // Before anything is touched: all that the loops can reach.
-        spans.clear();
+        let mut spans = Vec::with_capacity(loops.nests().len());
         for nest in loops.nests() {
             let (read, _) = nest.extents().ok_or(InvalidFrame::Length(nest.run))?;
             spans.push((read.start, read.end - read.start));
         }
         let place = self.regions.spans().place(spans.iter().copied()).unwrap_or(Place::Host);
         // Held until it is gathered.
-        let holds = match self.readable(spans, place) {
+        let holds = match self.readable(&mut spans, place) {
             Ok(holds) => holds,
             Err(address) => {
                 return Ok(Err(Answer { verdict: Verdict::Outside, bytes: address, ..answer }));
@@ -400,7 +401,7 @@ impl Shared {
     /// What is answered where memory of a place is not packed: it is read in another way, if there is one.
     fn not_packed(&self, place: Place, answer: Answer) -> Answer {
         let verdict = match (self.delivery, place) {
-            (Delivery::Sent, Place::Gpu(_)) => Verdict::Unable,
+            (Delivery::Sent(_), Place::Gpu(_)) => Verdict::Unable,
             _ => Verdict::Busy,
         };
         Answer { verdict, bytes: 0, ..answer }
@@ -418,15 +419,18 @@ impl Shared {
     }
 
     /// Sends what is gathered, if anything is.
-    fn send_gathered(&self, stream: &TcpStream, next: Option<Gathering<'_>>) -> Result<(), End> {
+    fn send_gathered(
+        &self,
+        channel: &mut Channel,
+        next: Option<Gathering<'_>>,
+    ) -> Result<(), Broken> {
         let Some(gathering) = next else { return Ok(()) };
         match self.gathered(gathering) {
-            Err(answer) => socket::send_bytes(stream, &answer.encode())?,
-            Ok((slot, answer)) => {
-                let header = answer.encode();
-                let gathered = socket::entry(slot.host_address(), answer.bytes);
-                // SAFETY: the slot is ours until it is dropped, and as long as what was gathered.
-                unsafe { socket::send_all(stream, &mut [socket::entry_of(&header), gathered])? };
+            Err(answer) => channel.send(&answer.encode())?,
+            Ok((mut slot, answer)) => {
+                // SAFETY: what is sent on a connection is gathered in the host's memory, or has been copied there.
+                let gathered = unsafe { slot.host_bytes(answer.bytes) };
+                channel.send_own(&answer.encode(), gathered)?;
             }
         }
         Ok(())

@@ -18,6 +18,7 @@ use socket2::SockRef;
 
 use super::connections::Shared;
 use super::greeting::{Greeting, Next, Refusal};
+use super::proof::Said;
 use crate::contract::Error;
 use crate::strangers::Strangers;
 
@@ -42,7 +43,7 @@ struct Stranger {
 enum Heard {
     /// It has not said everything yet.
     Waits,
-    Proven,
+    Proven(Said),
     /// It left, or failed.
     Gone,
     Refused(Refusal),
@@ -158,7 +159,8 @@ impl Door {
             return;
         }
         let until = Instant::now() + self.shared.bounds.greeting;
-        self.inside.insert(id, Stranger { stream, peer, until, greeting: Greeting::new() });
+        let greeting = Greeting::new(self.shared.delivery.seals(peer.ip()));
+        self.inside.insert(id, Stranger { stream, peer, until, greeting });
     }
 
     fn hear(&mut self, id: u64) {
@@ -173,11 +175,11 @@ impl Door {
                 self.turn_out(id, Some(&refusal));
             }
             Heard::Crowded(why) => self.turn_out(id, Some(&why)),
-            Heard::Proven => {
+            Heard::Proven(said) => {
                 self.places.leave(id);
                 let Some(stranger) = self.inside.remove(&id) else { return };
                 if stranger.released(self.poll.registry()).is_ok() {
-                    self.shared.serve_from_now_on(stranger.stream, stranger.peer);
+                    self.shared.serve_from_now_on(stranger.stream, stranger.peer, said);
                 }
             }
         }
@@ -230,7 +232,7 @@ impl Stranger {
                         return Heard::Gone;
                     }
                 }
-                Ok(Next::Proven) => return Heard::Proven,
+                Ok(Next::Proven(said)) => return Heard::Proven(said),
                 Err(refusal) => return Heard::Refused(refusal),
             }
         }

@@ -2,14 +2,15 @@
 //!
 //! A connection opens with a [`Hello`] of the client and a [`Challenge`] of the server, in which the
 //! server proves that it knows its token; the client then sends its own proof (see `proof`). From
-//! then on the client sends requests and the server answers them in order. A request is a [`Request`]
-//! header and the spans it asks for (address and length, both of the server's memory), or the loops that
+//! then on frames are sealed (`channel`): the client sends requests and the server answers them in order. A request is a
+//! [`Request`] header and the spans it asks for (address and length, both of the server's memory), or the loops that
 //! the server is to gather (`gather`). An [`Answer`] is followed by the bytes. All numbers are
 //! little-endian. Every field is checked before anything is done with it.
 
 use kvferry_layout::Region;
 
 use super::gather;
+use super::seal::{Cipher, Terms};
 use crate::contract::InvalidFrame;
 use crate::shared::bytes::Fields;
 
@@ -24,6 +25,14 @@ pub(crate) const MAX_REQUEST_BYTES: u64 = 64 << 20;
 /// The most regions a server may list.
 pub(crate) const MAX_REGIONS: u64 = 1 << 20;
 
+/// The longest frame: a request with its spans or loops.
+pub(crate) const LONGEST: usize = Request::BYTES
+    + if MAX_SPANS * SPAN_BYTES > gather::MAX_BYTES {
+        MAX_SPANS * SPAN_BYTES
+    } else {
+        gather::MAX_BYTES
+    };
+
 /// From the server's description: who does not know it is not served.
 pub(crate) type Token = [u8; 32];
 /// New for every connection, at each end.
@@ -35,23 +44,27 @@ pub(crate) type Proof = [u8; 32];
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) nonce: Nonce,
+    /// What the client would agree upon.
+    pub(crate) terms: Terms,
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 8 + 4 + 32;
+    pub(crate) const BYTES: usize = 8 + 4 + 32 + 1;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.nonce);
+        out.push(self.terms.encode());
         fixed(&out)
     }
 
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, InvalidFrame> {
         let mut fields = Fields(bytes);
         opening(&mut fields)?;
-        Ok(Self { nonce: fields.array().ok_or(InvalidFrame::Cut)? })
+        let nonce = fields.array().ok_or(InvalidFrame::Cut)?;
+        Ok(Self { nonce, terms: Terms::decode(&mut fields)? })
     }
 }
 
@@ -59,17 +72,26 @@ impl Hello {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Challenge {
     pub(crate) nonce: Nonce,
+    /// What is agreed upon.
+    pub(crate) terms: Terms,
     pub(crate) proof: Proof,
 }
 
 impl Challenge {
-    pub(crate) const BYTES: usize = 8 + 4 + 32 + 32;
+    /// Says which version we speak, and proves nothing.
+    pub(crate) const EMPTY: Self = Self {
+        nonce: [0; 32],
+        terms: Terms { cipher: Cipher::Aes, content: false },
+        proof: [0; 32],
+    };
+    pub(crate) const BYTES: usize = 8 + 4 + 32 + 1 + 32;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = Vec::with_capacity(Self::BYTES);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.nonce);
+        out.push(self.terms.encode());
         out.extend(self.proof);
         fixed(&out)
     }
@@ -78,8 +100,24 @@ impl Challenge {
         let mut fields = Fields(bytes);
         opening(&mut fields)?;
         let nonce = fields.array().ok_or(InvalidFrame::Cut)?;
+        let terms = Terms::decode(&mut fields)?;
         let proof = fields.array().ok_or(InvalidFrame::Cut)?;
-        Ok(Self { nonce, proof })
+        Ok(Self { nonce, terms, proof })
+    }
+}
+
+impl Terms {
+    pub(crate) fn encode(self) -> u8 {
+        u8::from(self.content) | u8::from(self.cipher == Cipher::ChaCha) << 1
+    }
+
+    fn decode(fields: &mut Fields<'_>) -> Result<Self, InvalidFrame> {
+        let [terms] = fields.array().ok_or(InvalidFrame::Cut)?;
+        if terms > 3 {
+            return Err(InvalidFrame::Reserved);
+        }
+        let cipher = if terms & 2 == 0 { Cipher::Aes } else { Cipher::ChaCha };
+        Ok(Self { cipher, content: terms & 1 != 0 })
     }
 }
 
@@ -323,7 +361,8 @@ mod tests {
     /// The two protocols must not be mistaken for each other.
     #[test]
     fn the_magic_is_the_data_protocols_own() {
-        let mut hello = Hello { nonce: [7; 32] }.encode();
+        let terms = Terms { cipher: Cipher::Aes, content: false };
+        let mut hello = Hello { nonce: [7; 32], terms }.encode();
         hello[..8].copy_from_slice(b"kvferry\x01");
         assert_eq!(Hello::decode(&hello), Err(InvalidFrame::Magic));
     }

@@ -2,8 +2,9 @@
 //!
 //! It waits for nothing and touches no socket, so that one thread can listen to many.
 
-use super::frame::{Challenge, Hello, Nonce, Proof};
-use super::proof::{self, Secret};
+use super::frame::{Challenge, Hello, Proof};
+use super::proof::{self, Said, Secret};
+use super::seal::{Cipher, Terms};
 use crate::contract::InvalidFrame;
 use crate::shared::random::random;
 
@@ -11,19 +12,21 @@ use crate::shared::random::random;
 pub(crate) struct Greeting {
     bytes: [u8; Hello::BYTES],
     have: usize,
-    /// What was said already: the hello, and our nonce.
-    challenged: Option<([u8; Hello::BYTES], Nonce)>,
+    /// What is ours to ask for.
+    terms: Terms,
+    /// What was said already.
+    challenged: Option<Said>,
 }
 
 /// What follows from the bytes that came.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Next {
     /// More of them have to come.
     More,
     /// The hello is complete: this is the answer. More has to come.
     Answer([u8; Challenge::BYTES]),
-    /// The other end knows the token.
-    Proven,
+    /// The other end knows the token, and this is what was said.
+    Proven(Said),
 }
 
 /// Why a greeting ends without a proof.
@@ -43,8 +46,10 @@ pub(crate) enum Refusal {
 const PROOF: usize = size_of::<Proof>();
 
 impl Greeting {
-    pub(crate) fn new() -> Self {
-        Self { bytes: [0; Hello::BYTES], have: 0, challenged: None }
+    /// Bytes that are moved are sealed where either end wants it.
+    pub(crate) fn new(seals_content: bool) -> Self {
+        let terms = Terms { cipher: Cipher::of_this_processor(), content: seals_content };
+        Self { bytes: [0; Hello::BYTES], have: 0, terms, challenged: None }
     }
 
     /// Where the next bytes belong: as many as are missing, and no more, since what follows the proof is for others.
@@ -61,24 +66,24 @@ impl Greeting {
             return Ok(Next::More);
         }
         self.have = 0;
-        if let Some((hello, nonce)) = &self.challenged {
+        if let Some(said) = self.challenged.take() {
             let mut proof: Proof = [0; PROOF];
             proof.copy_from_slice(&self.bytes[..PROOF]);
-            let proven = secret.is_proven(proof::End::Client, hello, nonce, &proof);
-            return if proven { Ok(Next::Proven) } else { Err(Refusal::Token) };
+            let proven = secret.is_proven(proof::End::Client, &said, &proof);
+            return if proven { Ok(Next::Proven(said)) } else { Err(Refusal::Token) };
         }
-        match Hello::decode(&self.bytes) {
-            Ok(_) => {}
+        let terms = match Hello::decode(&self.bytes) {
+            Ok(hello) => hello.terms.with(self.terms),
             Err(error @ InvalidFrame::Version { .. }) => {
                 // So that the other end can say what is wrong.
-                let empty = Challenge { nonce: [0; 32], proof: [0; 32] };
-                return Err(Refusal::Version(error, empty.encode()));
+                return Err(Refusal::Version(error, Challenge::EMPTY.encode()));
             }
             Err(error) => return Err(Refusal::Hello(error)),
-        }
+        };
         let nonce = random().map_err(|_| Refusal::Random)?;
-        let proof = secret.prove(proof::End::Server, &self.bytes, &nonce);
-        self.challenged = Some((self.bytes, nonce));
-        Ok(Next::Answer(Challenge { nonce, proof }.encode()))
+        let said = Said { hello: self.bytes, nonce, terms };
+        let proof = secret.prove(proof::End::Server, &said);
+        self.challenged = Some(said);
+        Ok(Next::Answer(Challenge { nonce, terms, proof }.encode()))
     }
 }

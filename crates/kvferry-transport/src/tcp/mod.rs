@@ -17,8 +17,10 @@
 //! The description carries a token of 256 random bits. Both ends of a connection prove that they know
 //! it, without sending it and anew each time: who was not given the description is neither served nor
 //! believed, even if they listened in before. Until then they have one of a bounded number of places, one deadline
-//! for all that they say, and no thread (`door`). What is moved is not encrypted: use it on networks where
-//! nobody listens in, or through a tunnel.
+//! for all that they say, and no thread (`door`).
+//!
+//! From then on what is asked and answered is encrypted, and so are the bytes that are moved where [`Encrypt`] says so
+//! (`seal`). All of it rests on the token: who hands out a description keeps it from whoever listens.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -44,6 +46,7 @@ use crate::shared::spans::Spans;
 use crate::shared::staging::Staging;
 
 mod bounds;
+mod channel;
 mod client;
 mod connections;
 mod door;
@@ -52,6 +55,7 @@ pub(crate) mod frame;
 pub mod gather;
 pub(crate) mod greeting;
 mod proof;
+pub(crate) mod seal;
 mod server;
 mod socket;
 #[cfg(test)]
@@ -66,6 +70,7 @@ pub use client::{Address, Arrival, Client, Fetch, Fetched, Lanes, Orphan, Packs,
 pub use connections::{Delivery, Generation};
 #[doc(hidden)]
 pub use proof::Secret;
+pub use seal::Encrypt;
 #[doc(hidden)]
 pub use server::Server;
 pub(crate) use socket::entry;
@@ -84,6 +89,8 @@ pub struct TcpOptions {
     pub connections: usize,
     /// Bytes of memory to pack into for peers, at most. Without any, peers read every run by itself.
     pub staging: u64,
+    /// Whether the bytes that are moved are encrypted.
+    pub encrypt: Encrypt,
     /// What opens cards, where their memory is to be moved.
     pub cards: Option<Arc<dyn Cards>>,
     /// What moves the memory of a card takes.
@@ -124,6 +131,7 @@ impl Default for TcpOptions {
             advertise: None,
             connections: (cores / 2).clamp(1, 4),
             staging: 32 << 20,
+            encrypt: Encrypt::default(),
             cards: None,
             // On an H200 slots of 4 MiB carried most, of 1 and 2 MiB less, and of 8 MiB no more.
             card: CardSlots {
@@ -199,7 +207,7 @@ impl Tcp {
             regions,
             generation,
             areas.clone(),
-            Delivery::Sent,
+            Delivery::Sent(options.encrypt),
         )?;
         Ok(Self { secret, options, admission, peers: Mutex::default(), areas, server })
     }
@@ -351,7 +359,7 @@ impl Transport for Tcp {
         };
         let client = Client::open(
             address,
-            Lanes { count: lanes, gathers: usize::MAX },
+            Lanes { count: lanes, gathers: usize::MAX, encrypt: self.options.encrypt },
             RateWatch::new(medium),
             Arrival::Sent(Rooms::new(self.areas.clone())),
             deadline,
@@ -369,6 +377,10 @@ impl Transport for Tcp {
         peer.0.close();
     }
 
+    fn is_encrypted(&self, peer: &TcpPeer) -> bool {
+        peer.0.encrypts()
+    }
+
     fn price(&self, peer: &TcpPeer) -> Price {
         let price = match self.card_limits(&peer.0, 0) {
             Ok(None) => LOOPBACK,
@@ -376,7 +388,9 @@ impl Transport for Tcp {
         };
         // A network card may be slower than loopback, and is never faster.
         let byte = peer.0.rate.medium().byte().unwrap_or_default().max(price.byte);
-        Price { byte, ..price }
+        // What is sealed is copied for it, packed or not.
+        let sealed = if peer.0.encrypts() { MOVED_TWICE } else { 0.0 };
+        Price { byte: byte + sealed, ..price }
     }
 
     fn read(
@@ -424,7 +438,8 @@ impl Transport for Tcp {
         let direct = self.price(peer);
         let packed = match (self.card_limits(&peer.0, 0), peer.0.packs()) {
             (Ok(None), Some(_)) => {
-                Some(Price { copy: GATHERED, byte: direct.byte + MOVED_TWICE, ..direct })
+                let moved_twice = if peer.0.encrypts() { 0.0 } else { MOVED_TWICE };
+                Some(Price { copy: GATHERED, byte: direct.byte + moved_twice, ..direct })
             }
             // One way is both.
             (Ok(Some(_)), _) => Some(direct),

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -18,6 +17,7 @@ use crate::shared::packing_area::Moving;
 use crate::shared::spans::Spans;
 use crate::shared::staging::{Full, Slot};
 use crate::shared::walk;
+use crate::tcp::channel::{Broken, Channel};
 use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::{gather, socket};
 
@@ -59,34 +59,27 @@ enum Work {
 pub(super) struct LaneThread<'a> {
     state: &'a State,
     number: usize,
-    stream: Option<Arc<TcpStream>>,
+    channel: Option<Channel>,
     on_the_way: VecDeque<OnTheWay>,
     /// What has come, and a card is putting in place; the first came first.
     landings: VecDeque<Landing>,
     next_request: u64,
     frame: Vec<u8>,
-    inbox: Inbox,
-}
-
-/// How chunks are taken in.
-#[derive(Default)]
-struct Inbox {
-    entries: Vec<libc::iovec>,
     /// Where packed chunks arrive, made when the first does.
     packed: Vec<u8>,
 }
 
 impl<'a> LaneThread<'a> {
-    pub(super) fn new(state: &'a State, number: usize, stream: Option<Arc<TcpStream>>) -> Self {
+    pub(super) fn new(state: &'a State, number: usize, channel: Option<Channel>) -> Self {
         Self {
             state,
             number,
-            stream,
+            channel,
             on_the_way: VecDeque::with_capacity(DEPTH),
             landings: VecDeque::with_capacity(LANDINGS),
             next_request: 1,
             frame: Vec::new(),
-            inbox: Inbox::default(),
+            packed: Vec::new(),
         }
     }
 
@@ -108,8 +101,8 @@ impl<'a> LaneThread<'a> {
                     self.settle_landings(true);
                     Ok(())
                 }
-                other => match self.connected() {
-                    Ok(stream) => self.send(&stream, other),
+                other => match self.connect() {
+                    Ok(()) => self.send(other),
                     Err(error) => {
                         decline(other, &error);
                         Ok(())
@@ -161,7 +154,7 @@ impl<'a> LaneThread<'a> {
                 return Work::Closing;
             }
             let waiting = !(queue.operations.is_empty() && queue.questions.is_empty());
-            if self.stream.is_none() && waiting {
+            if self.channel.is_none() && waiting {
                 // A lane without a connection takes nothing before it has one: opening it may take
                 // long when the peer is slow, and other lanes may have theirs.
                 self.state.work.notify_one();
@@ -183,17 +176,17 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    /// The connection, opened anew where it was lost. A peer that cannot be reached fails all
+    /// Opens the connection anew where it was lost. A peer that cannot be reached fails all
     /// operations that wait for it.
-    fn connected(&mut self) -> Result<Arc<TcpStream>, Error> {
-        if let Some(stream) = &self.stream {
-            return Ok(stream.clone());
+    fn connect(&mut self) -> Result<(), Error> {
+        if self.channel.is_some() {
+            return Ok(());
         }
         match self.state.open(self.number, HELLO_PATIENCE) {
-            Ok(stream) => {
-                self.stream = Some(stream.clone());
+            Ok(channel) => {
+                self.channel = Some(channel);
                 self.lane().cut_by_us.store(false, Ordering::SeqCst);
-                Ok(stream)
+                Ok(())
             }
             Err(error) => {
                 *self.lane().stream.lock() = None;
@@ -204,17 +197,21 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    fn send(&mut self, stream: &TcpStream, work: Work) -> Result<(), Error> {
+    fn send(&mut self, work: Work) -> Result<(), Error> {
         match work {
-            Work::Operation(operation) => self.send_chunk(stream, operation),
+            Work::Operation(operation) => self.send_chunk(operation),
             Work::Question(question) => {
                 let id = self.number_request();
                 let header = Request { verb: Verb::Regions, spans: 0, id, bytes: 0 };
                 self.on_the_way.push_back(OnTheWay::Question(question, id));
-                socket::send_bytes(stream, &header.encode()).map_err(lost)
+                self.tell(&header.encode())
             }
             Work::Connect | Work::Answer | Work::Land | Work::Closing => Ok(()),
         }
+    }
+
+    fn tell(&mut self, frame: &[u8]) -> Result<(), Error> {
+        self.channel.as_mut().ok_or(Error::Disconnected)?.send(frame).map_err(lost)
     }
 
     fn number_request(&mut self) -> u64 {
@@ -223,7 +220,7 @@ impl<'a> LaneThread<'a> {
         id
     }
 
-    fn send_chunk(&mut self, stream: &TcpStream, operation: Arc<Chunked>) -> Result<(), Error> {
+    fn send_chunk(&mut self, operation: Arc<Chunked>) -> Result<(), Error> {
         // First the note, then the chunk: whoever stops the operation looks the other way round,
         // and so sees the note or keeps us from taking the chunk.
         let operation_id = operation.custody().id();
@@ -276,7 +273,8 @@ impl<'a> LaneThread<'a> {
             }
         }
         self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, room, id));
-        socket::send_bytes(stream, &self.frame).map_err(lost)
+        let channel = self.channel.as_mut().ok_or(Error::Disconnected)?;
+        channel.send(&self.frame).map_err(lost)
     }
 
     /// Takes memory of our own for a chunk, before the peer is asked for it. A lane waits for some only while it
@@ -300,15 +298,14 @@ impl<'a> LaneThread<'a> {
     /// Takes in the answer to the oldest request.
     fn receive(&mut self) -> Result<(), Error> {
         let lane = self.lane();
-        let Some(stream) = self.stream.clone() else { return Err(Error::Disconnected) };
         // While nothing comes, what has come is settled: its operation may be waiting for nothing else.
-        if !self.landings.is_empty() && !socket::has_input(&stream) {
+        let is_silent = |channel: &Channel| !socket::has_input(channel.stream());
+        if !self.landings.is_empty() && self.channel.as_ref().is_some_and(is_silent) {
             self.settle_landings(true);
         }
         let Some(request) = self.on_the_way.front_mut() else { return Err(Error::Disconnected) };
-        let mut header = [0; Answer::BYTES];
-        socket::receive_bytes(&stream, &mut header).map_err(lost)?;
-        let answer = Answer::decode(&header).map_err(Error::PeerMisbehaved)?;
+        let Some(channel) = &mut self.channel else { return Err(Error::Disconnected) };
+        let answer = receive_answer(channel)?;
         let (OnTheWay::Chunk(_, _, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
             request;
         if answer.id != *id {
@@ -330,14 +327,14 @@ impl<'a> LaneThread<'a> {
                     }
                     (Piece::Packed(loops), None, Some(room)) => {
                         let stopped = operation.custody().is_stopped();
-                        landing = Some(take_to_slot(&stream, loops, room, answer.bytes, stopped)?);
+                        landing = Some(take_to_slot(channel, loops, room, answer.bytes, stopped)?);
                     }
-                    _ => self.inbox.take_in(&stream, operation, chunk, answer.bytes)?,
+                    _ => take_in(channel, &mut self.packed, operation, chunk, answer.bytes)?,
                 }
             }
             (OnTheWay::Release(..), Verdict::Done) if answer.bytes == 0 => {}
             (OnTheWay::Question(..), Verdict::Done) => {
-                regions = Some(receive_regions(&stream, answer.bytes)?);
+                regions = Some(receive_regions(channel, answer.bytes)?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
             (
@@ -363,7 +360,7 @@ impl<'a> LaneThread<'a> {
                 let verb = Verb::Release;
                 let header = Request { verb, spans: 0, id, bytes: answer.bytes };
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
-                socket::send_bytes(&stream, &header.encode()).map_err(lost)?;
+                self.tell(&header.encode())?;
             }
             Some(OnTheWay::Release(Some(landing), _)) => self.settle(landing),
             Some(OnTheWay::Release(None, _)) => {}
@@ -440,11 +437,14 @@ impl<'a> LaneThread<'a> {
         let by_us = self.lane().cut_by_us.swap(false, Ordering::SeqCst);
         let error = (!by_us).then_some(error);
         self.lane().cut();
-        self.stream = None;
+        self.channel = None;
         *self.lane().stream.lock() = None;
         if let Some(error) = error {
             let peer = self.state.secret.instance;
             tracing::debug!("a connection to {peer} broke: {error}");
+            if *error == Error::PeerMisbehaved(InvalidFrame::Changed) {
+                self.state.complain(error);
+            }
         }
         while let Some(request) = self.on_the_way.pop_front() {
             match request {
@@ -477,66 +477,69 @@ impl<'a> LaneThread<'a> {
     }
 }
 
-impl Inbox {
-    /// Takes in the bytes of a chunk, and puts them where they belong.
-    fn take_in(
-        &mut self,
-        stream: &TcpStream,
-        operation: &Chunked,
-        chunk: &Chunk,
-        bytes: u64,
-    ) -> Result<(), Error> {
-        let expected = match &chunk.piece {
-            Piece::Copies(_) => Some(chunk.bytes),
-            Piece::Packed(loops) => loops.packed_bytes(),
-        };
-        if expected != Some(bytes) {
-            return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
+/// Takes in the bytes of a chunk, and puts them where they belong.
+fn take_in(
+    channel: &mut Channel,
+    packed: &mut Vec<u8>,
+    operation: &Chunked,
+    chunk: &Chunk,
+    bytes: u64,
+) -> Result<(), Error> {
+    let expected = match &chunk.piece {
+        Piece::Copies(_) => Some(chunk.bytes),
+        Piece::Packed(loops) => loops.packed_bytes(),
+    };
+    if expected != Some(bytes) {
+        return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
+    }
+    match &chunk.piece {
+        Piece::Copies(copies) => {
+            let ours = copies.iter().map(|copy| (copy.destination, copy.bytes));
+            // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
+            // be written at any time and which the operation holds until its chunks are settled.
+            unsafe { channel.receive_spans(ours) }.map_err(lost)
         }
-        match &chunk.piece {
-            Piece::Copies(copies) => {
-                self.entries.clear();
-                let ours = copies.iter().map(|copy| socket::entry(copy.destination, copy.bytes));
-                self.entries.extend(ours);
-                // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
-                // be written at any time and which the operation holds until its chunks are settled.
-                unsafe { socket::receive_all(stream, &mut self.entries) }.map_err(lost)
+        Piece::Packed(loops) => {
+            // The peer's slots are longer where a card fills them.
+            let least = bytes.max(gather::SLOT_BYTES) as usize;
+            packed.resize(packed.len().max(least), 0);
+            let packed = &mut packed[..bytes as usize];
+            channel.receive_own(packed).map_err(lost)?;
+            if operation.custody().is_stopped() {
+                return Ok(());
             }
-            Piece::Packed(loops) => {
-                // The peer's slots are longer where a card fills them.
-                let least = bytes.max(gather::SLOT_BYTES) as usize;
-                self.packed.resize(self.packed.len().max(least), 0);
-                let packed = &mut self.packed[..bytes as usize];
-                socket::receive_bytes(stream, packed).map_err(lost)?;
-                if operation.custody().is_stopped() {
-                    return Ok(());
-                }
-                let scatter = loops.scatter(packed.as_ptr() as u64);
-                let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
-                // SAFETY: what is read lies in the buffer, which is as long as both halves say. What
-                // is written lies in registered regions (`Regions::hold`), which may be written at any
-                // time and which the operation holds until its chunks are settled.
-                unsafe { walk::carry_out(&scatter) };
-                Ok(())
-            }
+            let scatter = loops.scatter(packed.as_ptr() as u64);
+            let scatter = scatter.map_err(|e| Error::PeerMisbehaved(InvalidFrame::Loops(e)))?;
+            // SAFETY: what is read lies in the buffer, which is as long as both halves say. What
+            // is written lies in registered regions (`Regions::hold`), which may be written at any
+            // time and which the operation holds until its chunks are settled.
+            unsafe { walk::carry_out(&scatter) };
+            Ok(())
         }
     }
 }
 
+fn receive_answer(channel: &mut Channel) -> Result<Answer, Error> {
+    let frame = channel.receive().map_err(lost)?;
+    let frame = frame.ok_or_else(|| lost(io::Error::from(io::ErrorKind::UnexpectedEof).into()))?;
+    let decoded = frame.try_into().map_err(|_| InvalidFrame::Length(frame.len() as u64));
+    decoded.and_then(Answer::decode).map_err(Error::PeerMisbehaved)
+}
+
 /// Takes in the bytes of a chunk to a slot, and starts to put them where they belong. An error of the card's is its own.
 fn take_to_slot(
-    stream: &TcpStream,
+    channel: &mut Channel,
     loops: &Loops,
-    room: Room,
+    mut room: Room,
     bytes: u64,
     stopped: bool,
 ) -> Result<Result<(Moving, Slot), Error>, Error> {
     if loops.packed_bytes() != Some(bytes) || bytes > room.slot.bytes() {
         return Err(Error::PeerMisbehaved(InvalidFrame::Length(bytes)));
     }
-    // SAFETY: the slot is ours, and that long; nobody else uses it.
-    unsafe { socket::receive_all(stream, &mut [socket::entry(room.slot.host_address(), bytes)]) }
-        .map_err(lost)?;
+    // SAFETY: slots for what comes on a connection are in the host's memory, too, and no card has been told of this one.
+    let slot = unsafe { room.slot.host_bytes(bytes) };
+    channel.receive_own(slot).map_err(lost)?;
     if stopped {
         return Ok(Ok((Moving::nothing(), room.slot)));
     }
@@ -556,11 +559,14 @@ fn decline(work: Work, error: &Error) {
     }
 }
 
-fn lost(error: io::Error) -> Error {
-    Error::PeerLost(match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the connection was closed".to_owned(),
-        _ => error.to_string(),
-    })
+fn lost(why: Broken) -> Error {
+    match why {
+        Broken::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Error::PeerLost("the connection was closed".to_owned())
+        }
+        Broken::Io(error) => Error::PeerLost(error.to_string()),
+        Broken::Invalid(error) => Error::PeerMisbehaved(error),
+    }
 }
 
 fn outside(chunk: &Chunk, address: u64) -> Error {
@@ -576,10 +582,10 @@ fn outside(chunk: &Chunk, address: u64) -> Error {
     Error::OutsideRegion { side: Side::Peer, address, bytes }
 }
 
-fn receive_regions(stream: &TcpStream, bytes: u64) -> Result<PeerRegions, Error> {
+fn receive_regions(channel: &mut Channel, bytes: u64) -> Result<PeerRegions, Error> {
     Listing::check_length(bytes).map_err(Error::PeerMisbehaved)?;
     let mut body = vec![0; bytes as usize];
-    socket::receive_bytes(stream, &mut body).map_err(lost)?;
+    channel.receive_sealed(&mut body).map_err(lost)?;
     let Listing { generation, regions } = Listing::decode(&body).map_err(Error::PeerMisbehaved)?;
     Ok(PeerRegions { generation, spans: Spans::from_peer(regions)? })
 }

@@ -12,7 +12,7 @@ mod state;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -67,7 +67,10 @@ impl Client {
             lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
             gathers: lanes.gathers,
             packs: Mutex::new(address.packs),
+            encrypt: lanes.encrypt,
+            seals: AtomicBool::new(false),
             arrival,
+            mentions: Mutex::default(),
         });
         let open = || {
             let patience = deadline.saturating_duration_since(Instant::now());
@@ -82,9 +85,9 @@ impl Client {
         for lane in 0..client.state.lanes.len() {
             let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
                 let state = client.state.clone();
-                let stream = first.take();
+                let channel = first.take();
                 move || {
-                    let (mut lane, mut began) = (LaneThread::new(&state, lane, stream), false);
+                    let (mut lane, mut began) = (LaneThread::new(&state, lane, channel), false);
                     outlive("a connection", || {
                         // No other thread takes in what this one has asked for.
                         if std::mem::replace(&mut began, true) {
@@ -115,6 +118,11 @@ impl Client {
     /// What the peer packs into.
     pub fn packs(&self) -> Option<Packs> {
         *self.state.packs.lock()
+    }
+
+    /// Whether the bytes that are moved are encrypted on their way.
+    pub fn encrypts(&self) -> bool {
+        self.state.seals.load(Ordering::Relaxed)
     }
 
     /// The peer has said anew what it packs into.

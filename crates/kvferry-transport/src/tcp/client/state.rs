@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
@@ -15,8 +15,11 @@ use crate::contract::Error;
 use crate::shared::chunks::Chunked;
 use crate::shared::random::random;
 use crate::shared::spans::Spans;
+use crate::strangers::Mentions;
+use crate::tcp::channel::Channel;
 use crate::tcp::frame::{Challenge, Hello};
-use crate::tcp::proof::{End, Secret};
+use crate::tcp::proof::{End, Said, Secret};
+use crate::tcp::seal::{Cipher, Encrypt, Terms};
 use crate::tcp::socket;
 
 /// How long to wait for a connection, and for the answer to its hello.
@@ -59,7 +62,11 @@ pub(super) struct State {
     /// See [`Lanes`].
     pub(super) gathers: usize,
     pub(super) packs: Mutex<Option<Packs>>,
+    pub(super) encrypt: Encrypt,
+    /// Whether the bytes that are moved are sealed: as was agreed last.
+    pub(super) seals: AtomicBool,
     pub(super) arrival: Arrival,
+    pub(super) mentions: Mutex<Mentions>,
 }
 
 /// A peer's slots to pack into.
@@ -71,14 +78,16 @@ pub struct Packs {
     pub on_card: bool,
 }
 
-/// How many connections a client has.
+/// A client's connections.
 #[derive(Clone, Copy, Debug)]
 pub struct Lanes {
-    /// Connections.
+    /// How many.
     pub count: usize,
     /// Parts that each may have asked the peer to gather. With one, a peer that waits for a slot on a
     /// connection keeps none for it, so that peers never wait for each other.
     pub gathers: usize,
+    /// Whether the bytes that are moved are encrypted.
+    pub encrypt: Encrypt,
 }
 
 #[derive(Debug, Default)]
@@ -115,6 +124,16 @@ impl State {
         }
     }
 
+    /// Says now and then that what comes from the peer is not what it sends. Nothing of it is used.
+    pub(super) fn complain(&self, error: &Error) {
+        let from = self.address.ip().to_canonical();
+        if let Some(others) = self.mentions.lock().mention(from.into(), Instant::now()) {
+            tracing::warn!(
+                "a connection to {from} was ended, and what was on it is asked for again: {error} ({others} others since the last such line)"
+            );
+        }
+    }
+
     /// Ends everything that waits in line.
     pub(super) fn fail_all(&self, error: &Error) {
         let (operations, questions) = {
@@ -136,13 +155,13 @@ impl State {
 
     /// Opens the connection of a lane. One that ends before it is answered is opened again: who listens there may have
     /// more strangers than places, and drops some that it has not heard.
-    pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Arc<TcpStream>, Error> {
+    pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Channel, Error> {
         let until = Instant::now() + patience;
         let (mut tries, mut pause) = (0, FIRST_PAUSE);
         loop {
             tries += 1;
             let error = match self.open_once(lane, until) {
-                Ok(stream) => return Ok(stream),
+                Ok(channel) => return Ok(channel),
                 Err(Unopened::Failed(error)) => return Err(error),
                 // It may be we who ended it.
                 Err(Unopened::Ended(_)) if self.queue.lock().closing => {
@@ -162,7 +181,7 @@ impl State {
         }
     }
 
-    fn open_once(&self, lane: usize, until: Instant) -> Result<Arc<TcpStream>, Unopened> {
+    fn open_once(&self, lane: usize, until: Instant) -> Result<Channel, Unopened> {
         let address = self.address;
         let patience = until
             .saturating_duration_since(Instant::now())
@@ -175,11 +194,12 @@ impl State {
         if self.queue.lock().closing {
             return Err(Error::Disconnected.into());
         }
-        self.greet(&stream, until)?;
-        Ok(stream)
+        let said = self.greet(&stream, until)?;
+        self.seals.store(said.terms.content, Ordering::Relaxed);
+        Ok(Channel::new(stream, End::Client, said.terms, &self.secret.secrets(&said)))
     }
 
-    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<(), Unopened> {
+    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<Said, Unopened> {
         let silent = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
@@ -191,13 +211,16 @@ impl State {
         };
         let until = until.min(Instant::now() + HELLO_PATIENCE);
         socket::set_up(stream).map_err(silent)?;
-        let hello = Hello { nonce: random()? }.encode();
+        let content = self.encrypt.with(self.address.ip());
+        let terms = Terms { cipher: Cipher::of_this_processor(), content };
+        let hello = Hello { nonce: random()?, terms }.encode();
         socket::send_bytes(stream, &hello).map_err(silent)?;
         let mut bytes = [0; Challenge::BYTES];
         socket::receive_by(stream, &mut bytes, until).map_err(silent)?;
-        let Challenge { nonce, proof } =
+        let Challenge { nonce, terms, proof } =
             Challenge::decode(&bytes).map_err(Error::PeerMisbehaved)?;
-        if !self.secret.is_proven(End::Server, &hello, &nonce, &proof) {
+        let said = Said { hello, nonce, terms };
+        if !self.secret.is_proven(End::Server, &said, &proof) {
             return Err(Error::PeerLost(format!(
                 "whoever answers at {} does not know the token of the peer's description: another \
                  process has its port",
@@ -205,9 +228,10 @@ impl State {
             ))
             .into());
         }
-        let proof = self.secret.prove(End::Client, &hello, &nonce);
+        let proof = self.secret.prove(End::Client, &said);
         socket::send_bytes(stream, &proof).map_err(silent)?;
-        stream.set_read_timeout(None).map_err(silent)
+        stream.set_read_timeout(None).map_err(silent)?;
+        Ok(said)
     }
 }
 

@@ -1,11 +1,9 @@
 //! What a client does with answers that are not right.
 
-use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
 use kvferry_layout::{ByteCopy, Region};
 
-use super::super::frame::Request;
 use super::super::proof::Secret;
 use super::super::{Tcp, TcpOptions};
 use super::{OPEN, PAGE, described, let_in, soon};
@@ -31,17 +29,15 @@ fn spoiled_answers_are_errors() {
     let description = described(&secret, &listener);
     let server = std::thread::spawn(move || {
         for number in 0.. {
-            let Ok(mut stream) = let_in(&listener, &secret) else { return };
-            let mut request = [0; Request::BYTES + 16];
-            if stream.read_exact(&mut request).is_err() {
-                return;
-            }
+            let Ok(mut channel) = let_in(&listener, &secret) else { return };
+            let Ok(Some(request)) = channel.receive() else { return };
+            let id: [u8; 8] = request[8..16].try_into().unwrap();
             let mut answer = answers[number % answers.len()].to_vec();
             // The requests of a lane are numbered on, whatever became of its connections.
             if number % answers.len() != 0 && answer.len() > 16 {
-                answer[8..16].copy_from_slice(&request[8..16]);
+                answer[8..16].copy_from_slice(&id);
             }
-            stream.write_all(&answer).unwrap();
+            channel.send(&answer).unwrap();
         }
     });
     let memory = HostMemory::new(PAGE).unwrap();

@@ -5,10 +5,11 @@ use std::net::{TcpListener, TcpStream};
 
 use kvferry_layout::{ByteCopy, Region};
 
-use super::super::frame::{Challenge, Hello, Request, VERSION, Verb};
-use super::super::proof::{End, Secret};
+use super::super::frame::{Challenge, Hello, VERSION, Verb};
+use super::super::proof::{End, Said, Secret};
+use super::super::seal::{Direction, TAG};
 use super::super::{Tcp, TcpOptions, parse};
-use super::{PAGE, Victim, described, let_in, request, rest, soon};
+use super::{PAGE, TERMS, Victim, described, let_in, request, rest, soon};
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status, Transport};
 use crate::memory::HostMemory;
 
@@ -29,20 +30,26 @@ fn without_the_token_nothing_is_served() {
 fn a_replay_is_not_served() {
     let victim = Victim::new();
     let address = parse(&victim.transport.describe().unwrap()).unwrap();
-    let hello = Hello { nonce: [3; 32] }.encode();
+    let hello = Hello { nonce: [3; 32], terms: TERMS }.encode();
     let read = request(Verb::Read, 1, &[(victim.base() + PAGE as u64, 64)]);
     let mut first = TcpStream::connect(address.at).unwrap();
     first.write_all(&hello).unwrap();
     let mut challenge = [0; Challenge::BYTES];
     first.read_exact(&mut challenge).unwrap();
-    let nonce = Challenge::decode(&challenge).unwrap().nonce;
-    let proof = address.secret.prove(End::Client, &hello, &nonce);
+    let said = Said { hello, nonce: Challenge::decode(&challenge).unwrap().nonce, terms: TERMS };
+    let proof = address.secret.prove(End::Client, &said);
     first.write_all(&proof).unwrap();
-    first.write_all(&read).unwrap();
-    assert_eq!(rest(first).len(), 24 + 64);
+    let mut sealed = read;
+    let mut direction = Direction::new(TERMS.cipher, address.secret.secrets(&said).of_client);
+    let tag = direction.seal(&mut sealed);
+    let length = (sealed.len() as u32).to_le_bytes();
+    for said in [&length[..], &sealed, &tag] {
+        first.write_all(said).unwrap();
+    }
+    assert_eq!(rest(first).len(), 4 + 24 + TAG + 64);
 
     let mut second = TcpStream::connect(address.at).unwrap();
-    for said in [&hello[..], &proof, &read] {
+    for said in [&hello[..], &proof, &length, &sealed, &tag] {
         let _ = second.write_all(said);
     }
     let said = rest(second);
@@ -60,8 +67,7 @@ fn a_server_must_prove_itself_too() {
         let (mut stream, _) = listener.accept().unwrap();
         let mut hello = [0; Hello::BYTES];
         stream.read_exact(&mut hello).unwrap();
-        let challenge = Challenge { nonce: [0; 32], proof: [0; 32] };
-        stream.write_all(&challenge.encode()).unwrap();
+        stream.write_all(&Challenge::EMPTY.encode()).unwrap();
         // What it was told beyond the hello.
         let mut told = Vec::new();
         let _ = stream.read_to_end(&mut told);
@@ -92,14 +98,13 @@ fn a_hello_that_is_none_ends_the_connection() {
 fn another_version_is_named_at_both_ends() {
     let victim = Victim::new();
     let address = parse(&victim.transport.describe().unwrap()).unwrap();
-    let mut hello = Hello { nonce: [3; 32] }.encode();
+    let mut hello = Hello { nonce: [3; 32], terms: TERMS }.encode();
     hello[8] = 9;
     let mut stream = TcpStream::connect(address.at).unwrap();
     stream.write_all(&hello).unwrap();
     let said = rest(stream).try_into().unwrap();
     // It says its version, and proves nothing.
-    let empty = Challenge { nonce: [0; 32], proof: [0; 32] };
-    assert_eq!(Challenge::decode(&said), Ok(empty.clone()));
+    assert_eq!(Challenge::decode(&said), Ok(Challenge::EMPTY));
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let description = described(&address.secret, &listener);
@@ -107,7 +112,7 @@ fn another_version_is_named_at_both_ends() {
         let (mut stream, _) = listener.accept().unwrap();
         let mut hello = [0; Hello::BYTES];
         stream.read_exact(&mut hello).unwrap();
-        let mut challenge = empty.encode();
+        let mut challenge = Challenge::EMPTY.encode();
         challenge[8] = 9;
         stream.write_all(&challenge).unwrap();
     });
@@ -143,7 +148,7 @@ fn what_disconnecting_ends_says_so() {
         let accepted = std::thread::scope(|scope| {
             let server = scope.spawn(|| {
                 let mut open = let_in(&listener, &secret).unwrap();
-                open.read_exact(&mut [0; Request::BYTES + 16]).unwrap();
+                open.receive().unwrap().unwrap();
                 let (mut silent, _) = listener.accept().unwrap();
                 silent.read_exact(&mut [0; Hello::BYTES]).unwrap();
                 (open, silent)

@@ -4,6 +4,7 @@ mod answers;
 mod greeting;
 mod packed;
 mod requests;
+mod sealed;
 mod slots;
 mod strangers;
 
@@ -15,8 +16,10 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::Region;
 
-use super::frame::{Challenge, Hello, Request, Verb, put_span};
-use super::proof::{End, Secret};
+use super::channel::Channel;
+use super::frame::{Answer, Challenge, Hello, Request, Verb, Verdict, put_span};
+use super::proof::{End, Said, Secret};
+use super::seal::{Cipher, Terms};
 use super::{Address, Bounds, DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
@@ -28,6 +31,9 @@ const PAGE: usize = 4096;
 const OPEN: u8 = 0x11;
 /// Fills what is not.
 const SECRET: u8 = 0xc7;
+
+/// As between two engines of one host.
+const TERMS: Terms = Terms { cipher: Cipher::Aes, content: false };
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(30)
@@ -85,7 +91,7 @@ impl Victim {
         let address = self.address();
         let mut secret = address.secret;
         spoil(&mut secret.token);
-        let mut hello = Hello { nonce: random().unwrap() }.encode();
+        let mut hello = Hello { nonce: random().unwrap(), terms: TERMS }.encode();
         change(&mut hello);
         let mut stream = TcpStream::connect(address.at).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -94,19 +100,66 @@ impl Victim {
         stream.write_all(&hello).unwrap();
         let mut challenge = [0; Challenge::BYTES];
         if stream.read_exact(&mut challenge).is_ok() {
-            let nonce = Challenge::decode(&challenge).unwrap().nonce;
-            let _ = stream.write_all(&secret.prove(End::Client, &hello, &nonce));
+            let Challenge { nonce, terms, .. } = Challenge::decode(&challenge).unwrap();
+            let said = Said { hello, nonce, terms };
+            let _ = stream.write_all(&secret.prove(End::Client, &said));
         }
         stream
     }
 
     /// A connection that was let in: it is told which regions there are.
-    fn enter(&self) -> TcpStream {
-        let mut stream = self.connect(|_| ());
-        stream.write_all(&request(Verb::Regions, 1, &[])).unwrap();
-        let mut answer = [0; 24 + 8 + 16];
-        stream.read_exact(&mut answer).unwrap();
-        stream
+    fn enter(&self) -> Guest {
+        let address = self.address();
+        let mut guest =
+            Guest::new(TcpStream::connect(address.at).unwrap(), &address.secret).unwrap();
+        assert!(guest.is_served());
+        guest
+    }
+}
+
+/// A client that is let in, and says what it likes.
+struct Guest(Channel);
+
+impl Guest {
+    /// Says everything that it takes to be let in.
+    fn new(mut stream: TcpStream, secret: &Secret) -> io::Result<Self> {
+        stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+        // Or what follows the proof waits 40 ms for the server's acknowledgement of it.
+        stream.set_nodelay(true)?;
+        let hello = Hello { nonce: random().unwrap(), terms: TERMS }.encode();
+        stream.write_all(&hello)?;
+        let mut challenge = [0; Challenge::BYTES];
+        stream.read_exact(&mut challenge)?;
+        let Challenge { nonce, terms, .. } = Challenge::decode(&challenge).unwrap();
+        let said = Said { hello, nonce, terms };
+        stream.write_all(&secret.prove(End::Client, &said))?;
+        Ok(Self(Channel::new(stream.into(), End::Client, terms, &secret.secrets(&said))))
+    }
+
+    fn stream(&self) -> &TcpStream {
+        self.0.stream()
+    }
+
+    fn ask(&mut self, request: &[u8]) {
+        // It may have been let go already.
+        let _ = self.0.send(request);
+    }
+
+    /// The next answer, and the bytes behind it. `None` where the server has hung up.
+    fn hear(&mut self) -> Option<(Answer, Vec<u8>)> {
+        let frame = self.0.receive().ok()??;
+        let answer = Answer::decode(frame.try_into().unwrap()).unwrap();
+        let sent = if answer.verdict == Verdict::Done { answer.bytes } else { 0 };
+        let mut bytes = vec![0; sent as usize];
+        self.0.receive_own(&mut bytes).ok()?;
+        Some((answer, bytes))
+    }
+
+    fn is_served(&mut self) -> bool {
+        self.ask(&request(Verb::Regions, 1, &[]));
+        let Ok(Some(frame)) = self.0.receive() else { return false };
+        let answer = Answer::decode(frame.try_into().unwrap()).unwrap();
+        self.0.receive_sealed(&mut vec![0; answer.bytes as usize]).is_ok()
     }
 }
 
@@ -123,15 +176,15 @@ fn described(secret: &Secret, listener: &TcpListener) -> Vec<u8> {
 }
 
 /// The next connection, once both ends have proved themselves.
-fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<TcpStream> {
+fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<Channel> {
     let (mut stream, _) = listener.accept()?;
     let mut hello = [0; Hello::BYTES];
     stream.read_exact(&mut hello)?;
-    let nonce = [8; 32];
-    let proof = secret.prove(End::Server, &hello, &nonce);
-    stream.write_all(&Challenge { nonce, proof }.encode())?;
+    let said = Said { hello, nonce: [8; 32], terms: TERMS };
+    let proof = secret.prove(End::Server, &said);
+    stream.write_all(&Challenge { nonce: said.nonce, terms: TERMS, proof }.encode())?;
     stream.read_exact(&mut [0; 32])?;
-    Ok(stream)
+    Ok(Channel::new(stream.into(), End::Server, TERMS, &secret.secrets(&said)))
 }
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {

@@ -1,14 +1,13 @@
 //! What packing does when it cannot be done.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{BlockPair, Loop, Loops, Place};
 
-use super::super::frame::{Answer, Challenge, Hello, Request, Verb};
+use super::super::frame::{Request, Verb, Verdict};
 use super::super::{Tcp, TcpOptions, TcpPeer, gather, parse};
-use super::{OPEN, PAGE, Victim, soon};
+use super::{Guest, OPEN, PAGE, Victim, soon};
 use crate::contract::{Operation, Report, Status, Transport};
 use crate::memory::HostMemory;
 use crate::shared::staging::Use;
@@ -140,7 +139,7 @@ fn who_keeps_a_slot_keeps_nobody_else_out() {
     // More than any socket takes.
     for id in 0..200 {
         let header = Request { verb: Verb::Gather, spans, id, bytes };
-        greedy.write_all(&[&header.encode()[..], &body].concat()).unwrap();
+        greedy.ask(&[&header.encode()[..], &body].concat());
     }
     let until = Instant::now() + Duration::from_secs(20);
     while source.transport.staging().packed < 2 || source.transport.staging().in_use == 0 {
@@ -190,17 +189,9 @@ fn a_peer_that_is_busy_when_it_is_connected_to_packs() {
 }
 
 /// A connection that was let in.
-pub(super) fn greeted(transport: &Tcp) -> TcpStream {
+pub(super) fn greeted(transport: &Tcp) -> Guest {
     let address = parse(&transport.describe().unwrap()).unwrap();
-    let mut stream = TcpStream::connect(address.at).unwrap();
-    let hello = Hello { nonce: [3; 32] }.encode();
-    stream.write_all(&hello).unwrap();
-    let mut challenge = [0; Challenge::BYTES];
-    stream.read_exact(&mut challenge).unwrap();
-    let nonce = Challenge::decode(&challenge).unwrap().nonce;
-    let proof = address.secret.prove(super::End::Client, &hello, &nonce);
-    stream.write_all(&proof).unwrap();
-    stream
+    Guest::new(TcpStream::connect(address.at).unwrap(), &address.secret).unwrap()
 }
 
 /// A client that asks for what it may not have gets nothing of it.
@@ -217,14 +208,16 @@ fn gathering_reaches_only_what_is_registered() {
         gather::encode(&loops, &mut body);
         let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
         let header = Request { verb: Verb::Gather, spans, id: 1, bytes };
-        let mut stream = greeted(&victim.transport);
-        stream.write_all(&[&header.encode()[..], &body].concat()).unwrap();
-        super::rest(stream)
+        let mut guest = greeted(&victim.transport);
+        guest.ask(&[&header.encode()[..], &body].concat());
+        let _ = guest.stream().shutdown(Shutdown::Write);
+        let answered = guest.hear().unwrap();
+        assert_eq!(guest.hear().map(|more| more.0), None);
+        answered
     };
     let open = victim.base() + page;
-    let said = ask(open, 128, 3);
-    assert_eq!(said.len(), Answer::BYTES + 128);
-    assert!(said[Answer::BYTES..].iter().all(|&byte| byte == OPEN));
+    let (answer, bytes) = ask(open, 128, 3);
+    assert_eq!((answer.verdict, bytes), (Verdict::Done, vec![OPEN; 128]));
     for (start, block, highest) in [
         (open - 1, 128, 3),
         (open, page, 1),
@@ -232,8 +225,8 @@ fn gathering_reaches_only_what_is_registered() {
         (open + page - 63, 0, 0),
         (8, 1, 1),
     ] {
-        let said = ask(start, block, highest);
-        assert_eq!((said.len(), said[0]), (Answer::BYTES, 1), "{start:#x}, {block}, {highest}");
+        let (answer, _) = ask(start, block, highest);
+        assert_eq!(answer.verdict, Verdict::Outside, "{start:#x}, {block}, {highest}");
     }
     assert!(victim.is_unharmed());
 }

@@ -1,14 +1,13 @@
 //! What a server does with requests that are not right.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::Shutdown;
 
 use kvferry_layout::{BlockPair, Loop, Loops};
 use proptest::prelude::*;
 
-use super::super::frame::{Answer, Request, Verb};
+use super::super::frame::{Request, Verb};
 use super::super::gather;
-use super::{PAGE, SECRET, Victim, request, rest};
+use super::{Guest, PAGE, SECRET, Victim, request};
 
 /// Requests that are right, for a victim at `base`.
 fn good_requests(base: u64) -> Vec<Vec<u8>> {
@@ -77,7 +76,7 @@ proptest! {
     ) {
         thread_local! {
             // One server for all cases: what one of them broke, the next would notice.
-            static VICTIM: (Victim, std::cell::RefCell<TcpStream>) = {
+            static VICTIM: (Victim, std::cell::RefCell<Guest>) = {
                 let victim = Victim::new();
                 let neighbour = victim.enter().into();
                 (victim, neighbour)
@@ -109,21 +108,24 @@ proptest! {
                     }
                 }
             }
-            let mut stream = victim.enter();
-            let _ = stream.write_all(&requests.concat());
-            let said = rest(stream);
+            let mut guest = victim.enter();
+            for request in &requests {
+                guest.ask(request);
+            }
+            let _ = guest.stream().shutdown(Shutdown::Write);
+            let mut said = vec![];
+            while let Some((_, bytes)) = guest.hear() {
+                said.extend(bytes);
+            }
             let leaked = said.windows(24).any(|run| run.iter().all(|&byte| byte == SECRET));
             prop_assert!(!leaked, "bytes outside the region were read");
             prop_assert!(victim.is_unharmed(), "bytes were written");
             // The neighbour's connection, open all the while, serves.
             let mut neighbour = neighbour.borrow_mut();
             let target = victim.base() + 2 * PAGE as u64 - 8;
-            neighbour.write_all(&request(Verb::Read, 77, &[(target, 8)])).unwrap();
-            let mut answer = [0; Answer::BYTES + 8];
-            neighbour.read_exact(&mut answer).unwrap();
-            let mut header = [0; Answer::BYTES];
-            header.copy_from_slice(&answer[..Answer::BYTES]);
-            prop_assert_eq!(Answer::decode(&header).unwrap().id, 77);
+            neighbour.ask(&request(Verb::Read, 77, &[(target, 8)]));
+            let (answer, bytes) = neighbour.hear().unwrap();
+            prop_assert_eq!((answer.id, bytes.len()), (77, 8));
             Ok(())
         })?;
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvferry_layout::{BlockPair, Loops, Place, Region};
 
 use super::super::frame::{Request, Verb};
-use super::super::{Bounds, Packs, Tcp, TcpOptions, gather, parse};
+use super::super::{Bounds, Encrypt, Packs, Tcp, TcpOptions, gather, parse};
 use super::packed::greeted;
 use super::soon;
 use crate::contract::{Error, Operation, Status, Transport};
@@ -75,11 +75,15 @@ struct End {
 }
 
 fn end(fill: u8, bounds: Bounds) -> End {
+    end_with(fill, bounds, Encrypt::default())
+}
+
+fn end_with(fill: u8, bounds: Bounds, encrypt: Encrypt) -> End {
     let memory = HostMemory::new(BYTES).unwrap();
     memory.write(0, &vec![fill; BYTES]);
     let card = Card::default();
     let lets = card.lets.clone();
-    let options = TcpOptions { cards: Some(Arc::new(card)), ..TcpOptions::default() };
+    let options = TcpOptions { cards: Some(Arc::new(card)), encrypt, ..TcpOptions::default() };
     let transport = Tcp::with(options, bounds, Arc::new(AtomicU64::new(0))).unwrap();
     let region = Region { place: Place::Gpu(0), ..memory.region() };
     // SAFETY: the transport is dropped before the memory, in the order of the fields; the memory is only touched through its
@@ -106,7 +110,14 @@ fn wait_until(what: &str, done: impl Fn() -> bool) {
 
 #[test]
 fn what_is_read_is_in_place_when_the_card_says_so() {
-    let (source, reader) = (end(7, Bounds::of_this_process()), end(1, Bounds::of_this_process()));
+    for encrypt in [Encrypt::Never, Encrypt::Always] {
+        in_place_when_the_card_says_so(encrypt);
+    }
+}
+
+fn in_place_when_the_card_says_so(encrypt: Encrypt) {
+    let ends = [7, 1].map(|fill| end_with(fill, Bounds::of_this_process(), encrypt));
+    let [source, reader] = ends;
     source.lets.store(true, Ordering::SeqCst);
     let peer = reader.transport.connect(&source.transport.describe().unwrap(), soon()).unwrap();
     let loops = half(source.memory.base(), reader.memory.base());
@@ -135,7 +146,9 @@ fn who_stops_in_the_middle_of_a_request_keeps_no_slot() {
     gather::encode(&loops, &mut body);
     let (spans, bytes) = (body.len() as u32, loops.packed_bytes().unwrap());
     let header = Request { verb: Verb::Gather, spans, id: 1, bytes }.encode();
-    stops.write_all(&[&header[..], &body, &header[..7]].concat()).unwrap();
+    stops.ask(&[&header[..], &body].concat());
+    // The length of a frame, and not all of it.
+    stops.stream().write_all(&[24, 0, 0, 0, 7]).unwrap();
     wait_until("nothing is gathered", || source.transport.staging().in_use > 0);
     source.lets.store(true, Ordering::SeqCst);
     wait_until("a slot never came back", || source.transport.staging().in_use == 0);

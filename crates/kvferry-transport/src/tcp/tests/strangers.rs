@@ -9,10 +9,11 @@ use parking_lot::Mutex;
 use socket2::{Domain, Socket, Type};
 
 use super::super::bounds::Bounds;
+use super::super::channel::Channel;
 use super::super::frame::{Challenge, Hello, Verb};
-use super::super::proof::{End, Secret};
+use super::super::proof::{End, Said, Secret};
 use super::super::{Tcp, TcpOptions};
-use super::{OPEN, PAGE, Victim, described, let_in, request, soon};
+use super::{Guest, OPEN, PAGE, TERMS, Victim, described, let_in, request, soon};
 use crate::contract::{Error, Instance, Operation, Status, Transport};
 use crate::memory::HostMemory;
 
@@ -35,21 +36,6 @@ fn connect_from(from: Ipv4Addr, to: SocketAddr) -> TcpStream {
     let stream = TcpStream::from(socket);
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream
-}
-
-/// Says everything that it takes to be let in. Whether it was answered.
-fn greet(stream: &mut TcpStream, secret: &Secret) -> io::Result<()> {
-    let hello = Hello { nonce: [9; 32] }.encode();
-    stream.write_all(&hello)?;
-    let mut challenge = [0; Challenge::BYTES];
-    stream.read_exact(&mut challenge)?;
-    let nonce = Challenge::decode(&challenge).unwrap().nonce;
-    stream.write_all(&secret.prove(End::Client, &hello, &nonce))
-}
-
-fn is_served(stream: &mut TcpStream) -> bool {
-    let _ = stream.write_all(&request(Verb::Regions, 1, &[]));
-    stream.read_exact(&mut [0; 24 + 8 + 16]).is_ok()
 }
 
 fn has_ended(stream: &TcpStream) -> bool {
@@ -134,7 +120,7 @@ fn a_crowd_of_strangers_keeps_nobody_out_and_takes_no_threads() {
 fn a_flood_drowns_only_its_own_address() {
     let victim = Victim::with(Bounds { strangers: 8, ..bounds() });
     let address = victim.address();
-    let hello = Hello { nonce: [9; 32] }.encode();
+    let hello = Hello { nonce: [9; 32], terms: TERMS }.encode();
     let mut quiet = connect_from(ELSEWHERE, address.at);
     quiet.write_all(&hello[..20]).unwrap();
     // It has its place once it is the next that goes.
@@ -144,9 +130,11 @@ fn a_flood_drowns_only_its_own_address() {
     quiet.write_all(&hello[20..]).unwrap();
     let mut challenge = [0; Challenge::BYTES];
     quiet.read_exact(&mut challenge).unwrap();
-    let nonce = Challenge::decode(&challenge).unwrap().nonce;
-    quiet.write_all(&address.secret.prove(End::Client, &hello, &nonce)).unwrap();
-    assert!(is_served(&mut quiet));
+    let Challenge { nonce, terms, .. } = Challenge::decode(&challenge).unwrap();
+    let said = Said { hello, nonce, terms };
+    quiet.write_all(&address.secret.prove(End::Client, &said)).unwrap();
+    let secrets = address.secret.secrets(&said);
+    assert!(Guest(Channel::new(quiet.into(), End::Client, terms, &secrets)).is_served());
 }
 
 /// What comes late does not buy more time.
@@ -154,7 +142,7 @@ fn a_flood_drowns_only_its_own_address() {
 fn a_greeting_that_trickles_ends_at_its_deadline() {
     let victim = Victim::with(Bounds { greeting: Duration::from_millis(300), ..bounds() });
     let mut stream = connect_from(Ipv4Addr::LOCALHOST, victim.address().at);
-    let hello = Hello { nonce: [9; 32] }.encode();
+    let hello = Hello { nonce: [9; 32], terms: TERMS }.encode();
     // All but the last byte, which would be answered.
     let said = hello[..Hello::BYTES - 1].iter().take_while(|&&byte| {
         std::thread::sleep(Duration::from_millis(100));
@@ -169,11 +157,11 @@ fn a_greeting_that_trickles_ends_at_its_deadline() {
     assert!(matches!(stream.read(&mut [0]), Ok(0)));
     assert_eq!(victim.transport.statistics().turned_away, 2);
     // And one that is served may be silent.
-    let mut served = connect_from(Ipv4Addr::LOCALHOST, victim.address().at);
-    greet(&mut served, &victim.address().secret).unwrap();
-    assert!(is_served(&mut served));
+    let served = connect_from(Ipv4Addr::LOCALHOST, victim.address().at);
+    let mut served = Guest::new(served, &victim.address().secret).unwrap();
+    assert!(served.is_served());
     std::thread::sleep(Duration::from_millis(400));
-    assert!(is_served(&mut served));
+    assert!(served.is_served());
 }
 
 /// What the transports of this process log.
@@ -219,7 +207,7 @@ fn who_never_reads_is_let_go() {
     // 32 MiB: more than any socket keeps.
     let page = (victim.base() + PAGE as u64, PAGE as u64);
     for id in 0..8 {
-        guest.write_all(&request(Verb::Read, id, &[page; 1024])).unwrap();
+        guest.ask(&request(Verb::Read, id, &[page; 1024]));
     }
     wait_until("it is still served", || victim.transport.server.connections() == 0);
     read_a_page(&victim);
@@ -231,9 +219,8 @@ fn no_address_takes_all_connections() {
     let victim = Victim::with(Bounds { connections: 4, ..bounds() });
     let address = victim.address();
     let enter = |from| {
-        let mut stream = connect_from(from, address.at);
-        let answered = greet(&mut stream, &address.secret).is_ok();
-        (answered && is_served(&mut stream)).then_some(stream)
+        let mut guest = Guest::new(connect_from(from, address.at), &address.secret).ok()?;
+        guest.is_served().then_some(guest)
     };
     let mut greedy: Vec<_> = (0..2).map(|_| enter(Ipv4Addr::LOCALHOST).unwrap()).collect();
     assert!(enter(Ipv4Addr::LOCALHOST).is_none(), "it has half of them");

@@ -1,0 +1,254 @@
+//! A connection whose ends have proved themselves: frames go sealed, each behind its length; what is moved goes sealed in
+//! pieces, or as it is.
+
+use std::io;
+use std::iter::once;
+use std::net::TcpStream;
+use std::sync::Arc;
+
+use super::frame;
+use super::proof::End;
+use super::seal::{Direction, Secrets, TAG, Terms};
+use super::socket;
+use crate::contract::InvalidFrame;
+
+/// Bytes that are sealed at once: they stay in a core's cache from the copy to the socket.
+const PIECE: usize = 128 << 10;
+/// Of a frame's length, before it.
+const LENGTH: usize = 4;
+
+/// What moved bytes lie in.
+pub(super) type Span = (u64, u64);
+
+pub(super) struct Channel {
+    stream: Arc<TcpStream>,
+    sends: Direction,
+    receives: Direction,
+    seals_content: bool,
+    /// A frame on its way, sealed or open.
+    frame: Vec<u8>,
+    /// Where bytes of registered memory, which others may change meanwhile, are sealed and opened.
+    piece: Vec<u8>,
+}
+
+/// Why a connection is of no use any more.
+#[derive(Debug)]
+pub(super) enum Broken {
+    Io(io::Error),
+    Invalid(InvalidFrame),
+}
+
+impl From<io::Error> for Broken {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl From<InvalidFrame> for Broken {
+    fn from(error: InvalidFrame) -> Self {
+        Self::Invalid(error)
+    }
+}
+
+impl Channel {
+    pub(super) fn new(stream: Arc<TcpStream>, end: End, terms: Terms, secrets: &Secrets) -> Self {
+        let of = |end| {
+            let secret = match end {
+                End::Client => secrets.of_client,
+                End::Server => secrets.of_server,
+            };
+            Direction::new(terms.cipher, secret)
+        };
+        let other = match end {
+            End::Client => End::Server,
+            End::Server => End::Client,
+        };
+        Self {
+            stream,
+            sends: of(end),
+            receives: of(other),
+            seals_content: terms.content,
+            frame: vec![],
+            piece: vec![],
+        }
+    }
+
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Puts a frame, sealed, into the buffer for it.
+    fn put(&mut self, frame: &[u8]) {
+        self.frame.clear();
+        self.frame.extend((frame.len() as u32).to_le_bytes());
+        self.frame.extend(frame);
+        let tag = self.sends.seal(&mut self.frame[LENGTH..]);
+        self.frame.extend(tag);
+    }
+
+    /// Sends a frame.
+    pub(super) fn send(&mut self, frame: &[u8]) -> Result<(), Broken> {
+        self.put(frame);
+        socket::send_bytes(&self.stream, &self.frame).map_err(Broken::from)
+    }
+
+    /// Sends a frame and the bytes of spans.
+    ///
+    /// # Safety
+    ///
+    /// The spans are memory that may be read by anyone, at any time, until this returns.
+    pub(super) unsafe fn send_spans(&mut self, frame: &[u8], spans: &[Span]) -> Result<(), Broken> {
+        self.put(frame);
+        if !self.seals_content {
+            let spans = spans.iter().map(|&(at, bytes)| socket::entry(at, bytes));
+            let mut entries: Vec<_> = once(socket::entry_of(&self.frame)).chain(spans).collect();
+            // SAFETY: of the spans, the caller's promise; the frame is our own.
+            return unsafe { socket::send_all(&self.stream, &mut entries) }.map_err(Broken::from);
+        }
+        self.piece.resize(PIECE, 0);
+        let mut spans = Spans { spans: spans.iter().copied(), left: (0, 0) };
+        loop {
+            let mut bytes = 0;
+            while let Some((from, some)) = spans.next(PIECE - bytes) {
+                let to = self.piece[bytes..bytes + some].as_mut_ptr();
+                // SAFETY: the caller's promise; the destination is our own, and that long.
+                unsafe { to.copy_from_nonoverlapping(from as *const u8, some) };
+                bytes += some;
+            }
+            if bytes == 0 {
+                return Ok(());
+            }
+            let tag = self.sends.seal(&mut self.piece[..bytes]);
+            let mut parts = [&self.frame[..], &self.piece[..bytes], &tag].map(socket::entry_of);
+            // SAFETY: all of it is our own.
+            unsafe { socket::send_all(&self.stream, &mut parts)? };
+            self.frame.clear();
+        }
+    }
+
+    /// Sends a frame and bytes of our own, which are lost for it.
+    pub(super) fn send_own(&mut self, frame: &[u8], bytes: &mut [u8]) -> Result<(), Broken> {
+        if self.seals_content {
+            return self.send_sealed(frame, bytes);
+        }
+        self.put(frame);
+        let mut parts = [&self.frame[..], bytes].map(socket::entry_of);
+        // SAFETY: all of it is our own.
+        unsafe { socket::send_all(&self.stream, &mut parts) }.map_err(Broken::from)
+    }
+
+    /// The same, sealed whatever was agreed.
+    pub(super) fn send_sealed(&mut self, frame: &[u8], bytes: &mut [u8]) -> Result<(), Broken> {
+        self.put(frame);
+        for piece in bytes.chunks_mut(PIECE) {
+            let tag = self.sends.seal(piece);
+            let mut parts = [&self.frame[..], piece, &tag].map(socket::entry_of);
+            // SAFETY: all of it is our own.
+            unsafe { socket::send_all(&self.stream, &mut parts)? };
+            self.frame.clear();
+        }
+        Ok(())
+    }
+
+    /// The next frame, or none where the other end has hung up.
+    pub(super) fn receive(&mut self) -> Result<Option<&[u8]>, Broken> {
+        let mut length = [0; LENGTH];
+        match socket::receive_bytes(&self.stream, &mut length) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            other => other?,
+        }
+        let length = u32::from_le_bytes(length) as usize;
+        // Before there is a place for it.
+        if length > frame::LONGEST {
+            return Err(InvalidFrame::Length(length as u64).into());
+        }
+        self.frame.resize(length, 0);
+        let mut tag = [0; TAG];
+        receive_with_tag(&self.stream, &mut self.frame, &mut tag)?;
+        self.receives.open(&mut self.frame, tag)?;
+        Ok(Some(&self.frame))
+    }
+
+    /// Receives bytes to spans.
+    ///
+    /// # Safety
+    ///
+    /// The spans are memory that may be written by anyone, at any time, until this returns.
+    pub(super) unsafe fn receive_spans(
+        &mut self,
+        spans: impl Iterator<Item = Span> + Clone,
+    ) -> Result<(), Broken> {
+        if !self.seals_content {
+            let mut entries: Vec<_> = spans.map(|(at, bytes)| socket::entry(at, bytes)).collect();
+            // SAFETY: the caller's promise.
+            return unsafe { socket::receive_all(&self.stream, &mut entries) }
+                .map_err(Broken::from);
+        }
+        self.piece.resize(PIECE, 0);
+        let mut left: u64 = spans.clone().map(|(_, bytes)| bytes).sum();
+        let mut spans = Spans { spans, left: (0, 0) };
+        while left > 0 {
+            let bytes = left.min(PIECE as u64) as usize;
+            let (piece, mut tag) = (&mut self.piece[..bytes], [0; TAG]);
+            receive_with_tag(&self.stream, piece, &mut tag)?;
+            self.receives.open(piece, tag)?;
+            let mut done = 0;
+            while let Some((to, some)) = spans.next(bytes - done) {
+                let from = piece[done..done + some].as_ptr();
+                // SAFETY: the caller's promise; the source is our own, and that long.
+                unsafe { (to as *mut u8).copy_from_nonoverlapping(from, some) };
+                done += some;
+            }
+            left -= bytes as u64;
+        }
+        Ok(())
+    }
+
+    /// Receives bytes to memory of our own.
+    pub(super) fn receive_own(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
+        match self.seals_content {
+            true => self.receive_sealed(bytes),
+            false => socket::receive_bytes(&self.stream, bytes).map_err(Broken::from),
+        }
+    }
+
+    /// The same, sealed whatever was agreed.
+    pub(super) fn receive_sealed(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
+        for piece in bytes.chunks_mut(PIECE) {
+            let mut tag = [0; TAG];
+            receive_with_tag(&self.stream, piece, &mut tag)?;
+            self.receives.open(piece, tag)?;
+        }
+        Ok(())
+    }
+}
+
+fn receive_with_tag(
+    stream: &TcpStream,
+    bytes: &mut [u8],
+    tag: &mut [u8; TAG],
+) -> Result<(), Broken> {
+    let entries =
+        [bytes, tag].map(|part| socket::entry(part.as_mut_ptr() as u64, part.len() as u64));
+    // SAFETY: both name live slices that are ours to write.
+    unsafe { socket::receive_all(stream, &mut { entries }) }.map_err(Broken::from)
+}
+
+/// Spans, cut where a piece ends.
+struct Spans<I> {
+    spans: I,
+    left: Span,
+}
+
+impl<I: Iterator<Item = Span>> Spans<I> {
+    /// Where the next bytes are, and how many of them, at most so many. `None` where there are none left, or no room.
+    fn next(&mut self, room: usize) -> Option<(u64, usize)> {
+        while self.left.1 == 0 {
+            self.left = self.spans.next()?;
+        }
+        let (at, bytes) = self.left;
+        let some = bytes.min(room as u64);
+        self.left = (at + some, bytes - some);
+        (some > 0).then_some((at, some as usize))
+    }
+}
