@@ -82,9 +82,18 @@ def test_an_engine_that_returns_routed_experts_is_refused(role):
         FerryConnector(config, role, SimpleNamespace())
 
 
-def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch):
+def test_each_machine_of_an_engine_may_find_its_own_address(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVFERRY_KEY", raising=False)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.7")
     assert Options.read({"host": "auto"}).address(5)["bind"] == "127.0.0.7:5"
+    # With a key, nothing need be said.
+    key = tmp_path / "key"
+    key.write_text("a key of a test")
+    assert Options.read({"key_file": str(key)}).address(5)["bind"] == "127.0.0.7:5"
+    assert Options.read({}).address(5)["bind"] == "127.0.0.1:5"
+    monkeypatch.setenv("KVFERRY_KEY", "a key of a test")
+    assert Options.read({}).address(5)["bind"] == "127.0.0.7:5"
+    assert Options.read({"insecure": True}).address(5)["bind"] == "127.0.0.1:5"
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
     with pytest.raises(ValueError, match="'host' .* is 'auto', but must be an address: .* VLLM_HOST_IP"):
         Options.read({"host": "auto"}).address(5)

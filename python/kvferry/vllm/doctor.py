@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import os
 import resource
 import socket
 import subprocess
@@ -134,15 +133,11 @@ def listening(options: Options, timeout: float) -> Finding:
                 advice = "make a certificate of the authority that names this address (subjectAltName) and is valid today"
                 return Finding("address", "no" if "TLS" in said else "?", says, advice)
         how = "TLS" if options.tls_certificate else "insecure" if options.insecure else "loopback alone"
-        if _has_key(options) and how == "loopback alone":
+        if options.has_key() and how == "loopback alone":
             how = "a key"
         return Finding("address", "yes", f"can listen at {agent.address} ({how})")
     finally:
         agent.close()
-
-
-def _has_key(options: Options) -> bool:
-    return options.key_file is not None or "KVFERRY_KEY" in os.environ
 
 
 def transport(options: Options, mib: int) -> Finding:
@@ -233,7 +228,7 @@ def forbidden(address: str, options: Options) -> tuple[str, str] | None:
         if any(found in ipaddress.ip_network(network, strict=False) for network in options.peers):
             return None
         return f"{no}: 'peers' names only {', '.join(options.peers)}", "add its network to 'peers'"
-    if options.insecure or options.tls_certificate or _has_key(options) or found.is_loopback:
+    if options.insecure or options.tls_certificate or options.has_key() or found.is_loopback:
         return None
     return f"{no}: without a key or TLS peers are looked for on loopback alone", "give both servers a 'key_file'"
 

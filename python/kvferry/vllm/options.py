@@ -6,6 +6,7 @@ import difflib
 import errno
 import ipaddress
 import math
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -66,8 +67,9 @@ class Options:
     #: (for each peer the first that works of `cuda`, `nixl` where both have RDMA, and `tcp`). The same on both sides. Left
     #: out: `gpu` for caches on a GPU, `tcp` for others.
     transport: str | None = _option(None, one_of=("local", "tcp", "cuda", "nixl", "gpu"))
-    #: The address to listen on; `auto`: this machine's own, as vLLM finds it.
-    host: str = _option("127.0.0.1")
+    #: The address to listen on; `auto`: this machine's own, as vLLM finds it. Left out: `auto` where there is a key or TLS,
+    #: 127.0.0.1 otherwise.
+    host: str | None = _option(None)
     #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.
     port: int = _option(0, least=0, most=65535)
     #: The ports that the ranks listen on, from the first to the last of them (`7100-7163`): each takes the first that are
@@ -176,7 +178,7 @@ class Options:
 
     def address(self, port: int) -> dict[str, Any]:
         """The arguments of either half of an agent that say where it listens."""
-        host = self._host()
+        host = self.listens_on()
         if not any(_is_here(family, where) for family, *_, where in self.resolved(host)):
             raise _error("host", host, f"{_HOST} (no network interface here has it)")
         host = f"[{host}]" if ":" in host else host
@@ -194,15 +196,21 @@ class Options:
         except (OSError, UnicodeError) as error:
             raise _error("host", host, f"{_HOST} ({error})") from None
 
-    def _host(self) -> str:
+    def has_key(self) -> bool:
+        """Whether peers prove a key."""
+        return self.key_file is not None or "KVFERRY_KEY" in os.environ
+
+    def listens_on(self) -> str:
         """Where this process listens, which may be on another machine than other ranks of the engine."""
-        if self.host != "auto":
-            return self.host
+        proven = self.has_key() or self.tls_certificate is not None
+        host = self.host or ("auto" if proven and not self.insecure else "127.0.0.1")
+        if host != "auto":
+            return host
         from vllm.utils.network_utils import get_ip
 
         found = str(get_ip())
         if found in ("", "0.0.0.0", "::"):
-            raise _error("host", self.host, "an address: this machine's own is not known, VLLM_HOST_IP may name it")
+            raise _error("host", host, "an address: this machine's own is not known, VLLM_HOST_IP may name it")
         return found
 
     def port_of(self, engine: int) -> int:

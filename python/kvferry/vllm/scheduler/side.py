@@ -41,7 +41,7 @@ class SchedulerSide:
             logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
         else:
             logger.info(
-                "kvferry: engine %s listens on %s, and peers are told %s", engine, options.host, self.agent.address
+                "kvferry: engine %s listens on %s, and peers are told %s", engine, options.listens_on(), self.agent.address
             )
         logger.info("kvferry: `kvferry drain %s` prepares its end", self.agent.address)
         # The process is vLLM's: its signals are left alone unless that was asked for.
