@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, KVCacheLayo
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -76,6 +77,24 @@ def latent_blocks():
         config.cache_config.block_size = wanted
 
     CpuPlatform.check_and_update_config = staticmethod(update_but_blocks)
+    # Not where a GPU's worker runs.
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner._zero_block_ids = _zero_whole_blocks
+
+
+def _zero_whole_blocks(runner, blocks):
+    """vLLM's own for CPUs takes the engine's blocks for the kernel's, of which there are several in each, and so
+    zeroes other requests' memory: a hybrid with latents then answers wrongly now and then."""
+    cache = runner.kv_cache_config
+    context = runner.compilation_config.static_forward_context
+    for group in cache.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            for layer in group.layer_names:
+                kernels = context[layer].kv_cache
+                parts = len(kernels) // cache.num_blocks
+                for block in blocks:
+                    kernels[block * parts : (block + 1) * parts].zero_()
 
 
 def split_prompts():

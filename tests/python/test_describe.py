@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvferry.vllm import Unsupported, refusal
 from kvferry.vllm.describe import specs
+from kvferry.vllm.describe.model import Model
 from kept import Attention, Indexer, Latent, Topology, delta_net, linear, mamba2, short_conv
 from pools import Engine
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVQuantMode
@@ -319,6 +320,14 @@ def test_draft_layers_are_named_apart(gqa):
     gqa.config.model_config.get_total_num_hidden_layers = lambda: 1
     states = [p["state"] for p in describe(gqa).to_dict()["groups"][0]["pieces"]]
     assert states == ["layers.0/k", "layers.0/v", "draft/layers.0/k", "draft/layers.0/v"]
+
+
+def test_layers_that_are_numbered_on_are_no_draft():
+    """Falcon-H1's Mamba layers: with `draft` "own" they are handed over all the same."""
+    config = SimpleNamespace(get_total_num_hidden_layers=lambda: 36)
+    model = Model(SimpleNamespace(model_config=config), 1)
+    assert model.place("model.layers.0.self_attn.attn") == model.place("model.36.mixer") == (False, 0)
+    assert model.place("model.layers.36.self_attn.attn") == (True, 0)
 
 
 def test_defaults_come_from_the_process(gqa, monkeypatch):

@@ -22,16 +22,20 @@ class Model:
     def place(self, layer: str) -> tuple[bool, int]:
         """Whether a layer belongs to the draft, and its number there.
 
-        vLLM numbers a draft's layers on from the model's own, or names them apart.
+        vLLM numbers a draft's layers on from the model's own, or names them apart. Falcon-H1's Mamba layers are
+        numbered on, too, from the attention layers that they stand beside: `model.36.mixer`, which is no
+        layer in a list of layers.
         """
         parts = layer.split(".")
-        number = next((int(part) for part in parts if part.isdecimal()), None)
-        if number is None:
+        at = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+        if at is None:
             raise refuse(layer, "its name holds no layer number")
+        number = int(parts[at])
         if parts[0] == "draft_model":
             return True, number
-        draft = number >= self.layers
-        return draft, number - self.layers if draft else number
+        if number < self.layers:
+            return False, number
+        return parts[at - 1] == "layers", number - self.layers
 
     def maker(self, index: int) -> int:
         """The layer that makes what layer `index` of the model keeps: itself, or, in a model whose last layers

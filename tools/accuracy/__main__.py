@@ -1,0 +1,194 @@
+"""Asks the trained models of `models/tiny` what they have read, of one engine and through hand-overs.
+
+    tools/accuracy.sh [--families NAME,…] [--only TEXT] [--through NAME,…] [--prompts N] [--spoil N]
+                      [--json] [--save PATH]
+    tools/accuracy.sh --read PATH…     the tables of what was saved; of a model that several have, the last one's
+    VLLM=0.33.0 tools/accuracy.sh …    with another version of vLLM
+
+For each model one engine without a connector answers questions of four kinds, and then pairs of engines do: P reads the
+prompt and D answers, through kvferry and through vLLM's own NixlConnector, 32 requests at once. There are as many prompts
+of each kind as `--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
+and how many answers have other tokens than the one engine's, of the four that are asked for. In float32 ours must be 0.
+
+Controls follow: in each model's pair TP 1 → 2 through kvferry, one kind of state is spoiled in D's memory after the load,
+in all of it or in a part. What costs less than one right answer in ten is not tested by this model, and the table says so.
+
+`--only` takes cells (or `controls`) whose name contains TEXT; `--spoil` says how many prompts of each kind controls have, 0: none
+are run. What a pair cannot run is said in its own words. Ends with 1 where ours does not run, differs in float32, or
+has fewer right answers in bfloat16 than the interval of one engine's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import cards
+
+from . import ROOT, table
+from .asking import OURS, RIVAL, TOKENS, Engines, Failed, Questions, answers, handed_over
+from .control import controls
+from .models import CELLS, FAMILIES
+from .models import OURS as OURS_ALONE
+
+
+class Progress:
+    """How far it is, on standard error."""
+
+    def __init__(self, all_):
+        self.all, self.done, self.began = all_, 0, time.monotonic()
+
+    def __call__(self, what):
+        left = ""
+        if self.done:
+            seconds = (time.monotonic() - self.began) * (self.all - self.done) / self.done
+            left = f", about {seconds / 60:.0f} min left"
+        print(f"{self.done} of {self.all}{left}: {what}", file=sys.stderr, flush=True)
+        self.done += 1
+
+
+def work(arguments):
+    """By family: the cells that are run, each with who runs it."""
+    chosen = {}
+    for family in arguments.families:
+        cells = [
+            (name, cell, through)
+            for through in (OURS, RIVAL)
+            for name, cell in (CELLS[family] | (OURS_ALONE.get(family, {}) if through == OURS else {})).items()
+            if through in arguments.through and arguments.only in name
+        ]
+        spoils = arguments.spoil and OURS in arguments.through and arguments.only in "controls"
+        if cells or spoils:
+            chosen[family] = cells, spoils
+    if not chosen:
+        names = dict.fromkeys(name for cells in [*CELLS.values(), *OURS_ALONE.values()] for name in cells)
+        known = "; ".join([*names, "controls"])
+        raise SystemExit(f"error: --only {arguments.only}: no cell has that in its name; they are: {known}")
+    return chosen
+
+
+def measure(arguments, chosen, progress, keep):
+    found, spoilt = [], []
+    asked = Questions(arguments.prompts)
+    for family, (cells, spoils) in chosen.items():
+        with Engines(family) as engines:
+            progress(f"{family}, one engine")
+            alone = answers(engines.alone(), asked)
+            engines.close()
+            found.append({"family": family, "cell": "–", "through": table.ALONE, "right": asked.right(alone)})
+            for name, cell, through in cells:
+                progress(f"{family}, {name}, {through}")
+                found.append({"family": family, "cell": name, "through": through})
+                found[-1] |= one(engines, cell, through, asked, alone)
+                keep(found, spoilt)
+            engines.close()
+            if spoils:
+                progress(f"{family}, controls")
+                spoilt += controls(engines, Questions(arguments.spoil))
+        keep(found, spoilt)
+    return found, spoilt
+
+
+def one(engines, cell, through, asked, alone):
+    began = time.monotonic()
+    p, d, *how = cell
+    try:
+        prefill, decode = (engines.ours if through == OURS else engines.rivals)(p, d)
+        made = handed_over(prefill, decode, asked, *how)
+    except Failed as error:
+        # It may have left something behind.
+        engines.close()
+        return {"error": str(error)}
+    differ = sum(tokens != own for tokens, own in zip(made, alone, strict=True))
+    return {"right": asked.right(made), "differ": differ, "seconds": round(time.monotonic() - began, 1)}
+
+
+def wrong(found):
+    """Cells of ours that are not as they must be."""
+    alone = {line["family"]: line for line in found if line["through"] == table.ALONE}
+    for line in found:
+        if line["through"] != OURS:
+            continue
+        name = f"{line['family']}, {line['cell']}"
+        if "error" in line:
+            yield f"{name}: {line['error']}"
+        elif FAMILIES[line["family"]].get("dtype") == "bfloat16":
+            low, _ = table.wilson(*table.whole(alone[line["family"]]["right"]))
+            if table.whole(line["right"])[0] / table.whole(line["right"])[1] < low:
+                yield f"{name}: fewer right answers than one engine's interval has"
+        elif line["differ"]:
+            yield f"{name}: {line['differ']} answers differ"
+
+
+def show(*kept):
+    for one in kept:
+        said = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+        print(f"{one['date']}, {said}\n$ {one['command']}\n")
+    cells, controls = (table.latest(kept, part) for part in ("cells", "controls"))
+    print(*table.summary(cells), sep="\n")
+    print("\nAnswers, and how many have other tokens than those of one engine:\n", *table.accuracy(cells), sep="\n")
+    if controls:
+        print("\nSpoiled in D's memory after the load:\n", *table.controls(controls), sep="\n")
+
+
+def command(arguments):
+    """What finds the same again, wherever it is kept."""
+    chosen = [f"--{name}={getattr(arguments, name)}" for name in ("only", "prompts", "spoil")]
+    several = [f"--{name}={','.join(getattr(arguments, name))}" for name in ("families", "through")]
+    version = [f"VLLM={os.environ['VLLM']}"] if "VLLM" in os.environ else []
+    return shlex.join([*version, "tools/accuracy.sh", *several, *(one for one in chosen if not one.endswith("="))])
+
+
+def main():
+    parser = argparse.ArgumentParser("tools/accuracy.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--families", default=",".join(FAMILIES), help="of models/tiny, separated by commas")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cells whose name contains this")
+    parser.add_argument("--through", default=f"{OURS},{RIVAL}")
+    parser.add_argument("--prompts", type=int, default=20, help="of each of the four kinds")
+    parser.add_argument("--spoil", type=int, default=8, help="prompts of each kind for controls; 0: none")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="PATH", help="print tables of these files; nothing is run")
+    parser.add_argument("--json", action="store_true", help="all that was found, instead of tables")
+    parser.add_argument("--save", type=Path, metavar="PATH", help="write the same JSON here, as it grows")
+    arguments = parser.parse_args()
+    if arguments.read:
+        return show(*(json.loads(path.read_text()) for path in arguments.read))
+    for name, known in (("families", list(FAMILIES)), ("through", [OURS, RIVAL])):
+        given = getattr(arguments, name).split(",")
+        if unknown := [one for one in given if one not in known]:
+            parser.error(f"--{name}: there are {', '.join(known)}, and {', '.join(unknown) or 'nothing'} is none of them")
+        setattr(arguments, name, given)
+    if arguments.prompts < 1 or arguments.spoil < 0:
+        parser.error("--prompts is at least 1, and --spoil at least 0")
+    chosen = work(arguments)
+    facts = {
+        "date": str(datetime.date.today()),
+        "command": command(arguments),
+        "versions": {name: version(name) for name in ("kvferry", "vllm", "torch", "nixl")},
+        "tokens": TOKENS,
+    }
+
+    def keep(found, spoilt):
+        if arguments.save:
+            arguments.save.write_text(json.dumps(facts | {"cells": found, "controls": spoilt}, indent=1) + "\n")
+
+    progress = Progress(sum(1 + len(cells) + bool(spoils) for cells, spoils in chosen.values()))
+    try:
+        for family in chosen:
+            cards.checked(ROOT / "models" / "tiny" / family)
+        keep([], [])
+        found, spoilt = measure(arguments, chosen, progress, keep)
+    except (cards.Spoilt, OSError) as error:
+        sys.exit(f"error: {error}")
+    kept = facts | {"cells": found, "controls": spoilt}
+    print(json.dumps(kept)) if arguments.json else show(kept)
+    if bad := list(wrong(found)):
+        sys.exit("error: kvferry: " + "; ".join(bad))
+
+
+if __name__ == "__main__":
+    main()
