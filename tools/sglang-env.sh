@@ -9,7 +9,7 @@
 # lacks has stand-ins in tests/sglang. Like that of vLLM, the environment lies outside the tree, under a name that says what is in it.
 set -euo pipefail
 
-sglang=0.5.23 ipython=9.9.0 traitlets=5.14.3 gguf=0.17.1
+sglang=0.5.23 ipython=9.18.1 traitlets=5.16.1 gguf=0.19.0
 base=$("$(dirname "$0")/vllm-env.sh")
 root="${XDG_CACHE_HOME:-$HOME/.cache}/kvferry"
 env="$root/sglang-$sglang-ipython-$ipython-gguf-$gguf-$(basename "$(dirname "$(dirname "$base")")")"
@@ -26,7 +26,7 @@ if [ ! -e "$env/complete" ]; then
       >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
     "$base" -m uv pip install --quiet --python "$python" --no-deps \
       "sglang==$sglang" "ipython==$ipython" "traitlets==$traitlets" "gguf==$gguf"
-    "$python" -c "from importlib.metadata import version; assert version('sglang') == '$sglang'"
+    "$python" -W ignore -c "import sglang; assert sglang.__version__ == '$sglang'"
     env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -q -j 0 "$env/lib" || true
   } >&2
   touch "$env/complete"
