@@ -42,6 +42,18 @@ OPTIONS = {
     "dtype": "float32",
     "log_level": "info",
     "random_seed": 7,
+    # Or it looks for work all the time, on cores that others need.
+    "sleep_on_idle": True,
+}
+#: With overlapping steps SGLang keeps copies of states, which it has kernels for GPUs for.
+_IN_TURNS = {"disable_overlap_schedule": True}
+#: What a model needs on a CPU.
+KINDS = {
+    "nemotron_h": _IN_TURNS,
+    "falcon_h1": _IN_TURNS,
+    "kimi_linear": _IN_TURNS,
+    # Its stand-ins hold their numbers in the format of the model's own, for which there is no other choice in vLLM either.
+    "qwen3_5": _IN_TURNS | {"dtype": "bfloat16"},
 }
 #: Of each role.
 ROLES = {
@@ -92,7 +104,7 @@ class Engine:
         """`settings` are options of kvferry's, and `prepare` is called in the engine's process before it starts."""
         self.role, self.log = role, Path(log)
         self.port = free_port() if role == "prefill" else None
-        given = OPTIONS | ROLES[role] | {"model_path": str(path), "port": free_port()} | (options or {})
+        given = OPTIONS | KINDS.get(Path(path).name, {}) | ROLES[role] | {"model_path": str(path), "port": free_port()} | (options or {})
         if self.port:
             given["disaggregation_bootstrap_port"] = self.port
         told = {"KVFERRY_OPTIONS": json.dumps({"audit": "all"} | (settings or {}))} | (environment or {})

@@ -1,9 +1,10 @@
-"""What a hand-over must hold: one engine's tokens."""
+"""What a hand-over must hold: the tokens of one engine alone."""
 
 import random
 from itertools import count
 
-LENGTHS = (1, 2, 31, 33, 100, 200)
+#: Prompts within one page, at its edges and over several, and over chunks of 32.
+LENGTHS = (1, 2, 31, 33, 100)
 _rooms = count(1)
 
 
@@ -12,21 +13,39 @@ def prompts(seed, lengths=LENGTHS):
     return [[draw.randrange(6, 500) for _ in range(length)] for length in lengths]
 
 
-def hand_over(prefill, decode, prompt, tokens=12, sent=None, room=None):
+def room():
+    return next(_rooms)
+
+
+def hand_over(prefill, decode, prompt, tokens=8, sent=None):
     """The answer of D to `sent`, with what P has computed of `prompt`, and P's own answer."""
-    room = next(_rooms) if room is None else room
-    ours = prefill.ask(prompt, tokens, room=room)
-    theirs = decode.ask(prompt if sent is None else sent, tokens, room=room, source=prefill)
+    number = room()
+    ours = prefill.ask(prompt, tokens, room=number)
+    theirs = decode.ask(prompt if sent is None else sent, tokens, room=number, source=prefill)
     return decode.answer(theirs), prefill.answer(ours)
 
 
-def check(prefill, decode, alone, lengths=LENGTHS, seed=1):
+def check(prefill, decode, alone, lengths=LENGTHS, seed=1, tokens=8):
     """All at once, which is when requests are in each other's way."""
     asked = []
     for prompt in prompts(seed, lengths):
-        room = next(_rooms)
-        asked.append((prompt, prefill.ask(prompt, room=room), decode.ask(prompt, room=room, source=prefill)))
-    for prompt, ours, theirs in asked:
-        p, d = prefill.answer(ours), decode.answer(theirs)
-        assert "error" not in p and "error" not in d, (len(prompt), p, d, prefill.log.read_text()[-1500:], decode.log.read_text()[-1500:])
-        assert d["ids"] == alone.generate(prompt), f"a prompt of {len(prompt)} tokens"
+        number = room()
+        ours = prefill.ask(prompt, tokens, room=number)
+        theirs = decode.ask(prompt, tokens, room=number, source=prefill)
+        asked.append((prompt, ours, theirs, alone.ask(prompt, tokens)))
+    for prompt, ours, theirs, by_itself in asked:
+        p, d, a = prefill.answer(ours), decode.answer(theirs), alone.answer(by_itself)
+        said = f"a prompt of {len(prompt)} tokens: {p} {d} {a}"
+        assert "error" not in p | d | a, said
+        assert d["ids"] == a["ids"], said
+        assert len(d["ids"]) == tokens
+    return prompt, a["ids"]
+
+
+def check_control(prefill, decode, alone, seed=2):
+    """P is given another prompt than D, and nothing but P's state can make D answer as if it had been its own."""
+    ours, theirs = prompts(seed, (64, 64))
+    expected = [alone.generate(prompt, 8) for prompt in (ours, theirs)]
+    assert expected[0] != expected[1]
+    made, _ = hand_over(prefill, decode, ours, sent=theirs)
+    assert made["ids"] == expected[0]

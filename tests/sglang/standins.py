@@ -106,9 +106,12 @@ def _recurrent():
 def _ranks():
     """Several ranks: the wheel wants NCCL for a group of them, also on a CPU, where gloo is what it uses then."""
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.attention.mamba import mamba
 
     given = parallel_state.init_model_parallel_group
     parallel_state.init_model_parallel_group = lambda *words, **named: given(*words, **named | {"use_pynccl": False})
+    # On a CPU its loader cannot repeat a group for several ranks, as it does elsewhere.
+    mamba.is_cpu = lambda: False
 
 
 def _gated_norm(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, **_):

@@ -33,6 +33,8 @@ TABLE: dict[str, str] = {
     f"{DISAGGREGATION}.base.conn": "BaseKVBootstrapServer BaseKVManager BaseKVReceiver BaseKVSender KVPoll.Failed "
     "KVPoll.Bootstrapping KVPoll.WaitingForInput KVPoll.Transferring KVPoll.Success KVTransferMetric "
     "KVArgs.page_size KVArgs.state_types",
+    f"{DISAGGREGATION}.common.conn": "CommonKVSender._early_send_wait_event CommonKVReceiver.abort_notified "
+    "CommonKVReceiver.ensure_abort_notified",
     # Requests.
     "sglang.srt.managers.schedule_batch": "Req.rid Req.origin_input_ids Req.extra_key Req.disagg_kv_sender",
     "sglang.srt.managers.scheduler": "Scheduler.model_config Scheduler.sliding_window_size Scheduler.transfer_backend "

@@ -59,7 +59,7 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         rank = Rank(queue.scheduler.model_config, components, window, self.ranks.rank, self.ranks.size)
         described = rank.describe(engine, queue.token_to_kv_pool, self.rows)
         dump(described.manifest)
-        self.tables = described.tables
+        self.manifest, self.tables = described.manifest, described.tables
         self.storages = [_memory.whole(tensor) for tensor in described.memory]
         #: Where the cache lies: the rows are always in host memory.
         self.device = next((it.device.type for it in self.storages if it.device.type != "cpu"), "cpu")

@@ -34,6 +34,8 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         #: Whether pages may still be written to although the load has failed.
         self.abort_notified = False
         self.follows = self.loads = self.over = False
+        #: Where it is read to.
+        self.tables: list[Any] = []
 
     def begin(self, req: Any, again: bool) -> None:
         """The request that this is for."""
@@ -108,7 +110,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
             "deadline": self.kv_mgr.options.load_timeout_seconds,
             "patience": self.kv_mgr.options.queue_timeout_seconds,
         }
-        self.loads = True
+        self.loads, self.tables = True, tables
         self.kv_mgr.loading[self.request] = self
         if self.kv_mgr.agent is not None and self.ticket is not None:
             self.kv_mgr.agent.reading(self.ticket)

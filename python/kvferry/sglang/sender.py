@@ -37,6 +37,8 @@ class Sender(BaseKVSender):  # type: ignore[misc]
         self.granted = self.opened = False
         self.concluded: int | None = None
         self.why = ""
+        #: SGLang sets it where the step that writes these pages may still be on the GPU.
+        self._early_send_wait_event: Any = None
 
     def begin(self, req: Any) -> None:
         """The request that this is for."""
@@ -65,9 +67,13 @@ class Sender(BaseKVSender):  # type: ignore[misc]
             else:
                 self._grant(state_indices)
         except AgentError as error:
-            self.fail("nobody wants it any more" if error.kind == "given_up" else str(error))
+            self.fail(_WHY["abandoned"] if error.kind == "given_up" else str(error))
 
     def _advance(self) -> None:
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        if event is not None and not event.query():
+            # It is said with what comes next.
+            return
         if self.opened and self.concluded is None and self.kv_mgr.agent is not None:
             grown = [self.pages if table.source == "pages" else [] for table in self.kv_mgr.tables]
             self.kv_mgr.agent.advance(self.request, tokens=self.tokens, blocks=grown)
