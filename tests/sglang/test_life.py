@@ -121,6 +121,7 @@ def test_a_prefix_that_d_holds_is_not_read_again(start):
     (prompt,) = prompts(7, (64,))
     for longer in (prompt, prompt + [7, 8, 9], prompt[:40] + [11, 12, 13, 14]):
         made, _ = hand_over(prefill, decode, longer)
+        assert "error" not in made, made
         assert made["ids"] == alone.generate(longer, 8)
     read = [int(line.split(" has ")[1].split()[0]) for line in decode.log.read_text().splitlines() if "bytes in" in line and "room" in line]
     assert len(read) == 3 and max(read[1:]) < read[0] / 2, read
@@ -130,13 +131,13 @@ def test_a_prefix_that_d_holds_is_not_read_again(start):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"options": {"enable_hierarchical_cache": True}}, "--enable-hierarchical-cache"),
+        ({"options": {"optimistic_prefill_attempts": 1}}, "with --optimistic-prefill-attempts (1): a prompt may be"),
         ({"settings": {"port": 7000}}, "--disaggregation-bootstrap-port says where"),
         ({"prepare": [faults.moved]}, "DecodePreallocQueue._create_receiver_and_enqueue"),
     ],
 )
 def test_what_is_refused_is_said_by_name_when_an_engine_starts(start, more, words):
-    engine = start("qwen3", "decode", **more)
+    engine = start("qwen3", "prefill", **more)
     with pytest.raises((RuntimeError, AssertionError)):
         engine.ready()
     assert engine.said(words), engine.log.read_text()[-3000:]
