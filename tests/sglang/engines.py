@@ -58,7 +58,12 @@ KINDS = {
 #: Of each role.
 ROLES = {
     "alone": {},
-    "prefill": {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "kvferry"},
+    "prefill": {
+        "disaggregation_mode": "prefill",
+        "disaggregation_transfer_backend": "kvferry",
+        # With overlapping steps SGLang records a CUDA event before it hands on a prefix that it has in its cache.
+        "disable_overlap_schedule": True,
+    },
     "decode": {
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "kvferry",

@@ -6,13 +6,12 @@ it can only have from P. The controls show it all the same, and that a spoiled n
 """
 
 import pytest
-from exact import check, check_control
+from exact import check
 
 MORE = pytest.mark.more
 RANKS = {"options": {"tp_size": 2}}
 PAGES = {"options": {"page_size": 16}}
-# With overlapping steps SGLang records a CUDA event before a chunk.
-CHUNKS = {"options": {"page_size": 16, "chunked_prefill_size": 32, "disable_overlap_schedule": True}}
+CHUNKS = {"options": {"page_size": 16, "chunked_prefill_size": 32}}
 
 #: By family: engines by their names, and pairs of them.
 FAMILIES = {
