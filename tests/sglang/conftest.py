@@ -37,7 +37,7 @@ def start(folder):
 
 
 class Fleet:
-    """The engines of one model, each started once: for pairs of them."""
+    """The engines of one model, for pairs of them: those that the last pair had need not start again."""
 
     def __init__(self, folder):
         self.folder, self.kind, self.running = folder, None, {}
@@ -48,6 +48,9 @@ class Fleet:
             self.close()
             self.kind = kind
         path = engines.model(kind, self.folder)
+        # The others would only take their turns on few cores.
+        for name in [name for name in self.running if name not in named]:
+            self.running.pop(name).close()
         for name, (role, more) in named.items():
             if name not in self.running:
                 log = self.folder / f"{kind}-{name.replace(' ', '-')}.log"

@@ -57,7 +57,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         self.follows, self.since = True, time.monotonic()
         self.kv_mgr.followed[self.request] = self
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         """SGLang takes the least of what all ranks say."""
         if self.conclude_state is None:
             self.kv_mgr.hear()
@@ -70,7 +70,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
             return KVPoll.WaitingForInput if self.follows else KVPoll.Bootstrapping
         return self._found() if self.follows else KVPoll.Bootstrapping
 
-    def _found(self) -> int:
+    def _found(self) -> Any:
         """How far P is: pages are taken when it has all of the prompt, or, if that is asked for, when it has begun."""
         assert self.kv_mgr.agent is not None
         options = self.kv_mgr.options

@@ -89,7 +89,7 @@ class Sender(BaseKVSender):  # type: ignore[misc]
             if self.kv_mgr.agent is not None:
                 self.kv_mgr.agent.grant(self.request, tokens=self.length, blocks=tables, first=first, origin=self.origin)
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         """SGLang takes the least of what all ranks say, which is what the first says: the others know nothing."""
         if self.concluded is None and self.kv_mgr.agent is None:
             return KVPoll.Success if self.granted else KVPoll.WaitingForInput
