@@ -2,6 +2,7 @@
 starts in a second or two."""
 
 import asyncio
+import ctypes
 import json
 import multiprocessing
 import os
@@ -71,6 +72,8 @@ ROLES = {
         "disaggregation_decode_retraction_backup": "cpu_tensor",
     },
 }
+#: As in Linux's `sys/prctl.h`.
+PR_SET_PDEATHSIG = 1
 #: Seconds that an engine may take to start, and an answer to come.
 START, ANSWER = 120, 60
 
@@ -197,6 +200,8 @@ class Engine:
 
 def _become(pipe, options, environment, prepare, log):
     os.setsid()
+    # Tests that are killed leave no engine behind: SGLang's own processes end with the one that started them.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -10,6 +10,7 @@ import torch
 from kvferry import Incompatible, compile
 from kvferry._refusal import Unsupported
 from kvferry.sglang import describe, settings
+from kvferry.sglang.manager import Manager
 from sglang.srt.configs.mamba_utils import (
     KimiLinearCacheParams,
     KimiLinearStateShape,
@@ -152,19 +153,20 @@ def test_every_number_lands_in_its_place(case, source_page, page, source_ranks, 
 
     def tables(found, size):
         pages = -(-tokens // size)
-        made, first = [], []
+        by_source = {}
         for table, group in zip(found.tables, found.manifest.to_dict()["groups"], strict=True):
             count = 1 if table.page is None else pages
-            begin = 0
             if table.window:
-                begin = (tokens - (WINDOW - 1)) // size
-                count -= begin
-            made.append(draw.permutation(group["blocks"] - 1)[:count] + 1)
-            first.append(begin)
-        return made, first
+                # As SGLang has it: so many tokens before the end, and the pages that they lie in.
+                count -= (tokens - (WINDOW - 1)) // size
+            by_source[table.source] = draw.permutation(group["blocks"] - 1)[:count] + 1
+        manager = Manager.__new__(Manager)
+        manager.tables = found.tables
+        made, first = manager.tables_of(by_source.get("pages"), [by_source.get("component")], int(by_source["row"][0]), tokens)
+        return made, first, manager.held(first)
 
-    theirs, their_first = tables(sources[0], source_page)
-    ours, our_first = tables(destinations[0], page)
+    theirs, their_first, _ = tables(sources[0], source_page)
+    ours, our_first, held = tables(destinations[0], page)
     expected = {}
     for source in sources:
         expected |= {name: data for name, (data, _) in fill(source, theirs, tokens, their_first).items()}
@@ -174,7 +176,7 @@ def test_every_number_lands_in_its_place(case, source_page, page, source_ranks, 
         plan = compile(destination.manifest, [source.manifest for source in sources])
         copies = plan.copies(
             tokens=tokens, source_blocks=theirs, destination_blocks=ours, source_first=their_first, destination_first=our_first,
-            cached=[start * (table.page or 0) for table, start in zip(destination.tables, our_first)],
+            cached=held,
         )
         moved = 0
         for source, destination_at, length in np.concatenate(copies).tolist():
