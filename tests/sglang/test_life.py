@@ -8,6 +8,7 @@ import faults
 import pytest
 from exact import check, check_control, hand_over, prompts, room
 
+MORE = pytest.mark.more
 QUICK = {"lease_seconds": 2, "push_timeout_seconds": 2, "load_timeout_seconds": 5}
 
 
@@ -28,7 +29,7 @@ def nothing_left(*engines):
         assert not engine.said("Traceback"), engine.log.read_text()[-3000:]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "nemotron_h"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=MORE), "nemotron_h"])
 def test_the_answer_is_made_of_what_p_has(start, kind):
     prefill, decode, alone = pair(
         start, kind, p={"prepare": [faults.any_prompt]}, d={"prepare": [faults.any_prompt]}
@@ -37,7 +38,7 @@ def test_the_answer_is_made_of_what_p_has(start, kind):
     nothing_left(prefill, decode)
 
 
-@pytest.mark.parametrize("source", ["pages", "component"])
+@pytest.mark.parametrize("source", [pytest.param("pages", marks=MORE), "component"])
 def test_a_spoiled_number_shows(start, source):
     prefill, decode, alone = pair(start, "nemotron_h", d={"prepare": [functools.partial(faults.spoiled, source)]})
     (prompt,) = prompts(3, (90,))
@@ -143,6 +144,7 @@ def test_what_is_refused_is_said_by_name_when_an_engine_starts(start, more, word
     assert engine.said(words), engine.log.read_text()[-3000:]
 
 
+@MORE
 def test_another_version_is_warned_of(start):
     engine = start("qwen3", "prefill", prepare=[faults.another_version]).ready()
     assert engine.said("SGLang 0.6.0 has not been tried with this release of kvferry")
