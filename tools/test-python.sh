@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the Python package, installs it beside the real vLLM and runs its tests. Installs vLLM on
+# Builds the Python package, installs it beside the real vLLM and the real SGLang, and runs its tests. Installs both on
 # first use.
 #
 #   tools/test-python.sh             what every run of all tests runs
@@ -22,7 +22,12 @@ export KVFERRY_MANIFESTS KVFERRY_WIRE KVFERRY_COMMAND OMP_NUM_THREADS=1
 pytest() {
   local folder=$1
   shift
-  (cd "tests/$folder" && "$python" -m pytest -c ../../pyproject.toml --rootdir . --confcutdir .. "$@")
+  (cd "tests/$folder" && PYTHONPATH=$(beside "$folder") "$python" -m pytest -c ../../pyproject.toml --rootdir . --confcutdir .. "$@")
+}
+
+# What else a folder's tests import.
+beside() {
+  [ "$1" != sglang ] || "$(../../tools/sglang-env.sh)" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
 # What is no test of pytest's, and fails like one (tests/conftest.py).
@@ -47,6 +52,7 @@ case "${1:-}" in
   pytest python || failed=1
   lane life pytest engines life -m "$which"
   pytest engines . --ignore life "${servers[@]/#/--ignore=}" -m "$which" || failed=1
+  pytest sglang . -m "$which" || failed=1
   for lane in "${lanes[@]}"; do
     wait "$lane" || failed=1
   done

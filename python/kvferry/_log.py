@@ -9,6 +9,15 @@ import threading
 
 from ._core import log_level, log_lines
 
+#: What users call them.
+LEVELS = {
+    "off": logging.CRITICAL + 10,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+}
+
 _logger: logging.Logger | None = None
 #: The process in which a thread already listens: one does not survive a fork.
 _listens: int | None = None

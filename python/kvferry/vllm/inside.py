@@ -7,12 +7,9 @@ Not here, because its module loads on AMD's GPUs alone: `RocmAiterUnifiedAttenti
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
-from importlib import import_module
-from typing import Any
 
+from .._inside import is_there
 from . import versions
 
 V1 = "vllm.v1"
@@ -103,27 +100,5 @@ def missing() -> list[str]:
     return [
         f"{module} {name}"
         for module, name in names()
-        if newest in SEEN.get(f"{module} {name}", versions.TRIED) and not _is_there(module, name)
+        if newest in SEEN.get(f"{module} {name}", versions.TRIED) and not is_there(module, name)
     ]
-
-
-def _is_there(module: str, name: str) -> bool:
-    try:
-        found: Any = import_module(module)
-    except ImportError:
-        return False
-    first, _, attribute = name.partition(".")
-    if not hasattr(found, first):
-        return False
-    owner = getattr(found, first)
-    return not attribute or hasattr(owner, attribute) or _is_given(owner, attribute)
-
-
-def _is_given(owner: Any, attribute: str) -> bool:
-    """Whether objects of a class have an attribute: it is declared, or set in one of their methods."""
-    for cls in getattr(owner, "__mro__", ())[:-1]:
-        if attribute in vars(cls).get("__annotations__", {}) or attribute in getattr(cls, "__slots__", ()):
-            return True
-        if re.search(rf"\bself\.{attribute}\b[^=\n]*=[^=]", inspect.getsource(cls)):
-            return True
-    return False

@@ -5,18 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 
-from .._log import log_to
+from .._log import LEVELS, log_to
 
 #: A child of vLLM's logger: it goes where vLLM's lines go, in their format.
 logger = logging.getLogger("vllm.kvferry")
-
-LEVELS = {
-    "off": logging.CRITICAL + 10,
-    "error": logging.ERROR,
-    "warning": logging.WARNING,
-    "info": logging.INFO,
-    "debug": logging.DEBUG,
-}
 
 
 def start(level: str) -> None:

@@ -1,17 +1,5 @@
 """Saying no: caches that kvferry cannot describe."""
 
-from __future__ import annotations
+from .._refusal import Unsupported, refuse
 
-from .._errors import Error
-
-
-class Unsupported(Error):
-    """A cache that kvferry cannot describe: which layer, why, and what to do."""
-
-    #: The layer's name in vLLM; empty where it is about the engine as a whole.
-    layer: str
-
-
-def refuse(layer: str, message: str) -> Unsupported:
-    place = f"layer '{layer}': " if layer else ""
-    return Unsupported(place + message, kind="unsupported", layer=layer)
+__all__ = ["Unsupported", "refuse"]

@@ -3,30 +3,10 @@ layout is just strides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from ..._memory import Regions
 from .specs import Fact
-
-
-class Regions:
-    """The allocations that tensors lie in, each once."""
-
-    def __init__(self, elsewhere: Mapping[int, int] | None = None) -> None:
-        """`elsewhere` says of allocations that peers do not reach where they lie in host memory, too."""
-        self.list: list[Fact] = []
-        self._elsewhere = elsewhere or {}
-        self._known: dict[tuple[int, int], int] = {}
-
-    def index(self, tensor: Any) -> int:
-        storage, device = tensor.untyped_storage(), tensor.device
-        key = (storage.data_ptr(), storage.nbytes())
-        if key not in self._known:
-            self._known[key] = len(self.list)
-            base = self._elsewhere.get(key[0])
-            place = "host" if base or device.type == "cpu" else {"gpu": device.index or 0}
-            self.list.append({"base": base or key[0], "bytes": key[1], "place": place})
-        return self._known[key]
 
 
 class View:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..._core import Manifest
+from ..._memory import Regions
 from ..refusal import refuse
 from . import specs
-from .geometry import Regions, View
+from .geometry import View
 from .layers import Layers
 from .model import Model, backend_names, own_spec
 from .specs import Fact

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._core import states
+from ..._memory import Regions
 from ..kernels.asking import Asking
 from ..refusal import refuse
 from . import specs
-from .geometry import Regions
 from .model import Model
 from .specs import Fact
 

@@ -9,18 +9,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ..._core import facts
+from ..._memory import FORMATS
 from ..refusal import refuse
 
 Fact = dict[str, Any]
 
 #: What is known of every kind of states.
 KINDS: dict[str, Fact] = facts()["kinds"]
-#: Names and sizes of formats, by what torch calls them.
-FORMATS: dict[str, tuple[str, int]] = {
-    f"torch.{called}": (name, int(it["bytes"]))
-    for name, it in facts()["formats"].items()
-    for called in it["names"]
-}
 
 
 class Pages(Enum):

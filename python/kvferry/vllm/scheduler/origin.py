@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..._origin import digest, origin
 from ..logs import logger
 
 #: A few digits of each part, by its name: enough to say what differs, not to prove that nothing does.
@@ -36,35 +37,30 @@ class Origins:
         """Stands for the first tokens of a request, and for all that goes with them, in 16 bytes. None where
         there are not so many tokens."""
         parts = self._parts(request, tokens)
-        if parts is None:
-            return None
-        made = hashlib.sha256(b"%d tokens" % tokens)
-        for name, digest in sorted(parts.items()):
-            made.update(b"\0" + name.encode() + b"\0" + digest)
-        return made.digest()[:16]
+        return None if parts is None else origin(parts, tokens)
 
     def facts(self, request: Any, tokens: int) -> Facts:
         """The same in words, part by part: a hint, which passes through the router."""
         parts = self._parts(request, tokens) or {}
-        return {name: digest.hex()[:16] for name, digest in parts.items()}
+        return {name: part.hex()[:16] for name, part in parts.items()}
 
     def _parts(self, request: Any, tokens: int) -> dict[str, bytes] | None:
         ids = request.all_token_ids[:tokens]
         if len(ids) < tokens:
             return None
-        parts = {"tokens": _digest(array("Q", ids).tobytes())}
+        parts = {"tokens": digest(array("Q", ids).tobytes())}
         if request.prompt_embeds is not None:
             rows = request.prompt_embeds[:tokens].detach().cpu().contiguous()
-            parts["embeddings"] = _digest(rows.view(torch.uint8).numpy().tobytes())
+            parts["embeddings"] = digest(rows.view(torch.uint8).numpy().tobytes())
         lora = request.lora_request
         if lora is not None:
-            parts["adapter"] = _digest(lora.lora_name.encode(), _weights(lora.lora_path))
+            parts["adapter"] = digest(lora.lora_name.encode(), _weights(lora.lora_path))
         if request.cache_salt:
             # Whatever JSON lets through: half a character, too.
-            parts["salt"] = _digest(request.cache_salt.encode(errors="surrogatepass"))
+            parts["salt"] = digest(request.cache_salt.encode(errors="surrogatepass"))
         media = [feature for feature in request.mm_features or () if feature.mm_position.offset < tokens]
         if media:
-            parts["media"] = _digest(*(part for feature in media for part in self._media(feature)))
+            parts["media"] = digest(*(part for feature in media for part in self._media(feature)))
         return parts
 
     def _media(self, feature: Any) -> tuple[bytes, bytes]:
@@ -89,15 +85,6 @@ def differ(here: Facts, there: Facts) -> str | None:
         if ours != theirs:
             return f"its {name} differ: {theirs} there, {ours} here"
     return None
-
-
-def _digest(*contents: bytes) -> bytes:
-    """With its length before each: no two lists are the same bytes."""
-    made = hashlib.sha256()
-    for content in contents:
-        made.update(b"%d:" % len(content))
-        made.update(content)
-    return made.digest()
 
 
 def _weights(path: str) -> bytes:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from ..._core import Ending, Worker
 from ..._errors import Error
+from ..._memory import whole, zero
 from .. import buffer, metrics
 from ..describe.manifest import dump, manifest
 from ..logs import logger
@@ -89,10 +90,9 @@ class WorkerSide:
             raise refuse("", "this rank holds no cache; choose other pipeline stages")
         refuse_sleep(self.config, next(iter(kv_caches.values())).device.type)
         for layer in kv_caches.values() if self.buffer is None else ():
-            whole = torch.empty(0, dtype=torch.uint8, device=layer.device)
-            whole.set_(layer.untyped_storage())
-            if all(whole.data_ptr() != known.data_ptr() for known in self.storages):
-                self.storages.append(whole)
+            storage = whole(layer)
+            if all(storage.data_ptr() != known.data_ptr() for known in self.storages):
+                self.storages.append(storage)
         self.shares.register(kv_caches)
         parallel = self.config.parallel_config
         self.rank = made.rank
@@ -312,16 +312,7 @@ class WorkerSide:
         if self.storages[0].device.type == "cpu":
             self.agent.zero(ending)
             return
-        areas = []
-        for address, length in ending.rest.tolist():
-            for storage in self.storages:
-                offset = address - storage.data_ptr()
-                if 0 <= offset < storage.numel():
-                    areas.append(storage[offset : offset + length])
-                    break
-        if areas:
-            # In few launches: there may be an area for every head of every layer.
-            torch._foreach_zero_(areas)
+        zero(ending.rest.tolist(), self.storages)
 
 
 def refuse_sleep(config: Any, device: str) -> None:

@@ -1,0 +1,73 @@
+"""SGLang, imported once with stand-ins for what it has compiled for GPUs; engines are forked from here."""
+
+import os
+
+import engines
+
+os.environ.update(engines.ENVIRONMENT)
+
+import standins
+
+standins.install()
+
+import pytest
+import sglang.srt.managers.detokenizer_manager
+import sglang.srt.managers.scheduler
+import sglang.srt.models.registry  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture
+def start(folder):
+    """Starts an engine that does not outlive its test; `.ready()` waits for it."""
+    started = []
+
+    def begin(kind, role, **more):
+        path = engines.model(kind, folder)
+        started.append(engines.Engine(path, role, folder / f"{role}-{len(started)}.log", **more))
+        return started[-1]
+
+    yield begin
+    for engine in started:
+        engine.close()
+
+
+class Fleet:
+    """The engines of one model, for pairs of them: those that the last pair had need not start again."""
+
+    def __init__(self, folder):
+        self.folder, self.kind, self.running = folder, None, {}
+
+    def __call__(self, kind, named):
+        """Engines by their names: role, and what else `Engine` takes."""
+        if kind != self.kind:
+            self.close()
+            self.kind = kind
+        path = engines.model(kind, self.folder)
+        # The others would only take their turns on few cores.
+        for name in [name for name in self.running if name not in named]:
+            self.running.pop(name).close()
+        for name, (role, more) in named.items():
+            if name not in self.running:
+                log = self.folder / f"{kind}-{name.replace(' ', '-')}.log"
+                self.running[name] = engines.Engine(path, role, log, **more)
+        for name in named:
+            if self.running[name]._thread is None:
+                self.running[name].ready()
+        return [self.running[name] for name in named]
+
+    def close(self):
+        for engine in self.running.values():
+            engine.close()
+        self.running = {}
+
+
+@pytest.fixture(scope="module")
+def fleet(folder):
+    fleet = Fleet(folder)
+    yield fleet
+    fleet.close()
