@@ -36,7 +36,7 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         self.options = Options.of_environment()
         logs.start(self.options.logging)
         if not versions.is_tried(versions.running()):
-            logger.warning("kvferry: %s", versions.untried(versions.running()))
+            logger.warning("kvferry: an untried version: %s", versions.untried(versions.running()))
         self.kv_args, self.mode, self.server_args = args, disaggregation_mode, server_args
         #: SGLang looks here for how many data-parallel ranks an engine has that it is to read from.
         self.prefill_info_table: dict[str, Any] = {}

@@ -57,9 +57,7 @@ class Options(vllm.Options):
         assert isinstance(made, cls)
         return made
 
-    def _host(self) -> str:
-        if self.host != "auto":
-            return self.host
+    def _own_address(self) -> str:
         from sglang.srt.utils.network import get_local_ip_auto
 
         return str(get_local_ip_auto())

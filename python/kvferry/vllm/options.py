@@ -206,12 +206,15 @@ class Options:
         host = self.host or ("auto" if proven and not self.insecure else "127.0.0.1")
         if host != "auto":
             return host
-        from vllm.utils.network_utils import get_ip
-
-        found = str(get_ip())
+        found = self._own_address()
         if found in ("", "0.0.0.0", "::"):
             raise _error("host", host, "an address: this machine's own is not known, VLLM_HOST_IP may name it")
         return found
+
+    def _own_address(self) -> str:
+        from vllm.utils.network_utils import get_ip
+
+        return str(get_ip())
 
     def port_of(self, engine: int) -> int:
         """The port of one of several data-parallel engines."""
