@@ -69,6 +69,9 @@ def test_answers_are_those_of_one_server_in_any_weather(wire, pair):
         assert moved(pair) - before >= sum(len(prompt) - 1 for prompt in prompts)
     wire.set()
     assert_no_block_is_held(pair)
+    # With a key, between hosts.
+    met = [line for line in pair.log("decode").read_text().splitlines() if "shook hands" in line]
+    assert met and all("encrypted=1" in line and "sources=1" in line for line in met), met
 
 
 def test_a_link_that_goes_away_in_the_middle_of_loads(wire, pair):
