@@ -150,6 +150,7 @@ def test_another_version_is_warned_of(start):
     assert engine.said("SGLang 0.6.0 has not been tried with this release of kvferry")
 
 
+@MORE
 def test_engines_of_two_models_are_told_apart(start, folder):
     prefill, decode = start("qwen3", "prefill", settings=QUICK).ready(), start("lfm2", "decode", settings=QUICK).ready()
     (prompt,) = prompts(8, (20,))

@@ -28,7 +28,7 @@ FAMILIES = {
             ("chunks", "one"),
             ("chunks", "early"),
             ("p", "two"),
-            ("p of two", "one"),
+            pytest.param("p of two", "one", marks=MORE),
             pytest.param("p of two", "two", marks=MORE),
         ],
     ),

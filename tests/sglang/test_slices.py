@@ -3,9 +3,9 @@ the same for gated delta rules and KDA, and for Mamba2 not, which is what `docs/
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.utils import compute_mamba_state_slice_byte_blocks
-from test_describe import engine, groups_of  # noqa: F401
 from kvferry import compile
+from sglang.srt.disaggregation.utils import compute_mamba_state_slice_byte_blocks
+from test_describe import engine
 
 SOURCE_SLOT, SLOT = 3, 2
 
