@@ -6,7 +6,7 @@ use std::iter::once;
 use std::net::TcpStream;
 use std::sync::Arc;
 
-use super::frame;
+use super::frame::LONGEST;
 use super::proof::End;
 use super::seal::{Direction, Secrets, TAG, Terms};
 use super::socket;
@@ -25,7 +25,7 @@ pub(super) struct Channel {
     sends: Direction,
     receives: Direction,
     seals_content: bool,
-    /// A frame on its way, sealed or open.
+    /// A sealed frame on its way out.
     frame: Vec<u8>,
     /// Where bytes of registered memory, which others may change meanwhile, are sealed and opened.
     piece: Vec<u8>,
@@ -150,23 +150,23 @@ impl Channel {
         Ok(())
     }
 
-    /// The next frame, or none where the other end has hung up.
-    pub(super) fn receive(&mut self) -> Result<Option<&[u8]>, Broken> {
+    /// Puts the next frame in place of another. Whether there is one, or the other end has hung up.
+    pub(super) fn receive(&mut self, frame: &mut Vec<u8>) -> Result<bool, Broken> {
         let mut length = [0; LENGTH];
         match socket::receive_bytes(&self.stream, &mut length) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
             other => other?,
         }
         let length = u32::from_le_bytes(length) as usize;
         // Before there is a place for it.
-        if length > frame::LONGEST {
+        if length > LONGEST {
             return Err(InvalidFrame::Length(length as u64).into());
         }
-        self.frame.resize(length, 0);
+        frame.resize(length, 0);
         let mut tag = [0; TAG];
-        receive_with_tag(&self.stream, &mut self.frame, &mut tag)?;
-        self.receives.open(&mut self.frame, tag)?;
-        Ok(Some(&self.frame))
+        receive_with_tag(&self.stream, frame, &mut tag)?;
+        self.receives.open(frame, tag)?;
+        Ok(true)
     }
 
     /// Receives bytes to spans.

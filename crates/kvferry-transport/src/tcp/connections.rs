@@ -222,7 +222,7 @@ impl Shared {
         socket::set_up(channel.stream())?;
         // Who asks and never reads is let go: a send that moves nothing for so long is an error.
         channel.stream().set_write_timeout(Some(self.bounds.sending))?;
-        let mut spans = Vec::with_capacity(frame::MAX_SPANS);
+        let (mut asked, mut spans) = (vec![], Vec::with_capacity(frame::MAX_SPANS));
         // What the peer has not read yet; it comes back when the connection ends.
         let mut kept: Vec<Slot> = Vec::new();
         loop {
@@ -235,31 +235,25 @@ impl Shared {
             if keeps_a_slot {
                 channel.stream().set_read_timeout(Some(self.bounds.sending))?;
             }
-            let Some(asked) = channel.receive()? else { return Ok(()) };
+            if !channel.receive(&mut asked)? {
+                return Ok(());
+            }
+            if keeps_a_slot {
+                channel.stream().set_read_timeout(None)?;
+            }
             let (header, body) = asked.split_first_chunk().ok_or(InvalidFrame::Cut)?;
             let request = Request::decode(header)?;
             if body.len() != request.body_bytes() {
                 return Err(InvalidFrame::Length(body.len() as u64).into());
-            }
-            // What it asks for is decoded before the next frame takes its place.
-            let asked = match request.verb {
-                Verb::Read => {
-                    frame::spans(&request, body, &mut spans)?;
-                    None
-                }
-                Verb::Gather => Some(self.decode(&request, body)?),
-                Verb::Regions | Verb::Release => None,
-            };
-            if keeps_a_slot {
-                channel.stream().set_read_timeout(None)?;
             }
             let mut answer =
                 Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
             if request.verb != Verb::Gather {
                 self.send_gathered(channel, next.take())?;
             }
-            match (request.verb, asked) {
-                (Verb::Read, _) => {
+            match request.verb {
+                Verb::Read => {
+                    frame::spans(&request, body, &mut spans)?;
                     // Held until the bytes are sent.
                     let _holds = match self.readable(&mut spans, Place::Host) {
                         Ok(holds) => holds,
@@ -274,7 +268,8 @@ impl Shared {
                     // (`Transport::register`) and are held while they are served.
                     unsafe { channel.send_spans(&answer.encode(), &spans)? };
                 }
-                (Verb::Gather, Some(loops)) if self.delivery == Delivery::Fetched => {
+                Verb::Gather if self.delivery == Delivery::Fetched => {
+                    let loops = self.decode(&request, body)?;
                     let slot = match kept.len() < MAX_KEPT {
                         true => {
                             // What its peer gives back is behind this request.
@@ -295,7 +290,8 @@ impl Shared {
                     };
                     channel.send(&answer.encode())?;
                 }
-                (Verb::Gather, Some(loops)) => {
+                Verb::Gather => {
+                    let loops = self.decode(&request, body)?;
                     // With a slot in hand nobody waits for another.
                     let patience = if next.is_none() { STAGING_PATIENCE } else { Duration::ZERO };
                     let mut begun = self.gather(&request, &loops, patience)?;
@@ -314,16 +310,14 @@ impl Shared {
                         Err(answer) => channel.send(&answer.encode())?,
                     }
                 }
-                // Who gathers has said what.
-                (Verb::Gather, None) => return Err(InvalidFrame::Cut.into()),
-                (Verb::Release, _) => {
+                Verb::Release => {
                     let slot = kept.iter().position(|slot| slot.address() == request.bytes);
                     let slot = slot.ok_or(InvalidFrame::Answer)?;
                     kept.swap_remove(slot);
                     answer.bytes = 0;
                     channel.send(&answer.encode())?;
                 }
-                (Verb::Regions, _) => {
+                Verb::Regions => {
                     // The generation first: a list that changes meanwhile is newer than it says.
                     let generation = self.generation.get();
                     let regions = self.regions.spans().0;

@@ -305,7 +305,7 @@ impl<'a> LaneThread<'a> {
         }
         let Some(request) = self.on_the_way.front_mut() else { return Err(Error::Disconnected) };
         let Some(channel) = &mut self.channel else { return Err(Error::Disconnected) };
-        let answer = receive_answer(channel)?;
+        let answer = receive_answer(channel, &mut self.frame)?;
         let (OnTheWay::Chunk(_, _, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
             request;
         if answer.id != *id {
@@ -519,11 +519,12 @@ fn take_in(
     }
 }
 
-fn receive_answer(channel: &mut Channel) -> Result<Answer, Error> {
-    let frame = channel.receive().map_err(lost)?;
-    let frame = frame.ok_or_else(|| lost(io::Error::from(io::ErrorKind::UnexpectedEof).into()))?;
-    let decoded = frame.try_into().map_err(|_| InvalidFrame::Length(frame.len() as u64));
-    decoded.and_then(Answer::decode).map_err(Error::PeerMisbehaved)
+fn receive_answer(channel: &mut Channel, frame: &mut Vec<u8>) -> Result<Answer, Error> {
+    if !channel.receive(frame).map_err(lost)? {
+        return Err(lost(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
+    }
+    let answer = frame[..].try_into().map_err(|_| InvalidFrame::Length(frame.len() as u64));
+    answer.and_then(Answer::decode).map_err(Error::PeerMisbehaved)
 }
 
 /// Takes in the bytes of a chunk to a slot, and starts to put them where they belong. An error of the card's is its own.

@@ -147,8 +147,11 @@ impl Guest {
 
     /// The next answer, and the bytes behind it. `None` where the server has hung up.
     fn hear(&mut self) -> Option<(Answer, Vec<u8>)> {
-        let frame = self.0.receive().ok()??;
-        let answer = Answer::decode(frame.try_into().unwrap()).unwrap();
+        let mut frame = vec![];
+        if !self.0.receive(&mut frame).ok()? {
+            return None;
+        }
+        let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
         let sent = if answer.verdict == Verdict::Done { answer.bytes } else { 0 };
         let mut bytes = vec![0; sent as usize];
         self.0.receive_own(&mut bytes).ok()?;
@@ -157,8 +160,11 @@ impl Guest {
 
     fn is_served(&mut self) -> bool {
         self.ask(&request(Verb::Regions, 1, &[]));
-        let Ok(Some(frame)) = self.0.receive() else { return false };
-        let answer = Answer::decode(frame.try_into().unwrap()).unwrap();
+        let mut frame = vec![];
+        if !matches!(self.0.receive(&mut frame), Ok(true)) {
+            return false;
+        }
+        let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
         self.0.receive_sealed(&mut vec![0; answer.bytes as usize]).is_ok()
     }
 }
