@@ -144,6 +144,17 @@ def command(arguments):
     return shlex.join([*version, "tools/accuracy.sh", *several, *(one for one in chosen if not one.endswith("="))])
 
 
+def kept(path):
+    """What a run has saved."""
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: --read {path}: {error}")
+    if not isinstance(read, dict) or not {"date", "versions", "cells", "controls"} <= set(read):
+        sys.exit(f"error: --read {path}: it is not what --save writes")
+    return read
+
+
 def main():
     parser = argparse.ArgumentParser("tools/accuracy.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--families", default=",".join(FAMILIES), help="of models/tiny, separated by commas")
@@ -156,7 +167,7 @@ def main():
     parser.add_argument("--save", type=Path, metavar="PATH", help="write the same JSON here, as it grows")
     arguments = parser.parse_args()
     if arguments.read:
-        return show(*(json.loads(path.read_text()) for path in arguments.read))
+        return show(*(kept(path) for path in arguments.read))
     for name, known in (("families", list(FAMILIES)), ("through", [OURS, RIVAL])):
         given = getattr(arguments, name).split(",")
         if unknown := [one for one in given if one not in known]:
@@ -184,8 +195,8 @@ def main():
         found, spoilt = measure(arguments, chosen, progress, keep)
     except (cards.Spoilt, OSError) as error:
         sys.exit(f"error: {error}")
-    kept = facts | {"cells": found, "controls": spoilt}
-    print(json.dumps(kept)) if arguments.json else show(kept)
+    done = facts | {"cells": found, "controls": spoilt}
+    print(json.dumps(done)) if arguments.json else show(done)
     if bad := list(wrong(found)):
         sys.exit("error: kvferry: " + "; ".join(bad))
 
