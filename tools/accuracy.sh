@@ -4,7 +4,8 @@
 #
 #   tools/accuracy.sh [ARG…]
 #   VLLM=0.33.0 tools/accuracy.sh [ARG…]    with another version of vLLM: see tools/vllm-env.sh
+#   PYTHON=… tools/accuracy.sh [ARG…]         with an environment that has vllm, nixl and kvferry already
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$(tools/python-env.sh dev ${VLLM:-})
+python=${PYTHON:-$(tools/python-env.sh dev ${VLLM:-})}
 PYTHONPATH=tools exec "$python" -m accuracy "$@"

@@ -3,6 +3,6 @@
 # measures and takes the arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$(tools/python-env.sh release)
+python=${PYTHON:-$(tools/python-env.sh release)}
 cd tools
 exec "$python" -m bench_vllm "$@"

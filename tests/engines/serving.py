@@ -43,9 +43,9 @@ PATIENT = {"lease_seconds": 600.0, "handshake_timeout_seconds": 60.0}
 
 class Server:
     """An engine in a process of its own that answers one question after the other; without a role, it has
-    no connector."""
+    no connector. Who does not wait for it asks whether it is ready."""
 
-    def __init__(self, model, role, **options):
+    def __init__(self, model, role, wait=True, **options):
         # An engine that starts collects garbage several times: not in what was there before it.
         gc.freeze()
         context = multiprocessing.get_context("fork")
@@ -53,7 +53,8 @@ class Server:
         self._process = context.Process(target=_serve, args=(theirs, model, role, options))
         self._process.start()
         theirs.close()
-        self.ask("ready")
+        if wait:
+            self.ask("ready")
 
     def ask(self, *question):
         self._pipe.send(question)

@@ -1,16 +1,19 @@
 """Asks the trained models of `models/tiny` what they have read, of one engine and through hand-overs.
 
-    tools/accuracy.sh [--families NAME,…] [--only TEXT] [--through NAME,…] [--prompts N] [--spoil N]
+    tools/accuracy.sh [--gpu] [--families NAME,…] [--only TEXT] [--through NAME,…] [--prompts N] [--spoil N]
                       [--json] [--save PATH]
     tools/accuracy.sh --read PATH…     the tables of what was saved; of a model that several have, the last one's
     VLLM=0.33.0 tools/accuracy.sh …    with another version of vLLM
+    PYTHON=… tools/accuracy.sh …       with the Python of an environment that has vllm, nixl and kvferry
 
 For each model one engine without a connector answers questions of four kinds, and then pairs of engines do: P reads the
-prompt and D answers, through kvferry and through vLLM's own NixlConnector, 32 requests at once. There are as many prompts
-of each kind as `--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
+prompt and D answers, through kvferry and through vLLM's own NixlConnector, 32 requests at once (its settings are in
+`tools/rivals.py`: as it is installed, and as its author would tune it). There are as many prompts of each kind as `--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
 and how many answers have other tokens than the one engine's, of the four that are asked for. In float32 ours must be 0.
 
-Controls follow: in each model's pair TP 1 → 2 through kvferry, one kind of state is spoiled in D's memory after the load,
+With `--gpu` both engines are on one card (TP 1), in bfloat16, with the kernels that vLLM chooses there; otherwise on a CPU.
+
+Controls follow: in each model's pair TP 1 → 2 (`--gpu`: TP 1 → 1) through kvferry, one kind of state is spoiled in D's memory after the load,
 in all of it or in a part. What costs less than one right answer in ten is not tested by this model, and the table says so.
 
 `--only` takes cells (or `controls`) whose name contains TEXT; `--spoil` says how many prompts of each kind controls have, 0: none
@@ -29,12 +32,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import cards
+import rivals
 
-from . import ROOT, table
-from .asking import OURS, RIVAL, TOKENS, Engines, Failed, Questions, answers, handed_over
+from . import ROOT, models, on_card, table
+from .asking import OURS, TOKENS, Engines, Failed, Questions, answers, handed_over
 from .control import controls
-from .models import CELLS, FAMILIES
-from .models import OURS as OURS_ALONE
 
 
 class Progress:
@@ -56,17 +58,19 @@ def work(arguments):
     """By family: the cells that are run, each with who runs it."""
     chosen = {}
     for family in arguments.families:
+        alone = arguments.site.OURS.get(family, {})
         cells = [
             (name, cell, through)
-            for through in (OURS, RIVAL)
-            for name, cell in (CELLS[family] | (OURS_ALONE.get(family, {}) if through == OURS else {})).items()
-            if through in arguments.through and arguments.only in name
+            for through in arguments.through
+            for name, cell in (arguments.site.CELLS[family] | (alone if through == OURS else {})).items()
+            if arguments.only in name
         ]
         spoils = arguments.spoil and OURS in arguments.through and arguments.only in "controls"
         if cells or spoils:
             chosen[family] = cells, spoils
     if not chosen:
-        names = dict.fromkeys(name for cells in [*CELLS.values(), *OURS_ALONE.values()] for name in cells)
+        all_ = [*arguments.site.CELLS.values(), *arguments.site.OURS.values()]
+        names = dict.fromkeys(name for cells in all_ for name in cells)
         known = "; ".join([*names, "controls"])
         raise SystemExit(f"error: --only {arguments.only}: no cell has that in its name; they are: {known}")
     return chosen
@@ -76,15 +80,21 @@ def measure(arguments, chosen, progress, keep):
     found, spoilt = [], []
     asked = Questions(arguments.prompts)
     for family, (cells, spoils) in chosen.items():
-        with Engines(family) as engines:
-            progress(f"{family}, one engine")
-            alone = answers(engines.alone(), asked)
-            engines.close()
-            found.append({"family": family, "cell": "–", "through": table.ALONE, "right": asked.right(alone)})
-            for name, cell, through in cells:
+        with Engines(family, arguments.site) as engines:
+            # What one engine says by itself, by the format of its cache.
+            alone = {}
+            for name, cell, through in cells or [(None, ({}, {}), OURS)]:
+                kind = cell[1].get("kv_cache_dtype", table.USUAL)
+                if kind not in alone:
+                    progress(f"{family}, one engine")
+                    alone[kind] = by_itself(engines, {} if kind == table.USUAL else cell[1], asked)
+                    line = {"family": family, "cell": kind, "through": table.ALONE}
+                    found.append(line | told(alone[kind], asked))
+                if name is None:
+                    continue
                 progress(f"{family}, {name}, {through}")
-                found.append({"family": family, "cell": name, "through": through})
-                found[-1] |= one(engines, cell, through, asked, alone)
+                found.append({"family": family, "cell": name, "through": through, "beside": kind})
+                found[-1] |= one(engines, cell, through, asked, alone[kind])
                 keep(found, spoilt)
             engines.close()
             if spoils:
@@ -94,11 +104,32 @@ def measure(arguments, chosen, progress, keep):
     return found, spoilt
 
 
+def alone_of(cells):
+    """How many engines answer by themselves."""
+    return len({cell[1].get("kv_cache_dtype") for _, cell, _ in cells}) or 1
+
+
+def by_itself(engines, options, asked):
+    """What one engine answers, or why it does not."""
+    try:
+        return answers(engines.alone(options), asked)
+    except Failed as error:
+        return error
+    finally:
+        engines.close()
+
+
+def told(alone, asked):
+    return {"error": str(alone)} if isinstance(alone, Failed) else {"right": asked.right(alone)}
+
+
 def one(engines, cell, through, asked, alone):
+    if isinstance(alone, Failed):
+        return {"error": f"one engine alone: {alone}"}
     began = time.monotonic()
     p, d, *how = cell
     try:
-        prefill, decode = (engines.ours if through == OURS else engines.rivals)(p, d)
+        prefill, decode = engines.ours(p, d) if through == OURS else engines.rivals(p, d, through)
         made = handed_over(prefill, decode, asked, *how)
     except Failed as error:
         # It may have left something behind.
@@ -108,17 +139,17 @@ def one(engines, cell, through, asked, alone):
     return {"right": asked.right(made), "differ": differ, "seconds": round(time.monotonic() - began, 1)}
 
 
-def wrong(found):
+def wrong(found, site):
     """Cells of ours that are not as they must be."""
-    alone = {line["family"]: line for line in found if line["through"] == table.ALONE}
+    alone = {(line["family"], line["cell"]): line for line in found if line["through"] == table.ALONE}
     for line in found:
         if line["through"] != OURS:
             continue
         name = f"{line['family']}, {line['cell']}"
         if "error" in line:
             yield f"{name}: {line['error']}"
-        elif FAMILIES[line["family"]].get("dtype") == "bfloat16":
-            low, _ = table.wilson(*table.whole(alone[line["family"]]["right"]))
+        elif "bfloat16" in (site.USUAL.get("dtype"), site.FAMILIES[line["family"]].get("dtype")):
+            low, _ = table.wilson(*table.whole(alone[line["family"], line["beside"]]["right"]))
             if table.whole(line["right"])[0] / table.whole(line["right"])[1] < low:
                 yield f"{name}: fewer right answers than one engine's interval has"
         elif line["differ"]:
@@ -128,7 +159,10 @@ def wrong(found):
 def show(*kept):
     for one in kept:
         said = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-        print(f"{one['date']}, {said}\n$ {one['command']}\n")
+        print(f"{one['date']}, {said}\n$ {one['command']}")
+        for name, settings in one.get("settings", {}).items():
+            print(f"{name}: {settings}")
+        print()
     cells, controls = (table.latest(kept, part) for part in ("cells", "controls"))
     print(*table.summary(cells), sep="\n")
     print("\nAnswers, and how many have other tokens than those of one engine:\n", *table.accuracy(cells), sep="\n")
@@ -141,7 +175,8 @@ def command(arguments):
     chosen = [f"--{name}={getattr(arguments, name)}" for name in ("only", "prompts", "spoil")]
     several = [f"--{name}={','.join(getattr(arguments, name))}" for name in ("families", "through")]
     version = [f"VLLM={os.environ['VLLM']}"] if "VLLM" in os.environ else []
-    return shlex.join([*version, "tools/accuracy.sh", *several, *(one for one in chosen if not one.endswith("="))])
+    where = ["--gpu"] if arguments.site is on_card else []
+    return shlex.join([*version, "tools/accuracy.sh", *where, *several, *(one for one in chosen if not one.endswith("="))])
 
 
 def kept(path):
@@ -157,9 +192,11 @@ def kept(path):
 
 def main():
     parser = argparse.ArgumentParser("tools/accuracy.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--families", default=",".join(FAMILIES), help="of models/tiny, separated by commas")
+    parser.add_argument("--gpu", dest="site", action="store_const", const=on_card, default=models, help="on one card")
+    parser.add_argument("--families", default=",".join(models.FAMILIES), help="of models/tiny, separated by commas")
     parser.add_argument("--only", default="", metavar="TEXT", help="cells whose name contains this")
-    parser.add_argument("--through", default=f"{OURS},{RIVAL}")
+    through = [OURS, *rivals.NAMES]
+    parser.add_argument("--through", default=f"{OURS},{rivals.INSTALLED}", help=f"of {', '.join(through)}")
     parser.add_argument("--prompts", type=int, default=20, help="of each of the four kinds")
     parser.add_argument("--spoil", type=int, default=8, help="prompts of each kind for controls; 0: none")
     parser.add_argument("--read", type=Path, nargs="+", metavar="PATH", help="print tables of these files; nothing is run")
@@ -168,7 +205,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.read:
         return show(*(kept(path) for path in arguments.read))
-    for name, known in (("families", list(FAMILIES)), ("through", [OURS, RIVAL])):
+    for name, known in (("families", list(models.FAMILIES)), ("through", through)):
         given = getattr(arguments, name).split(",")
         if unknown := [one for one in given if one not in known]:
             parser.error(f"--{name}: there are {', '.join(known)}, and {', '.join(unknown) or 'nothing'} is none of them")
@@ -181,13 +218,20 @@ def main():
         "command": command(arguments),
         "versions": {name: version(name) for name in ("kvferry", "vllm", "torch", "nixl")},
         "tokens": TOKENS,
+        "settings": {
+            name: rivals.words(name, arguments.site.DEVICE) for name in arguments.through if name != OURS
+        },
     }
 
     def keep(found, spoilt):
         if arguments.save:
-            arguments.save.write_text(json.dumps(facts | {"cells": found, "controls": spoilt}, indent=1) + "\n")
+            # A reader finds all of it, whenever this ends.
+            part = arguments.save.with_suffix(".part")
+            part.write_text(json.dumps(facts | {"cells": found, "controls": spoilt}, indent=1) + "\n")
+            part.replace(arguments.save)
 
-    progress = Progress(sum(1 + len(cells) + bool(spoils) for cells, spoils in chosen.values()))
+    count = sum(alone_of(cells) + len(cells) + bool(spoils) for cells, spoils in chosen.values())
+    progress = Progress(count)
     try:
         for family in chosen:
             cards.checked(ROOT / "models" / "tiny" / family)
@@ -197,7 +241,7 @@ def main():
         sys.exit(f"error: {error}")
     done = facts | {"cells": found, "controls": spoilt}
     print(json.dumps(done)) if arguments.json else show(done)
-    if bad := list(wrong(found)):
+    if bad := list(wrong(found, arguments.site)):
         sys.exit("error: kvferry: " + "; ".join(bad))
 
 

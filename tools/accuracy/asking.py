@@ -12,15 +12,18 @@ from life.inside import forget
 from life.pushed import push
 from serving import Server
 
-from . import ROOT
-from .models import AT_ONCE, FAMILIES, STATES, USUAL, merged
+import patches
+import rivals
+
+from . import ROOT, models
+from .models import AT_ONCE, STATES, merged
 from .models import DS as CHANNELS_FIRST
 
 #: One more than the longest answer: it goes on from there, too.
 TOKENS = 4
 #: About, as long as most streams of the training.
 LENGTH = 200
-OURS, RIVAL = "kvferry", "NixlConnector"
+OURS = "kvferry"
 #: Nothing is given up because a machine is busy.
 LEASE = {"extra": {"kv_lease_duration": 600}}
 
@@ -51,13 +54,13 @@ class Failed(Exception):
 
 
 class Engines:
-    """Engines of a family, which takes them long to start: those that were asked for are kept, up to `most`."""
+    """Engines of a family, which takes them long to start: those that were asked for are kept, up to `most`. `site` says how
+    they are started: `models` on a CPU, `on_card` on a GPU."""
 
-    def __init__(self, family, most=8):
-        self.folder = ROOT / "models" / "tiny" / family
-        cards.checked(self.folder)
-        self.family, self.most, self.running = family, most, {}
+    def __init__(self, family, site=models, most=8):
+        self.family, self.site, self.most, self.running = family, site, most, {}
         self.said = tempfile.TemporaryDirectory()
+        self.folder = site.weights(ROOT / "models" / "tiny" / family, Path(self.said.name))
 
     def __enter__(self):
         return self
@@ -70,37 +73,52 @@ class Engines:
         while self.running:
             self.running.popitem()[1].close()
 
-    def alone(self):
+    def alone(self, options=None):
         """One engine, without any connector."""
-        return self._started("alone", None, {})
+        return self._both([("alone", None, options or {})])[0]
 
     def ours(self, prefill, decode):
-        return [self._started("P", "kv_producer", prefill), self._started("D", "kv_consumer", decode)]
+        return self._both([("P", "kv_producer", prefill), ("D", "kv_consumer", decode)])
 
-    def rivals(self, prefill, decode):
+    def rivals(self, prefill, decode, name=rivals.INSTALLED):
         """As its documentation starts it: a role for each, states channels first. It keeps cores busy while it is idle:
         nobody else runs meanwhile."""
         self.close()
         states = CHANNELS_FIRST if self.family in STATES else {}
-        both = [merged({"stock": True}, LEASE, states, side) for side in (prefill, decode)]
-        roles = ("kv_producer", "kv_consumer")
-        return [self._started(f"rival {role}", role, options) for role, options in zip(roles, both, strict=True)]
+        environment, extra = rivals.settings(name, self.site.DEVICE)
+        set_ = {"prepare": [patches.environment(**environment)], "extra": extra}
+        both = [merged({"stock": True}, LEASE, states, set_, side) for side in (prefill, decode)]
+        return self._both([("rival P", "kv_producer", both[0]), ("rival D", "kv_consumer", both[1])])
 
-    def _started(self, side, role, options):
-        key = (side, repr(sorted(options.items(), key=str)))
-        if key in self.running:
-            self.running[key] = self.running.pop(key)
-            return self.running[key]
-        while len(self.running) >= self.most:
-            self.running.pop(next(iter(self.running))).close()
+    def _both(self, sides):
+        """They start side by side; none of them is ended for another of them."""
+        keys = [(side, repr(sorted(options.items(), key=str))) for side, _, options in sides]
+        for key in keys:
+            if key in self.running:
+                self.running[key] = self.running.pop(key)
+        begun = []
+        for key, (_, role, options) in zip(keys, sides, strict=True):
+            if key in self.running:
+                continue
+            while len(self.running) >= max(self.most, len(sides)):
+                self.running.pop(next(iter(self.running))).close()
+            self.running[key] = self._begun(role, options)
+            begun.append(key)
+        for key in begun:
+            server = self.running[key]
+            try:
+                server.ask("ready")
+            except (AssertionError, EOFError) as error:
+                raise Failed(_reason(f"{error}\n{server.log.read_text()}")) from None
+        return [self.running[key] for key in keys]
+
+    def _begun(self, role, options):
         log = Path(self.said.name) / f"{len(os.listdir(self.said.name))}.log"
+        log.touch()
         into = {"prepare": [functools.partial(_say_into, log)]}
-        try:
-            server = Server(self.folder, role, **merged(USUAL, into, FAMILIES[self.family], options))
-        except (AssertionError, EOFError) as error:
-            raise Failed(_reason(f"{error}\n{log.read_text()}")) from None
+        everybody = merged(self.site.USUAL, into, self.site.FAMILIES[self.family], options)
+        server = Server(self.folder, role, wait=False, **everybody)
         server.log = log
-        self.running[key] = server
         return server
 
 

@@ -1,26 +1,23 @@
 """What it costs to spoil one kind of state."""
 
 from .asking import Questions, answers, handed_over
-from .models import CELLS, DRAFTS
 from .spoil import PARTS, count_guesses, guesses, kinds, spoil, spoilt
 from .table import whole
-
-CELL = "TP 1 → 2"
 
 
 def controls(engines, asked):
     """Of all kinds of states that a family has, in all parts; and of its draft, where it has one."""
-    family = engines.family
-    prefill, decode = engines.ours(*CELLS[family][CELL])
+    family, cell = engines.family, engines.site.CONTROL
+    prefill, decode = engines.ours(*engines.site.CELLS[family][cell])
     found = []
     alone = answers(decode, asked)
     unspoilt = whole(asked.right(alone))[0]
     for kind in decode.call(kinds):
         for part in PARTS:
             right, differ, count = spoiled(prefill, decode, asked, alone, kind, part)
-            found.append({"family": family, "cell": CELL, "state": kind, "part": part, "spoilt": count})
+            found.append({"family": family, "cell": cell, "state": kind, "part": part, "spoilt": count})
             found[-1] |= {"right": right, "differ": differ, "unspoilt": unspoilt}
-    if family in DRAFTS:
+    if family in engines.site.DRAFTS:
         engines.close()
         # The answer's second and third token can be guessed, and nothing else that is asked for.
         found += draft(engines, Questions(len(asked.prompts), tasks=["echo"]), PARTS)
@@ -40,8 +37,8 @@ def spoiled(prefill, decode, asked, alone, kind, part):
 
 def draft(engines, asked, parts):
     """What guesses from a state that is wrong guesses worse; the model itself then answers as it did."""
-    cell = DRAFTS[engines.family]
-    prefill, decode = engines.ours(*CELLS[engines.family][cell])
+    cell = engines.site.DRAFTS[engines.family]
+    prefill, decode = engines.ours(*engines.site.CELLS[engines.family][cell])
     decode.call(count_guesses)
     alone = answers(decode, asked)
     decode.call(guesses)

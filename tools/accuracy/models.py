@@ -1,10 +1,13 @@
-"""The models by name, how their engines are started, and between which they are handed over: data, no code."""
+"""The models by name, how their engines are started on a CPU, and between which they are handed over; `on_card` has the
+same for a GPU."""
 
+import cards
 import patches
 import standins
 from families import CHANNELS_FIRST, LATENT, NATIVE, RANKS
 from life.test_held import let_states_be_cached
 
+DEVICE = "cpu"
 #: Requests that are asked at once, and the blocks that they need.
 AT_ONCE = 32
 USUAL = {"max_num_seqs": AT_ONCE, "blocks": 600}
@@ -104,8 +107,16 @@ OURS = {
     "kimi-linear": blocks(128, 256) | ORDERS | WAYS,
     "qwen3.5": ORDERS | WAYS,
 }
+#: Where states are spoiled.
+CONTROL = "TP 1 → 2"
 #: Where a draft keeps something of its own.
 DRAFTS = {"deepseek": "its module guesses (MTP), TP 1 → 2"}
+
+
+def weights(folder, _):
+    """Where the model lies that engines are to load; `Spoilt`, where it is not the one that was trained."""
+    cards.checked(folder)
+    return folder
 
 
 def merged(*parts):

@@ -134,7 +134,7 @@ def _view(side, group, piece, block):
         strides = [split["stride"], view["entry"], *strides]
     base = facts["regions"][view["region"]]["base"]
     storage = next(one for one in side.storages if one.data_ptr() == base)
-    numbers = torch.empty(0, dtype=dtype).set_(storage.untyped_storage())
+    numbers = torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage())
     at = view["offset"] + block * view["block"]
     return numbers.as_strided(shape, [stride // dtype.itemsize for stride in strides], at // dtype.itemsize)
 
@@ -143,6 +143,6 @@ def _change(view, part, generator):
     size = view.float().std()
     if part == "one column":
         view = view[..., view.shape[-1] // 2]
-    noise = torch.randn(view.shape, generator=generator) * size
-    view.copy_(noise)
+    noise = torch.randn(view.shape, generator=generator)
+    view.copy_(noise * size.cpu())
     return view.numel()

@@ -4,6 +4,8 @@ import math
 
 TASKS = ("recall", "sum", "latest", "echo")
 ALONE = "one engine"
+#: Of it: with a cache in the format that the model is computed in.
+USUAL = "–"
 
 
 def wilson(right, of):
@@ -29,14 +31,17 @@ def share(right, of):
 
 
 def latest(kept, part):
-    """Of several runs: what each says of a model that no later one has."""
+    """Of several runs: what each says of a model through somebody that no later one has."""
     found = {}
     for run in kept:
-        for family in {one["family"] for one in run[part]}:
-            found.pop(family, None)
+        by = {}
         for one in run[part]:
-            found.setdefault(one["family"], []).append(one)
-    return [one for some in found.values() for one in some]
+            by.setdefault((one["family"], one.get("through")), []).append(one)
+        for key in by:
+            found.pop(key, None)
+        found |= by
+    order = sorted(found, key=lambda key: (list(dict.fromkeys(name for name, _ in found)).index(key[0]), key[1] != ALONE))
+    return [one for key in order for one in found[key]]
 
 
 def rows(titles, lines):
@@ -55,7 +60,8 @@ def accuracy(found):
     lines = []
     for (family, cell), who in by.items():
         if ALONE in who:
-            lines.append([f"**{family}**", ALONE, *_answers(who[ALONE], why)[:2], *[""] * (3 * len(through) - 2)])
+            said = ALONE if cell == USUAL else f"{ALONE}, {cell}"
+            lines.append([f"**{family}**", said, *_answers(who[ALONE], why)[:2], *[""] * (3 * len(through) - 2)])
             continue
         lines.append([family, cell])
         for name in through:
@@ -130,10 +136,11 @@ def summary(found):
     topologies = ["TP 1 → 1", "TP 1 → 2", "TP 2 → 1"]
     through = list(dict.fromkeys(one["through"] for one in found if one["cell"] in topologies))
     by = {(one["family"], one["cell"], one["through"]): one for one in found}
-    alone = {one["family"]: one for one in found if one["through"] == ALONE}
+    alone = {one["family"]: one for one in found if one["through"] == ALONE and one["cell"] == USUAL}
+    topologies = [cell for cell in topologies if any(one["cell"] == cell for one in found)]
     lines = []
     for family in dict.fromkeys(one["family"] for one in found):
-        line = [family, share(*whole(alone[family]["right"]))]
+        line = [family, _short(alone.get(family))]
         for who in through:
             line.append(" / ".join(_short(by.get((family, cell, who))) for cell in topologies))
         lines.append(line)
@@ -146,4 +153,4 @@ def _short(one):
     if "error" in one:
         return "does not run"
     right, of = whole(one["right"])
-    return share(right, of) + (f", {one['differ']} of {of} differ" if one["differ"] else "")
+    return share(right, of) + (f", {one['differ']} of {of} differ" if one.get("differ") else "")

@@ -2,14 +2,22 @@
 
 import shutil
 
+import rivals
 from vllm.platforms import current_platform
 
 from .models import hybrid
 
-RIVAL = "NixlConnector"
+DEVICE = "cuda" if current_platform.is_cuda() else "cpu"
 TRANSPORTS = ("nixl", "tcp", "cuda" if current_platform.is_cuda() else "local")
 AGAIN = "again"
-CONTENDERS = [f"{transport}{way}" for transport in TRANSPORTS for way in ("", "+push")] + [RIVAL]
+CONTENDERS = [f"{transport}{way}" for transport in TRANSPORTS for way in ("", "+push")]
+#: On a CPU vLLM's kernels know one layout only.
+RIVALS = rivals.NAMES if DEVICE == "cuda" else rivals.NAMES[:2]
+CONTENDERS += RIVALS
+
+
+def is_rival(contender):
+    return contender in RIVALS
 
 
 def wrong_with(contender, model):

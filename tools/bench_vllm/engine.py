@@ -6,11 +6,13 @@ import os
 import time
 import traceback
 
+import rivals
+from http_pair import free_ports
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
-from .contenders import AGAIN, RIVAL
+from .contenders import AGAIN, DEVICE, is_rival
 from .models import hybrid
 
 #: Seconds to wait for an engine.
@@ -71,10 +73,12 @@ def _serve(pipe, contender, role, model, arguments):
 
 def _engine(contender, role, model, arguments):
     how = None
-    if contender == RIVAL:
-        port = 5600 if role == "kv_producer" else 5700
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port + os.getpid() % 90)
-        how = dict(kv_connector=RIVAL, kv_buffer_device="cuda" if current_platform.is_cuda() else "cpu")
+    if is_rival(contender):
+        environment, extra = rivals.settings(contender, DEVICE)
+        os.environ.update(environment)
+        # Two engines on one host need two, also when they are forked one after the other.
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1)[0])
+        how = dict(kv_connector=rivals.INSTALLED, kv_buffer_device=DEVICE, kv_connector_extra_config=extra)
     elif contender != AGAIN:
         transport, _, push = contender.partition("+")
         how = dict(

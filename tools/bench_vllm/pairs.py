@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 
 import environment
 
-from .contenders import AGAIN, RIVAL
+from .contenders import AGAIN, is_rival
 from .engine import PATIENCE, Engine
 from .models import hybrid
 
@@ -72,7 +72,7 @@ class Pair:
     def _signal(self, number):
         # NIXL's progress thread, as the rival sets it up, keeps a core busy even when idle. It does
         # so in its own turns only.
-        if self.contender == RIVAL:
+        if is_rival(self.contender):
             for engine in (self.prefill, self.decode):
                 os.kill(engine.process.pid, number)
 

@@ -3,21 +3,26 @@
 import statistics
 
 
-def table(arguments, measured, which, draw):
-    def of(contender, length):
-        return [seconds[which] for seconds in measured[contender][length]]
+def table(run, against, which, draw):
+    """Of what `--save` writes, as far as the run has come."""
 
-    ours = [contender for contender in arguments.contenders if contender != arguments.against]
-    titles = ["prompt", *(title for name in ours for title in (name, "ratio")), arguments.against]
+    def of(contender, length):
+        return [seconds[which] for seconds in run["measured"][contender].get(str(length), [])]
+
+    ours = [contender for contender in run["contenders"] if contender != against]
+    titles = ["prompt", *(title for name in ours for title in (name, "ratio")), against]
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
-    for length in [0, *arguments.lengths]:
-        cells = [f"{length} tokens" if length else f"first, {arguments.lengths[0]} tokens"]
-        for contender in (*ours, arguments.against):
-            low, middle, high = spread(of(contender, length))
-            cells.append(f"{middle:.1f} ({low:.1f}–{high:.1f})")
-            if contender != arguments.against:
-                value, least, most = ratio(of(contender, length), of(arguments.against, length), draw)
-                cells.append(f"**{value:.2f}** ({least:.2f}–{most:.2f})")
+    for length in [0, *run["lengths"]]:
+        cells = [f"{length} tokens" if length else f"first, {run['lengths'][0]} tokens"]
+        theirs = of(against, length)
+        for contender in (*ours, against):
+            seconds = of(contender, length)
+            cells.append("{1:.1f} ({0:.1f}–{2:.1f})".format(*spread(seconds)) if seconds else "")
+            if contender != against:
+                # Of a run that was cut short, one may have a round more than the other.
+                rounds = min(len(seconds), len(theirs))
+                found = ratio(seconds[:rounds], theirs[:rounds], draw) if rounds else None
+                cells.append("**{:.2f}** ({:.2f}–{:.2f})".format(*found) if found else "")
         print("| " + " | ".join(cells) + " |")
 
 
