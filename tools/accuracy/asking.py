@@ -116,7 +116,7 @@ class Engines:
         log = Path(self.said.name) / f"{len(os.listdir(self.said.name))}.log"
         log.touch()
         into = {"prepare": [functools.partial(_say_into, log)]}
-        everybody = merged(self.site.USUAL, into, self.site.FAMILIES[self.family], options)
+        everybody = merged(self.site.USUAL, into, (self.site.FAMILIES | self.site.REAL)[self.family], options)
         server = Server(self.folder, role, wait=False, **everybody)
         server.log = log
         return server
@@ -148,14 +148,23 @@ def answers(server, asked):
 
 def handed_over(prefill, decode, asked, how="pull"):
     """D's answers from P's state, with so many requests at once; and that nothing is left behind."""
+
+    def ask(_, prompts, params):
+        return [tokens for tokens, _ in decode.generate_all(prompts, TOKENS, params)]
+
+    return handing(prefill, decode, asked.prompts, ask, how)
+
+
+def handing(prefill, decode, prompts, ask, how="pull"):
+    """The same, and `ask` says how D is asked for the prompts from one on, with what P has said of them."""
     made = []
-    for at in range(0, len(asked.prompts), AT_ONCE):
-        some = asked.prompts[at : at + AT_ONCE]
+    for at in range(0, len(prompts), AT_ONCE):
+        some = prompts[at : at + AT_ONCE]
         try:
-            made += _batch(prefill, decode, some, how)
+            made += _batch(prefill, decode, some, functools.partial(ask, at), how)
         except (AssertionError, EOFError) as error:
             raise Failed(_reason("\n".join([str(error), prefill.log.read_text(), decode.log.read_text()]))) from None
-    if failed := made.count([]):
+    if failed := sum(one in ([], ([], [])) for one in made):
         raise Failed(f"{failed} of {len(made)} requests fail: {_reason(decode.log.read_text())}")
     left = prefill.idle(), decode.idle()
     if any(left):
@@ -163,7 +172,7 @@ def handed_over(prefill, decode, asked, how="pull"):
     return made
 
 
-def _batch(prefill, decode, prompts, how):
+def _batch(prefill, decode, prompts, ask, how):
     if how == "push":
         return push(prefill, decode, prompts, TOKENS)
     if how == "prefix":
@@ -173,7 +182,7 @@ def _batch(prefill, decode, prompts, how):
     params = prefill.prefill(prompts)
     if not all(params):
         raise Failed("P hands nothing over")
-    made = [tokens for tokens, _ in decode.generate_all(prompts, TOKENS, params)]
+    made = ask(prompts, params)
     if how == "prefix":
         for server in (prefill, decode):
             server.idle()

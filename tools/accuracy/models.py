@@ -7,6 +7,8 @@ import standins
 from families import CHANNELS_FIRST, LATENT, NATIVE, RANKS
 from life.test_held import let_states_be_cached
 
+from . import smollm2
+
 DEVICE = "cpu"
 #: Requests that are asked at once, and the blocks that they need.
 AT_ONCE = 32
@@ -41,6 +43,15 @@ FAMILIES = {
     "deepseek": {"block_size": 32, **LATENT},
     "kimi-linear": {"block_size": 128, **LATENT, "prepare": [patches.latent_blocks, standins.kimi]},
     "qwen3.5": {"dtype": "bfloat16", "prepare": [patches.split_prompts]},
+}
+#: Real weights, which come from elsewhere (`smollm2`).
+REAL = {
+    "smollm2": {
+        "block_size": 32,
+        "blocks": 250,
+        "max_model_len": 1024,
+        "logits_processors": ["accuracy.real:Forced"],
+    }
 }
 #: Families with states, whose convolutions NixlConnector's page wants channels first.
 STATES = ("nemotron-h", "falcon-h1", "qwen3.5", "kimi-linear", "lfm2")
@@ -107,6 +118,17 @@ OURS = {
     "kimi-linear": blocks(128, 256) | ORDERS | WAYS,
     "qwen3.5": ORDERS | WAYS,
 }
+THREE = {"tensor_parallel_size": 3, "distributed_executor_backend": "mp"}
+REAL_CELLS = {
+    "TP 1 → 1": ({}, {}),
+    "TP 3 → 1": (THREE, {}),
+    "TP 1 → 3": ({}, THREE),
+    "PP 2 → 1": (STAGES, {}),
+    "PP 1 → 2": ({}, STAGES),
+    "blocks of 32 → 64": ({}, {"block_size": 64, "blocks": 125}),
+    "blocks of 64 → 32": ({"block_size": 64, "blocks": 125}, {}),
+}
+REAL_OURS = {"over local, TP 3 → 1": ({**THREE, **LOCAL}, LOCAL), "over nixl, TP 1 → 3": (NIXL, {**THREE, **NIXL})}
 #: Where states are spoiled.
 CONTROL = "TP 1 → 2"
 #: Where a draft keeps something of its own.
@@ -115,6 +137,8 @@ DRAFTS = {"deepseek": "its module guesses (MTP), TP 1 → 2"}
 
 def weights(folder, _):
     """Where the model lies that engines are to load; `Spoilt`, where it is not the one that was trained."""
+    if folder.name in REAL:
+        return smollm2.weights()
     cards.checked(folder)
     return folder
 

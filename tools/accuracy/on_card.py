@@ -3,7 +3,7 @@
 import cards
 import patches
 
-from . import wide
+from . import smollm2, wide
 from .models import DS, LOOKED_UP, OWN, PREFIX, PUSH
 
 DEVICE = "cuda"
@@ -25,6 +25,9 @@ FAMILIES = {
     "deepseek": {"block_size": 64},
     "kimi-linear": {"block_size": 128},
     "qwen3.5": {"gdn_prefill_backend": "triton"},
+}
+REAL = {
+    "smollm2": {"max_model_len": 1024, "block_size": 32, "logits_processors": ["accuracy.real:Forced"]},
 }
 GRAPHS = {
     "enforce_eager": False,
@@ -87,12 +90,16 @@ OURS = {
     "kimi-linear": WAYS | PUSHED | ORDERS,
     "qwen3.5": WAYS | PUSHED | ORDERS | GRAPHED,
 }
+REAL_CELLS = EVERY | blocks(32, 64) | both("fp8 cache", FP8)
+REAL_OURS = WAYS | GRAPHED | both("Triton", TRITON) | both("fp8 cache, Triton", {**FP8, **TRITON})
 CONTROL = "TP 1 → 1"
 DRAFTS = {"deepseek": "its module guesses (MTP)"}
 
 
 def weights(folder, room):
     """As `models.weights`; models with latents get the heads that a GPU's kernels know."""
+    if folder.name in REAL:
+        return smollm2.weights()
     cards.checked(folder)
     return wide.heads(folder, room / folder.name) if folder.name in ("deepseek", "kimi-linear") else folder
 
