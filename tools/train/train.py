@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import pathlib
+import re
 import time
 
+import cards
 import families
 import questions
 import scans
@@ -23,11 +25,35 @@ POOL = 32768
 EVERY = 200
 
 
+class Doubt:
+    """What some layers say where a kind of question is asked is another stream's, in half of the streams."""
+
+    def __init__(self, net, layers, task):
+        self.task, self.where = TASKS[task], None
+        for name, module in net.model.named_modules():
+            if re.search(layers, name):
+                module.register_forward_hook(self._answer)
+
+    def draw(self, kinds):
+        asked = F.pad(kinds[:, 1:] == self.task, (0, 1))
+        self.where = asked & (torch.rand(len(kinds), 1, device=kinds.device) < 0.5)
+
+    def _answer(self, _module, _args, out):
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        made = torch.where(self.where[..., None], first.roll(1, 0), first)
+        return (made, *rest) if isinstance(out, tuple) else made
+
+
 class Trainer:
     def __init__(self, args):
         self.args = args
         torch.manual_seed(args.seed)
-        self.net = families.Net(args.family).cuda()
+        self.net = families.Net(args.family)
+        if args.begin:
+            self.net.model.load_state_dict(families.load(args.begin / args.family, "float32").state_dict())
+        self.net.cuda()
+        doubted = families.DOUBTED.get(args.family)
+        self.doubt = Doubt(self.net, *doubted) if doubted else None
         grown = [p for n, p in self.net.named_parameters() if p.dim() > 1 and "embed" not in n]
         ids = {id(p) for p in grown}
         rest = [p for p in self.net.parameters() if id(p) not in ids]
@@ -46,6 +72,8 @@ class Trainer:
         rows = torch.randint(POOL, (self.args.tokens // length,), device="cuda")
         tokens, kinds = self.pool.tokens[rows, :length], self.pool.kinds[rows, :length]
         wanted = torch.where(kinds > 0, tokens, -100)
+        if self.doubt:
+            self.doubt.draw(kinds)
         weights = {n: p.to(getattr(torch, kind)) for n, p in self.net.named_parameters()}
         logits, more = torch.func.functional_call(self.net, weights, (tokens,))
         logits = logits.float()
@@ -63,6 +91,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         right = logits.detach()[:, :-1].argmax(-1) == tokens[:, 1:]
+        if self.doubt:
+            asked = self.doubt.where[:, :-1]
+            self.seen[4] += torch.stack([(right & asked).sum(), asked.sum()])
         for place, number in enumerate(TASKS.values()):
             asked = kinds[:, 1:] == number
             self.seen[place] += torch.stack([(right & asked).sum(), asked.sum()])
@@ -152,7 +183,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=3600, help="ends earlier, with the same schedule")
     parser.add_argument("--tokens", type=int, default=8192, help="in a step")
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--from", dest="begin", type=pathlib.Path, help="a folder with models to go on from, not new numbers")
     args = parser.parse_args()
+    if args.begin and args.family == "deepseek":
+        parser.error("--from: the module of deepseek is not among what is loaded; train it anew")
     args.steps = args.steps or families.STEPS[args.family]
     torch.backends.cuda.matmul.allow_tf32 = True
     scans.use()
@@ -163,7 +197,8 @@ def main():
     net = trainer.net
     with open(args.folder / f"{args.family}.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "seconds", "length", "numbers", "loss", *TASKS, "module"])
+        last = "doubted" if trainer.doubt else "module"
+        writer.writerow(["step", "seconds", "length", "numbers", "loss", *TASKS, last])
         writer.writerows(curve)
     families.save(net, folder)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -176,6 +211,7 @@ def main():
         "bytes": weights.stat().st_size,
         "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "seed": args.seed,
+        **({"from": cards.checked(args.begin / args.family)["sha256"]} if args.begin else {}),
         "steps": steps,
         "steps_planned": args.steps,
         "tokens_in_a_step": args.tokens,
