@@ -17,11 +17,12 @@ TABLE = ROOT / "python/kvferry/vllm/kernels/fingerprints.json"
 PAGE = ROOT / "docs/fingerprints.md"
 VERSIONS = ("0.32.0", "0.33.0")
 #: Entries of a block that is written.
-ENTRIES = 8
+ENTRIES = 4
 
 
 def cases(version):
     """What can be called: which kernel of which function, on which cards, and each state's format, bytes and axes."""
+    changes = "mqa_logits_use_mx_scales" in Code(source(version)).bound("utils.deep_gemm")
     insert = running("it", rope_quant_insert=rope_quant_insert(version))
     rope = known.BY_LAYER["models.deepseek_v41.", "latent"]
     for content, data, cache in ((528, 512, "fp8_ds_mla"), (288, 256, "nvfp4_ds_mla"), (584, 576, "fp8_ds_mla")):
@@ -31,7 +32,7 @@ def cases(version):
         yield kernel, rope, "all but Blackwell" if content == 584 else "Blackwell", content, states
     keys = known.BY_LAYER["models.deepseek_v41.attention", "indexer"]
     floats, exponents = ("f32", 4), ("fp8_e8m0 four times", 4)
-    for cards, is_mx in (("all but Blackwell", False), ("Blackwell", version is not None)):
+    for cards, is_mx in (("all but Blackwell", False), ("Blackwell", changes)):
         scale = exponents if is_mx else floats
         lengths = {"indexer": (ENTRIES, 128), "indexer.scale": (ENTRIES, 1)}
         store = indexer_store(version, exponents=is_mx)
@@ -42,9 +43,10 @@ def cases(version):
     yield deepseek.Ring(layer, lengths), ring, "all", 4096, {"ring": ("f32", 4)}
 
 
-def rows(version):
-    code = Code(source(None if version == VERSIONS[0] else version))
-    for kernel, writer, cards, content, states in cases(None if version == VERSIONS[0] else version):
+def rows(version, called):
+    """What each kernel of a version writes; of the one that runs, if none is named."""
+    code = Code(source(version))
+    for kernel, writer, cards, content, states in cases(version):
         number = torch.float32 if "ring" in states else torch.uint8
         answer = probe.ask(kernel, torch.zeros(2, 1, ENTRIES, content // number.itemsize, dtype=number))
         for state, (name, size) in states.items():
@@ -54,7 +56,7 @@ def rows(version):
             found = answer.places(state, axes, size - spare)
             places = probe.Places(axes, found.at, size)
             yield {
-                "version": version, "cards": cards, "writer": writer[1], "state": state, "format": name,
+                "version": called, "cards": cards, "writer": writer[1], "state": state, "format": name,
                 "where": str(places), "bytes": answer.digest(places), "code": code.digest(*writer),
             }  # fmt: skip
 
@@ -66,7 +68,7 @@ def page(told):
 [Versions of vLLM](vllm.md#versions-of-vllm) has the rules. Here is what was found.
 
 ## What kernels wrote
-DeepSeek-V4.1's kernels of both versions, carried out by Triton's interpreter on a CPU: a fixed input, a page of 8 entries that was
+DeepSeek-V4.1's kernels of both versions, carried out by Triton's interpreter on a CPU: a fixed input, a page of 4 entries that was
 poisoned, and where the bytes of each state were found. Equal digests mean that the plan only has to move bytes.
 
 | kernel | cards | state | vLLM | where the first byte of each is | what it wrote |
@@ -137,12 +139,12 @@ KINDS = (
 
 def codes(version):
     """The digests of functions that stand in for what they write."""
-    code = Code(source(None if version == VERSIONS[0] else version))
+    code = Code(source(version))
     return {name: code.digest(where, name) for where, name in {*known.BY_LAYER.values(), *known.FUSED.values()}}
 
 
 def main():
-    told = {"rows": [row for version in VERSIONS for row in rows(version)]}
+    told = {"rows": [row for version in VERSIONS for row in rows(version, version)]}
     told["found"] = {f"{it['code']} {it['format']} {it['state']}": it["bytes"] for it in told["rows"]}
     told["code"] = {version: dict(sorted(codes(version).items())) for version in VERSIONS}
     TABLE.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
