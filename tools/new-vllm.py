@@ -44,6 +44,7 @@ def facts() -> dict:
         "missing": inside.missing(),
         "touched": {f"{module} {name}": taken(module, name) for module, name in inside.names()},
         "writers": dict(writers()),
+        "fingerprints": dict(fingerprints_()),
     }
 
 
@@ -83,6 +84,17 @@ def taken(module: str, name: str) -> str:
         return str(inspect.signature(found)) if inspect.isroutine(found) else ""
     except (AttributeError, ImportError, ValueError, TypeError):
         return ""
+
+
+def fingerprints_() -> list[tuple[str, str]]:
+    """What the kernels write that Triton's interpreter can carry out (docs/fingerprints.md), and where."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import fingerprints
+
+    return [
+        (f"{it['writer']}, {it['cards']}: {it['state']} as {it['format']}", f"{it['bytes']} {it['where']}")
+        for it in fingerprints.rows(None, "")
+    ]
 
 
 def writers() -> list[tuple[str, str]]:
@@ -135,6 +147,10 @@ def page(folder: Path) -> tuple[str, bool]:
         "Triton kernels that may write caches, with other code: a page of the same name may have other bytes now. To "
         "be read",
         [f"`{it}`" for it in moved("writers", old, new)],
+    )
+    text += listed(
+        "Kernels that write other bytes for the same input, or elsewhere (docs/fingerprints.md has all that ran)",
+        [f"{it}: `{old['fingerprints'][it]}`; now `{new['fingerprints'][it]}`" for it in moved("fingerprints", old, new)],
     )
 
     text += "\n## What must be decided\n"

@@ -62,7 +62,7 @@ class Compressor:
         """The page after the group that ends with `position` was compressed."""
         self.pages.zero_()
         at, table = torch.tensor([position]), torch.arange(len(self.states), dtype=torch.int32)[None]
-        data, scales = specs.SCALES_LAST[584]
+        data, scales = specs.TWO_PARTS[584]
         compress[(1,)](
             *(self.states, *self.states.stride()[:2]),
             *(torch.zeros(1, dtype=torch.int32), at, at),
@@ -113,7 +113,7 @@ def test_the_window_of_the_spec_holds_all_that_the_next_group_reads(ratio, overl
 
 
 def test_scales_lie_behind_all_records_of_a_page():
-    data, scales = specs.SCALES_LAST[584]
+    data, scales = specs.TWO_PARTS[584]
     for slot in range(ENTRIES):
         it = Compressor(4, 4, 4)
         it.store(0, 4 * ENTRIES)

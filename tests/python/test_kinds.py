@@ -38,6 +38,7 @@ from pools import Engine
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.attention.ops import rocm_paged_mxfp4_indexer
 from vllm.v1.kv_cache_interface import HiSparseHotSpec
 
@@ -131,53 +132,82 @@ class TestDeepSeekV4:
         assert caught.value.state == "layers.0/ring"
 
     @pytest.mark.parametrize("cache", ["fp8_ds_mla", "nvfp4_ds_mla"])
-    @pytest.mark.parametrize("version, right", [("0.32.1+cpu", True), ("0.33.0", False), ("0.34.0", False)])
-    def test_records_that_another_vllm_keeps_in_another_order_are_refused(
-        self, cache, version, right, monkeypatch
+    @pytest.mark.parametrize(
+        "version, rounds, follows",
+        [
+            ("0.32.1+cpu", False, False),
+            ("0.33.0", True, True),
+            # Its code is not that of its version, or nobody has looked at it.
+            ("0.33.0", False, None),
+            ("0.32.0", True, None),
+            ("0.34.0", True, None),
+        ],
+    )
+    def test_where_scales_lie_is_known_for_each_version_or_refused(
+        self, cache, version, rounds, follows, monkeypatch
     ):
         monkeypatch.setattr(versions, "running", lambda: version)
+        if rounds:
+
+            def made(self, packed_block_stride_alignment=None): ...
+
+            monkeypatch.setattr(DeepseekV4SWACache, "__init__", made)
 
         def engine():
             return v4("prefill", T(block=128, layout="BLHNC"), (2, 1, 2), v41_kinds(cache))
 
-        if right:
-            engine()
-            return
-        with pytest.raises(Unsupported, match=rf"layer '.*': records of \d+ bytes a token .* vLLM {version}"):
-            engine()
-        # The records of V4 are the same in both.
+        # The records of V4 are the same in all.
         v4("prefill", T(block=256, layout="BLHNC"), (4, 128, 4))
+        if follows is None:
+            with pytest.raises(Unsupported, match=rf"layer '.*': records of \d+ bytes a token .* vLLM {version}"):
+                engine()
+            return
+        manifest = engine().ranks[0].manifest.to_dict()
+        pieces = manifest["groups"][0]["pieces"][:2]
+        whole = sum(manifest["kinds"][piece["kind"]]["format"]["bytes"] for piece in pieces)
+        data, scales = (piece["view"] for piece in pieces)
+        assert (data["entry"] == scales["entry"] == whole) is follows
+        assert (scales["offset"] - data["offset"] < whole) is follows
 
     @pytest.mark.parametrize(
-        "version, says, blackwell, right",
+        "version, says, blackwell, floats",
         [
             ("0.32.0", None, True, True),
             ("0.33.0", False, False, True),
             ("0.33.0", True, True, False),
             # Where it does not say so by that name any more.
-            ("0.33.0", None, True, False),
+            ("0.33.0", None, True, None),
             ("0.34.0", None, False, True),
-            ("0.34.0", None, True, False),
+            ("0.34.0", None, True, None),
         ],
     )
-    def test_indexers_with_other_scales_are_refused(self, version, says, blackwell, right, monkeypatch):
-        monkeypatch.setattr(versions, "running", lambda: version)
-        monkeypatch.setattr(current_platform, "is_device_capability_family", lambda family: blackwell, raising=False)
-        if says is None:
-            monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales", raising=False)
-        else:
-            monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: says, raising=False)
+    def test_an_indexer_s_scales_are_what_the_engine_says(self, version, says, blackwell, floats, monkeypatch):
+        running(monkeypatch, version, says, blackwell)
 
-        def engine(layers):
+        def engine(layers=(4,)):
             return v4("prefill", T(block=256, layout="BLHNC"), layers)
 
-        # Without an indexer there is nothing to refuse.
+        # Without an indexer nothing is asked.
         engine((128, 1))
-        if right:
-            engine((4,))
+        if floats is None:
+            with pytest.raises(Unsupported, match=f"vLLM {version} does not say which numbers it writes as the scales"):
+                engine()
             return
-        with pytest.raises(Unsupported, match=f"vLLM {version} writes other numbers as the scales of 8-bit"):
-            engine((4,))
+        formats = {kind["format"]["name"] for kind in engine().ranks[0].manifest.to_dict()["kinds"]}
+        assert ("fp8_e8m0 four times" in formats) is not floats
+
+    def test_unlike_scales_are_refused_with_both_and_like_ones_move(self, monkeypatch):
+        side = T(block=256, layout="BLHNC", blocks=60)
+        running(monkeypatch, "0.32.0", None, False)
+        old = v4("prefill", side, (4,))
+        running(monkeypatch, "0.33.0", True, True)
+        new, other = (v4(name, side, (4,)) for name in ("decode", "prefill"))
+        for p, d in ((old, new), (new, old)):
+            with pytest.raises(kvferry.Incompatible, match="layers.0/indexer.scale") as caught:
+                move(p, d, 300)
+            values = {caught.value.source_value, caught.value.destination_value}
+            assert values == {"fp8_e8m0 four times (4 bytes)", "f32 (4 bytes)"}
+        move(other, new, 300)
 
     def test_records_of_4_bits_are_not_those_of_8(self):
         """vLLM's kernels for Blackwell prefer the former, and take either."""
@@ -185,6 +215,16 @@ class TestDeepSeekV4:
         d = v4("decode", T(block=128, layout="BLHNC"), (2, 1, 2), v41_kinds("fp8_ds_mla"))
         with pytest.raises(kvferry.Incompatible, match="nvfp4_ds_mla .*fp8_ds_mla "):
             move(p, d, 30)
+
+
+def running(monkeypatch, version, says, blackwell):
+    """As if this were another vLLM, on another card."""
+    monkeypatch.setattr(versions, "running", lambda: version)
+    monkeypatch.setattr(current_platform, "is_device_capability_family", lambda family: blackwell, raising=False)
+    if says is None:
+        monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales", raising=False)
+    else:
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: says, raising=False)
 
 
 def v41_kinds(cache):

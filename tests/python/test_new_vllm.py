@@ -15,6 +15,7 @@ found = importlib.util.spec_from_file_location("new_vllm", TOOLS / "new-vllm.py"
 new_vllm = importlib.util.module_from_spec(found)
 found.loader.exec_module(new_vllm)
 
+ROPE = "rope_quant_insert, Blackwell: latent as fp8_ds_mla 528"
 PASSED = '<testsuite><testcase name="a_pair" time="2"/></testsuite>'
 FAILED = PASSED.replace("/></", "><failure message=\"AssertionError: 31 tokens\"/></testcase></")
 
@@ -41,7 +42,7 @@ def page(tmp_path):
 def test_this_vllm_beside_itself_is_no_news(page):
     text, works = page()
     assert works and text.split("## What is new\n")[1].startswith("\n## What moved\n")
-    moved = ("where they are not overridden", "takes other arguments", "To be read")
+    moved = ("where they are not overridden", "takes other arguments", "To be read", "has all that ran)")
     for title in (*moved, "until it is", "does not start", "not where it was", "Failed"):
         assert f"{title}: nothing." in text
     # A hook that is left as it is, with what it does then.
@@ -57,6 +58,7 @@ def test_this_vllm_beside_itself_is_no_news(page):
         (lambda it: it["hooks"]["role"].__setitem__(1, "other"), "`return self._role`; now `()`, `other`\n", False),
         (lambda it: it["touched"].update({"vllm.v1.request Request.get_skip_reading_prefix_cache": "(self, x)"}),
          "`(self) -> bool`; now `(self, x)`\n", False),
+        (lambda it: it["fingerprints"].update({ROPE: "0 elsewhere"}), "512 from token to token`; now `0 elsewhere`\n", False),
         (lambda it: it["unknown"].append("the back end NEW"), "until it is:\n- the back end NEW\n", False),
         (lambda it: it["differences"].append("vLLM has no hook it"), "does not start:\n- vLLM has no hook it\n", True),
         (lambda it: it["missing"].append("vllm.v1 Gone"), "not where it was:\n- `vllm.v1 Gone`\n", True),

@@ -39,3 +39,12 @@ def test_a_hook_that_came_later_is_missed_only_where_it_is_needed(monkeypatch):
     # As vLLM 0.31 did it.
     monkeypatch.setattr(KVCacheManager, "get_zeroing_block_ids_in_range", None, raising=False)
     assert versions.differences(Ours) == []
+
+
+def test_an_engine_whose_files_are_of_two_builds_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(connector.logger, "propagate", True)
+    monkeypatch.setattr(versions, "mixed", lambda: ["vllm/_C.abi3.so 27"])
+    with caplog.at_level(logging.WARNING, logger=connector.logger.name):
+        connector._look_at_version()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"not all of one build: {versions.running()} with 1 files of another build (" in said

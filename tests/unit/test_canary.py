@@ -15,6 +15,8 @@ class Server:
 
     def __init__(self, change=lambda tokens, asked: tokens, room=4096, gap=1.0, runner_up=None):
         self.asked, self.change, self.room, self.gap, self.runner_up = [], change, room, gap, runner_up
+        #: Prompts that it computed although another had, by the reason; with engines of its own.
+        self.counted = {}
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -22,6 +24,9 @@ class Server:
                 pass
 
             def do_GET(self):
+                if self.path == "/metrics":
+                    self.answer(200 if server.counted else 404, server.metrics())
+                    return
                 one = {"id": "tiny", "max_model_len": server.room}
                 self.answer(200, {"data": [one]})
 
@@ -35,7 +40,7 @@ class Server:
                     self.answer(500, {"error": str(error)})
 
             def answer(self, code, body):
-                said = json.dumps(body).encode()
+                said = (body if isinstance(body, str) else json.dumps(body)).encode()
                 with contextlib.suppress(BrokenPipeError):
                     self.send_response(code)
                     self.send_header("Content-Length", str(len(said)))
@@ -46,6 +51,15 @@ class Server:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def metrics(self):
+        name = "vllm:kvferry_prompts_recomputed"
+        lines = [f"# HELP {name}_total Prompts.", f"# TYPE {name}_total counter", "vllm:other_total{reason=\"gone\"} 9.0"]
+        for engine in "01":
+            for reason, count in self.counted.items():
+                lines.append(f'{name}_total{{engine="{engine}",model_name="tiny",reason="{reason}"}} {float(count)}')
+                lines.append(f'{name}_created{{engine="{engine}",model_name="tiny",reason="{reason}"}} 1.7e+09')
+        return "\n".join(lines) + "\n"
 
     def complete(self, asked):
         first = sum(asked["prompt"])
@@ -211,3 +225,41 @@ def test_wrong_arguments(capsys, arguments, says):
     with pytest.raises(SystemExit) as ended:
         canary.main(arguments)
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_prompts_that_were_computed_twice_are_said_by_reason(serve, capsys):
+    """The pair's own answer is compared with itself where the decode server computed it."""
+    router, decode = serve(), serve()
+    arguments = (router.url, "--decode", decode.url, "--lengths", "17,64")
+    # A server that does not count, or counts under another name.
+    code, said = ask(capsys, *arguments)
+    assert (code, said["recomputed"], said["recomputed_since_start"]) == (0, None, None)
+    decode.counted = {"gone": 2, "params": 0}
+    code, said = ask(capsys, *arguments)
+    assert (said["recomputed"], said["recomputed_since_start"]) == ({"gone": 0, "params": 0}, {"gone": 4, "params": 0})
+    assert canary.main(list(arguments)) == 0
+    assert "since it started, the decode server has computed prompts that prefill had computed: 4 (gone)" in (
+        capsys.readouterr().out
+    )
+
+    def fails(tokens, asked):
+        decode.counted["params"] += "cache_salt" not in asked
+        return tokens
+
+    router.change = fails
+    code, said = ask(capsys, *arguments)
+    assert (code, said["recomputed"]) == (0, {"gone": 0, "params": 4})
+    assert canary.main([*arguments, "--quiet"]) == 0
+    assert "COMPUTED: the decode server computed prompts meanwhile that prefill had computed: 4 (params)" in (
+        capsys.readouterr().out
+    )
+    # It was started anew.
+    assert canary.since({"gone": 9}, {"gone": 1}) == {"gone": 1}
+
+
+def test_a_server_whose_figures_do_not_come_is_asked_all_the_same(serve, capsys, monkeypatch):
+    router, decode = serve(), serve()
+    decode.counted = {"gone": 1}
+    monkeypatch.setattr(Server, "metrics", lambda self: "\x00{not metrics")
+    code, said = ask(capsys, router.url, "--decode", decode.url, "--lengths", "17")
+    assert (code, said["recomputed"]) == (0, None)

@@ -23,6 +23,16 @@ pub(crate) fn check(draft: &Draft) -> Result<Checked, ManifestError> {
     for (index, kind) in draft.kinds.iter().enumerate() {
         check_kind(kind).map_err(|problem| ManifestError::Kind { kind: index, problem })?;
     }
+    for (&kind, writer) in &draft.writers {
+        let problem = if draft.kinds.get(kind as usize).is_none() {
+            "it has a writer, and is not there"
+        } else if writer.name.is_empty() || writer.code.is_empty() {
+            "its writer needs a name, and a word on its code"
+        } else {
+            continue;
+        };
+        return Err(ManifestError::Kind { kind: kind as usize, problem: problem.to_owned() });
+    }
     let mut kinds = HashMap::new();
     let mut entries = Vec::with_capacity(draft.groups.len());
     let mut sets = vec![];

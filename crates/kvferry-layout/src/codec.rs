@@ -13,7 +13,9 @@ pub const MAX_JSON_BYTES: usize = 64 << 20;
 
 const MAGIC: &[u8; 4] = b"KVFM";
 /// The compact form does not name its fields: every change of them changes its version.
-const BINARY_VERSION: u16 = 2;
+const BINARY_VERSION: u16 = 3;
+/// The version before has no writers, which are its last field: one byte says that there are none.
+const WITHOUT_WRITERS: u16 = 2;
 /// The readable form does: a new field that may be left out does not.
 const JSON_VERSION: u16 = 1;
 
@@ -40,7 +42,9 @@ impl Manifest {
     /// The compact form: four bytes of magic, a version, and the facts with variable-length numbers.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        bytes.extend_from_slice(&BINARY_VERSION.to_le_bytes());
+        let version =
+            if self.draft().writers.is_empty() { WITHOUT_WRITERS } else { BINARY_VERSION };
+        bytes.extend_from_slice(&version.to_le_bytes());
         postcard::to_extend(self.draft(), bytes).expect("plain data in memory always serialises")
     }
 
@@ -59,9 +63,15 @@ impl Manifest {
             return Err(version("these bytes are not a manifest".to_owned()));
         }
         let found = u16::from_le_bytes([head[4], head[5]]);
-        if found != BINARY_VERSION {
-            return Err(version(format!("this is manifest version {found}")));
-        }
+        let longer;
+        let body = match found {
+            BINARY_VERSION => body,
+            WITHOUT_WRITERS => {
+                longer = [body, &[0]].concat();
+                &longer
+            }
+            _ => return Err(version(format!("this is manifest version {found}"))),
+        };
         let decode = |problem: String| ManifestError::Decode { problem };
         let (draft, rest): (Draft, _) =
             postcard::take_from_bytes(body).map_err(|error| decode(error.to_string()))?;

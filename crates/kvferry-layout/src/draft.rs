@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Spot;
-use crate::state::{Kind, Phase, StateBox};
+use crate::state::{Kind, Phase, StateBox, Writer};
 use crate::view::{Region, View};
 use crate::window::Window;
 
@@ -28,6 +28,10 @@ pub struct Draft {
     pub kinds: Vec<Kind>,
     /// Groups, in the order of the engine's block tables. A group may be empty on this rank.
     pub groups: Vec<Group>,
+    /// What writes the states of a kind, by the kind's index, where its name alone does not say what its bytes mean. The
+    /// last field: the compact form of a manifest without any is that of the version before.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub writers: BTreeMap<u32, Writer>,
 }
 
 /// Pieces that share a block table.

@@ -44,6 +44,7 @@
 //!     label: "tp1".to_owned(),
 //!     regions: vec![Region { base: 0x7000_0000, bytes: blocks * heads * tokens * row, place: Place::Host }],
 //!     kinds: vec![kv],
+//!     writers: Default::default(),
 //!     groups: vec![Group {
 //!         name: "attention".to_owned(),
 //!         blocks: 1000,
@@ -85,6 +86,6 @@ pub use loops::{BlockPair, Loop, LoopNest, Loops, LoopsError, MAX_LOOPS};
 pub use manifest::Manifest;
 pub use packed::{CutLimits, Cutting};
 pub use price::{Price, Rates};
-pub use state::{Axis, Format, Kind, Law, Phase, Span, StateBox};
+pub use state::{Axis, Format, Kind, Law, Phase, Span, StateBox, Writer};
 pub use view::{Kernel, MAX_AXES, Place, Region, View};
 pub use window::Window;

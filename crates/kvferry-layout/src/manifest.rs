@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::check::{Checked, check};
 use crate::draft::{Draft, Group, Piece};
 use crate::error::ManifestError;
-use crate::state::Kind;
+use crate::state::{Kind, Writer};
 use crate::view::Region;
 
 /// The checked facts of one rank. Whatever one holds is sound: every view lies in its region, every
@@ -73,6 +73,11 @@ impl Manifest {
     /// The kind of a piece's state.
     pub fn kind(&self, piece: &Piece) -> &Kind {
         &self.draft.kinds[piece.kind as usize]
+    }
+
+    /// What writes a piece's state, where it is said.
+    pub fn writer(&self, piece: &Piece) -> Option<&Writer> {
+        self.draft.writers.get(&piece.kind)
     }
 
     /// Entries of a piece in one block, by the indices of its group and of itself.

@@ -119,6 +119,42 @@ pub struct Kind {
     pub law: Law,
 }
 
+/// What writes the states of a kind: a name means what the code that writes it makes of it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Writer {
+    /// What it is, for messages: its function, its engine and version, and what it runs on.
+    pub name: String,
+    /// A digest of what it writes for a fixed input, read at the described places; `None` where it could not be called.
+    pub bytes: Option<String>,
+    /// What stands in where it could not: a digest of its code, or the version and all that could change it.
+    pub code: String,
+}
+
+impl Writer {
+    /// Whether two writers make the same of a name: what they wrote decides, and their code where that is not known of
+    /// both. A side that says nothing of its writer fits one whose bytes are known: it was taken by its name until now.
+    pub fn agree(one: Option<&Self>, other: Option<&Self>) -> bool {
+        match (one, other) {
+            (None, None) => true,
+            (Some(known), None) | (None, Some(known)) => known.bytes.is_some(),
+            (Some(one), Some(other)) => match (&one.bytes, &other.bytes) {
+                (Some(bytes), Some(others)) => bytes == others,
+                _ => one.code == other.code,
+            },
+        }
+    }
+}
+
+impl fmt::Display for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.bytes {
+            Some(bytes) => write!(f, "{} (its bytes: {bytes})", self.name),
+            None => write!(f, "{} (could not be called; its code: {})", self.name, self.code),
+        }
+    }
+}
+
 /// A half-open range on one axis. Written `[start, end]` in JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(from = "(u64, u64)", into = "(u64, u64)")]

@@ -2,7 +2,7 @@
 
 use kvferry_layout::{
     Axis, Draft, Format, Group, Kernel, Kind, Law, MAX_AXES, MAX_BINARY_BYTES, MAX_JSON_BYTES,
-    Manifest, ManifestError, Phase, Piece, Place, Region, Scratch, StateBox, View, Window,
+    Manifest, ManifestError, Phase, Piece, Place, Region, Scratch, StateBox, View, Window, Writer,
 };
 
 /// Two layers of K and V (2 heads of 4 numbers, 16 tokens a block, 10 blocks) and a convolution of
@@ -40,6 +40,7 @@ fn good() -> Draft {
             Region { base: 0x8000, bytes: 960, place: Place::Gpu(0) },
         ],
         kinds: vec![attention, convolution],
+        writers: Default::default(),
         groups: vec![
             Group {
                 name: "attention".to_owned(),
@@ -379,6 +380,47 @@ fn too_complex() {
     is!(ManifestError::TooComplex { .. }, error);
 }
 
+/// Who writes a kind is said of kinds that are there, in words that are.
+#[test]
+fn writers() {
+    let writer = |name: &str, code: &str| Writer {
+        name: name.to_owned(),
+        bytes: None,
+        code: code.to_owned(),
+    };
+    for (kind, it) in [(2, writer("it", "1")), (0, writer("", "1")), (1, writer("it", ""))] {
+        let error = error(&[&format!("kind {kind}"), "writer"], move |draft| {
+            draft.writers.insert(kind, it);
+        });
+        is!(ManifestError::Kind { .. }, error);
+    }
+}
+
+/// A manifest without writers is what it was in the version before, and one with them says so.
+#[test]
+fn writers_make_another_version() {
+    let plain = Manifest::new(good()).unwrap();
+    let mut draft = good();
+    let writer =
+        Writer { name: "it".to_owned(), bytes: Some("2".to_owned()), code: "3".to_owned() };
+    draft.writers.insert(1, writer.clone());
+    let written = Manifest::new(draft).unwrap();
+    for (manifest, version) in [(&plain, 2), (&written, 3)] {
+        let bytes = manifest.to_bytes();
+        assert_eq!(bytes[4], version);
+        assert_eq!(&Manifest::from_bytes(&bytes).unwrap(), manifest);
+        assert_eq!(&Manifest::from_json(&manifest.to_json()).unwrap(), manifest);
+    }
+    assert!(!plain.to_json().contains("writers"));
+    let piece = written.groups().iter().flat_map(|group| &group.pieces).find(|it| it.kind == 1);
+    assert_eq!(written.writer(piece.unwrap()), Some(&writer));
+    // The longer form of a manifest without any is the same manifest.
+    let mut longer = plain.to_bytes();
+    longer[4] = 3;
+    longer.push(0);
+    assert_eq!(Manifest::from_bytes(&longer).unwrap(), plain);
+}
+
 #[test]
 fn too_large() {
     let limit = MAX_BINARY_BYTES;
@@ -398,12 +440,12 @@ fn version() {
     let mut other = bytes.clone();
     other[0] = b'X';
     is!(ManifestError::Version { .. }, Manifest::from_bytes(&other).unwrap_err());
-    for version in [1, 3] {
+    for version in [1, 4] {
         let mut other = bytes.clone();
         other[4] = version;
         let error = Manifest::from_bytes(&other).unwrap_err();
         assert!(error.to_string().contains(&format!("version {version}")), "{error}");
-        is!(ManifestError::Version { known: 2, .. }, error);
+        is!(ManifestError::Version { known: 3, .. }, error);
     }
     let json = Manifest::new(good()).unwrap().to_json();
     let newer = json.replace("\"kvferry_manifest\": 1", "\"kvferry_manifest\": 2");

@@ -1,6 +1,6 @@
 //! Why two sides do not fit.
 
-use kvferry_layout::{Axis, Format, Law, Phase, StateBox, Window};
+use kvferry_layout::{Axis, Format, Law, Phase, StateBox, Window, Writer};
 use thiserror::Error;
 
 /// A pair that is refused, before any byte could move: what differs, both values, what to do.
@@ -43,6 +43,27 @@ pub enum Incompatible {
         source_format: Format,
         /// The destination's format.
         destination_format: Format,
+    },
+    /// The format has the same name, and what writes it is not known to mean the same.
+    ///
+    /// What to do: start both sides with the same version of the engine, the same attention back end and the same
+    /// switches. `KVFERRY_ASK=off` in one side's environment keeps its kernels from being asked what they write.
+    #[error(
+        "state '{state}': both sides call its elements {format}, but the source's ({source_rank}) are written by {}, \
+         the destination's by {}. Start both sides with the same version and settings of the engine.",
+        written(.source_writer), written(.destination_writer)
+    )]
+    Writer {
+        /// The state.
+        state: String,
+        /// Its format.
+        format: Format,
+        /// The source rank.
+        source_rank: String,
+        /// What writes it there; `None` when it does not say.
+        source_writer: Option<Writer>,
+        /// What writes it on the destination; `None` when it does not say.
+        destination_writer: Option<Writer>,
     },
     /// The axes differ.
     ///
@@ -182,6 +203,7 @@ impl Incompatible {
         match self {
             Self::Identity { .. } => "identity",
             Self::Format { .. } => "format",
+            Self::Writer { .. } => "writer",
             Self::Axes { .. } => "axes",
             Self::Law { .. } => "law",
             Self::Window { .. } => "window",
@@ -198,6 +220,7 @@ impl Incompatible {
         match self {
             Self::Identity { .. } => None,
             Self::Format { state, .. }
+            | Self::Writer { state, .. }
             | Self::Axes { state, .. }
             | Self::Law { state, .. }
             | Self::Window { state, .. }
@@ -212,6 +235,10 @@ impl Incompatible {
 
 fn stated(value: &Option<String>) -> String {
     value.as_ref().map_or_else(|| "not stated".to_owned(), |value| format!("'{value}'"))
+}
+
+fn written(writer: &Option<Writer>) -> String {
+    writer.as_ref().map_or_else(|| "what it does not say".to_owned(), Writer::to_string)
 }
 
 fn missing(format: &Format, instead: &[(String, Format)]) -> String {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use kvferry_layout::{
     Axis, Draft, Format, Group, Kind, Law, Manifest, Phase, Piece, Place, Region, StateBox, View,
-    Window,
+    Window, Writer,
 };
 use kvferry_plan::{Incompatible, Plan};
 use kvferry_testkit::draw::{Side, engine};
@@ -167,6 +167,54 @@ fn axes() {
     );
     let message = found.to_string();
     assert!(message.contains("dim=2") && message.contains("dim=3"), "{message}");
+}
+
+/// What a name means is known together with what writes it.
+#[test]
+fn writers() {
+    let engine = |said: Option<(&str, Option<&str>)>| {
+        let mut engine = simple(&plain(2), 1);
+        for rank in &mut engine.ranks {
+            let mut draft = rank.manifest.clone().into_draft();
+            for kind in 0..draft.kinds.len() as u32 {
+                if let Some((code, bytes)) = said {
+                    let name = format!("store of {code}");
+                    let bytes = bytes.map(str::to_owned);
+                    draft.writers.insert(kind, Writer { name, bytes, code: code.to_owned() });
+                }
+            }
+            rank.manifest = Manifest::new(draft).unwrap();
+        }
+        engine
+    };
+    let [a, b] = ["vLLM 0.32", "vLLM 0.33"];
+    for (one, other, fits) in [
+        (None, None, true),
+        // What they write decides, whatever their code, and their code where that is not known.
+        (Some((a, Some("1"))), Some((b, Some("1"))), true),
+        (Some((a, Some("1"))), Some((a, Some("2"))), false),
+        (Some((a, None)), Some((a, None)), true),
+        (Some((a, None)), Some((b, None)), false),
+        (Some((a, Some("1"))), Some((a, None)), true),
+        (Some((a, Some("1"))), Some((b, None)), false),
+        // A side that says nothing was taken by its name until now.
+        (None, Some((a, Some("1"))), true),
+        (None, Some((a, None)), false),
+    ] {
+        for (source, destination) in [(one, other), (other, one)] {
+            let verdict = compile(&engine(source), &[0], &engine(destination), 0);
+            assert_eq!(verdict.is_ok(), fits, "{source:?} {destination:?}");
+            let Err(found) = verdict else { continue };
+            let Incompatible::Writer { state, source_writer, .. } = &found else {
+                panic!("{found}")
+            };
+            assert_eq!(state, "layers.0/k");
+            assert_eq!(source_writer.as_ref().map(|it| it.code.as_str()), source.map(|it| it.0));
+            for (code, _) in [source, destination].into_iter().flatten() {
+                assert!(found.to_string().contains(&format!("store of {code}")), "{found}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -38,6 +38,11 @@ pub(crate) fn incompatible(py: Python<'_>, error: &Incompatible) -> PyErr {
             source = Some(source_format.to_string());
             destination = Some(destination_format.to_string());
         }
+        Incompatible::Writer { source_rank, source_writer, destination_writer, .. } => {
+            rank = Some(source_rank);
+            source = source_writer.as_ref().map(ToString::to_string);
+            destination = destination_writer.as_ref().map(ToString::to_string);
+        }
         Incompatible::Axes { source_rank, source_axes, destination_axes, .. } => {
             rank = Some(source_rank);
             (source, destination) = (Some(axes(source_axes)), Some(axes(destination_axes)));

@@ -183,6 +183,7 @@ impl Recipe {
             label: format!("pp{stage} tp{lane}"),
             regions: vec![],
             kinds: vec![],
+            writers: Default::default(),
             groups: groups.collect(),
         }
     }

@@ -69,6 +69,7 @@ pub fn hundred_layers(blocks: u32) -> Draft {
         label: "tp3".to_owned(),
         regions: (0..25).map(region).collect(),
         kinds,
+        writers: Default::default(),
         groups,
     }
 }

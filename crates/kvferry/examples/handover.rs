@@ -110,6 +110,7 @@ impl Engine {
                     axes: vec![Axis::new("head", HEADS)],
                     law: Law::PER_TOKEN,
                 }],
+                writers: Default::default(),
                 groups: vec![Group {
                     name: "attention".to_owned(),
                     blocks: BLOCKS,

@@ -50,6 +50,7 @@
 //!     label: "tp0".to_owned(),
 //!     regions: vec![region],
 //!     kinds: vec![kv],
+//!     writers: Default::default(),
 //!     groups: vec![Group {
 //!         name: "attention".to_owned(),
 //!         blocks: blocks as u32,

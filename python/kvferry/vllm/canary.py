@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import time
 import urllib.error
@@ -39,6 +40,10 @@ KEEP = {
 #: Two tokens whose chances are this close (in logarithms) may change places by rounding alone: a pair
 #: splits a prompt where one server does not.
 NEAR_TIE = 0.05
+
+
+_RECOMPUTED = re.compile(r"^vllm:kvferry_prompts_recomputed_total\{([^}]*)\} ([0-9.e+]+)$", re.M)
+_REASON = re.compile(r'(?:^|,)reason="([^"]*)"')
 
 
 class NoAnswer(Exception):
@@ -71,8 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = begin + asked.timeout
     cases: list[Case] = []
     error = None
+    pair, before = None, None
     try:
         pair = Pair(asked, deadline)
+        before = pair.recomputed()
         for case in pair.cases():
             cases.append(case)
             if not (asked.json or asked.quiet):
@@ -82,12 +89,16 @@ def main(arguments: list[str] | None = None) -> int:
         error = str(failure)
     wrong = [case for case in cases if case.verdict == "differ"]
     code = DIFFER if wrong else SILENT if error is not None else AGREE
+    after = pair.recomputed() if pair is not None and before is not None else None
+    meanwhile = since(before, after)
     if asked.json:
         report = {
             "agree": code == AGREE,
             "compared": asked.decode is not None,
             "seconds": round(time.monotonic() - begin, 3),
             "error": error,
+            "recomputed": meanwhile,
+            "recomputed_since_start": after,
             "cases": [asdict(case) for case in cases],
         }
         print(json.dumps(report))
@@ -97,6 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"WRONG: other tokens than the decode server alone, for prompts of {lengths} tokens")
     if error is not None:
         print(f"no answer: {error}", file=sys.stderr)
+    if meanwhile and any(meanwhile.values()):
+        # Its own among them were compared with themselves.
+        told = ", ".join(f"{count} ({reason})" for reason, count in meanwhile.items() if count)
+        print(f"COMPUTED: the decode server computed prompts meanwhile that prefill had computed: {told}")
+    elif after and any(after.values()) and not asked.quiet:
+        told = ", ".join(f"{count} ({reason})" for reason, count in after.items() if count)
+        print(f"since it started, the decode server has computed prompts that prefill had computed: {told}")
     if code == AGREE and not asked.quiet:
         what = "agree with the decode server alone" if asked.decode else "answered; nothing to compare with"
         print(f"{len(cases)} prompts {what}")
@@ -159,6 +177,25 @@ class Pair:
         self.model = asked.model or names[0]
         rooms = [one.get("max_model_len") for one in served if one.get("id") == self.model]
         self.room = rooms[0] if rooms and isinstance(rooms[0], int) else None
+
+    def recomputed(self) -> dict[str, int] | None:
+        """Prompts that the decode server has computed although prefill had, by the reason; None where it does not say."""
+        if self.asked.decode is None:
+            return None
+        request = urllib.request.Request(self.asked.decode.rstrip("/") + "/metrics")
+        left = self.deadline - time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=max(0.001, min(left, 10))) as answer:
+                text = _whole(answer, self.deadline).decode()
+        except (OSError, ValueError):
+            return None
+        counts: dict[str, int] = {}
+        for labels, count in _RECOMPUTED.findall(text):
+            # Of each engine, where there are several.
+            reason = _REASON.search(labels)
+            if reason is not None:
+                counts[reason[1]] = counts.get(reason[1], 0) + int(float(count))
+        return counts or None
 
     def cases(self) -> Iterator[Case]:
         draw = random.Random(self.asked.seed)
@@ -259,6 +296,14 @@ def _whole(answer: Any, deadline: float) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError
     return b"".join(parts)
+
+
+def since(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
+    """What was counted meanwhile; what a server that was started anew has counted since then."""
+    if before is None or after is None:
+        return None
+    counted = {reason: count - before.get(reason, 0) for reason, count in after.items()}
+    return {reason: count if count >= 0 else after[reason] for reason, count in counted.items()}
 
 
 def compare(length: int, alone: Answer, moved: Answer) -> Case:

@@ -225,6 +225,8 @@ def _look_at_version() -> None:
     """A version of vLLM that nobody has tried is named in the log, and not used where its hooks are others:
     one that is never called, or is called with other arguments, fails at some request instead."""
     version = versions.running()
+    if versions.mixed():
+        logger.warning("kvferry: vLLM's files are not all of one build: %s", versions.build())
     if versions.is_tried(version):
         return
     if wrong := versions.differences(FerryConnector):

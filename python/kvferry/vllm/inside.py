@@ -51,7 +51,10 @@ TABLE: dict[str, str] = {
     f"{V1}.attention.backend": "AttentionBackend.get_name AttentionBackend.get_impl_cls "
     "AttentionBackend.forward_includes_kv_cache_update",
     f"{V1}.attention.backends.cpu_attn": "_get_attn_isa CPUAttentionBackend CPUAttentionBackendImpl.do_kv_cache_update",
+    f"{V1}.attention.backends.mla.sparse_swa": "DeepseekV4SWACache",
     f"{V1}.attention.backends.registry": "AttentionBackendEnum",
+    "vllm.models.deepseek_v41.attention": "indexer_k_norm_rope_store",
+    "vllm.models.deepseek_v41.compressor": "rope_quant_insert fused_save_compress_norm",
     f"{V1}.attention.ops.rocm_paged_mxfp4_indexer": "rocm_paged_mxfp4_cache_layout",
     f"{MAMBA}.mamba_utils": "is_conv_state_dim_first get_conv_state_layout",
     f"{MAMBA}.ops.causal_conv1d": "causal_conv1d_fn",
@@ -84,6 +87,9 @@ TABLE: dict[str, str] = {
 SEEN: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.ops.rocm_paged_mxfp4_indexer rocm_paged_mxfp4_cache_layout": ("0.32", "0.33"),
     "vllm.utils.deep_gemm mqa_logits_use_mx_scales": ("0.33",),
+    "vllm.models.deepseek_v41.attention indexer_k_norm_rope_store": ("0.32", "0.33"),
+    "vllm.models.deepseek_v41.compressor rope_quant_insert": ("0.32", "0.33"),
+    "vllm.models.deepseek_v41.compressor fused_save_compress_norm": ("0.32", "0.33"),
 }
 
 

@@ -6,8 +6,12 @@ itself what differs, it is asked; a version's number is for what nothing else sa
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import inspect
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 #: Tried with real engines, in pairs of different versions, too (`tools/test-versions.sh`).
@@ -30,6 +34,40 @@ def running() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def build() -> str:
+    """That version, and what else is in its place: an upgrade that was cut short leaves Python of one version beside
+    compiled parts of another, and neither says so. Their sizes do, beside those that the installation has written down."""
+    if not (wrong := mixed()):
+        return running()
+    told = hashlib.sha256("\n".join(wrong).encode()).hexdigest()[:8]
+    return f"{running()} with {len(wrong)} files of another build ({told})"
+
+
+@cache
+def mixed() -> list[str]:
+    """Files of the vLLM that runs that are not those that were installed."""
+    import vllm
+
+    return foreign(Path(str(vllm.__file__)).parents[1])
+
+
+def foreign(site: Path) -> list[str]:
+    """Files of vLLM that are not those that were installed, with their sizes. None where nothing was written down: what
+    is built where it lies has a version of its own."""
+    found = []
+    for record in site.glob("vllm*.dist-info/RECORD"):
+        lines = list(csv.reader(record.read_text().splitlines()))
+        if not any(line[:1] == ["vllm/__init__.py"] for line in lines):
+            continue
+        for name, _, size in lines:
+            if name.startswith("vllm/") and name.endswith((".py", ".so")) and size:
+                file = site / name
+                there = file.stat().st_size if file.exists() else None
+                if there != int(size):
+                    found.append(f"{name} {there}")
+    return sorted(found)
 
 
 def minor(version: str) -> str:
@@ -89,20 +127,27 @@ LATER_HOOKS: dict[str, Callable[[], bool]] = {
 }
 
 
-def knows_v41_records() -> bool:
-    """Whether the records of DeepSeek-V4.1 (528 and 288 bytes a token) lie as they are described here: data of all
-    tokens first, then their scales. vLLM 0.33 puts each token's scales behind its data, under the same name, with the
-    same size and the same spec, so that nothing says it but the version that writes them."""
-    return minor(running()) in BEFORE_33
+def interleaves_v41_records() -> bool | None:
+    """Whether the scales of a token of DeepSeek-V4.1 (records of 528 and 288 bytes) follow its data, as in vLLM 0.33, or
+    those of all tokens the data of all, as before: same name, same size, same spec. Only where the kernel that writes
+    them cannot be asked; None where nothing here says it. 0.33 rounds a block's stride up to whole records for it."""
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+    rounds = "packed_block_stride_alignment" in inspect.signature(DeepseekV4SWACache.__init__).parameters
+    known = minor(running())
+    if known in TRIED and rounds is (known not in BEFORE_33):
+        return rounds
+    return None
 
 
-def has_float_scales() -> bool:
-    """Whether the scale of an indexer's 8-bit key is the float32 that it is described as here. Since 0.33, vLLM writes
-    four equal exponents (UE8M0) in its place on Blackwell, and everything else is the same."""
+def has_float_scales() -> bool | None:
+    """Whether the scale of an indexer's 8-bit key is a float32. Since 0.33, vLLM writes four equal exponents (UE8M0) in
+    its place on Blackwell, and everything else is the same. None where nothing here says it."""
     from vllm.platforms import current_platform
     from vllm.utils import deep_gemm
 
     says = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
     if says is not None:
         return not says()
-    return minor(running()) in BEFORE_33 or not current_platform.is_device_capability_family(100)
+    known = minor(running()) in BEFORE_33 or not current_platform.is_device_capability_family(100)
+    return True if known else None

@@ -203,6 +203,7 @@ fn draft(engine: &str, model: &str, rank: u64, held: Range<u64>, memory: &Memory
             axes: vec![Axis::new("head", HEADS), Axis::new("dim", DIM)],
             law: Law::PER_TOKEN,
         }],
+        writers: Default::default(),
         groups: vec![Group {
             name: "attention".to_owned(),
             blocks: BLOCKS,

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use kvferry_layout::arithmetic::lcm;
-use kvferry_layout::{Format, Manifest, Phase, Piece, Span, StateBox, Window};
+use kvferry_layout::{Format, Manifest, Phase, Piece, Span, StateBox, Window, Writer};
 
 use crate::incompatible::Incompatible;
 
@@ -258,6 +258,16 @@ fn wanted<'a>(
                         source_rank: source_rank(),
                         source_format: source_kind.format.clone(),
                         destination_format: kind.format.clone(),
+                    });
+                }
+                let (writes, wrote) = (destination.writer(piece), manifest.writer(held));
+                if !Writer::agree(writes, wrote) {
+                    return Err(Incompatible::Writer {
+                        state: state(),
+                        format: kind.format.clone(),
+                        source_rank: source_rank(),
+                        source_writer: wrote.cloned(),
+                        destination_writer: writes.cloned(),
                     });
                 }
                 if source_kind.axes != kind.axes {

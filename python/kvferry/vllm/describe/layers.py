@@ -48,11 +48,13 @@ class Layers(Heads, Recurrent):
         pieces, scratch = described(layer, spec, tensor, view)
         tokens = None if pages in (Pages.STATES, Pages.RING) else tensor.shape[2]
 
-        def where() -> dict[str, Places]:
-            return _in_full(spec, pages, places(pieces, self.kinds, view, tokens))
+        def where() -> tuple[dict[str, Places], dict[str, Places]]:
+            named = places(pieces, view, tokens)
+            return _in_full(spec, pages, named), named
 
-        self.asking.check(layer, _KERNELS[pages], spec, tensor, view, pieces, where)
+        writers = self.asking.check(layer, _KERNELS[pages], spec, tensor, view, pieces, where)
         for piece in pieces:
+            piece["kind"] = self.number(piece["kind"], writers.get(piece["state"]))
             piece["state"] = f"{name}/{piece['state']}"
             piece["need"] = need
         return pieces, scratch
@@ -70,8 +72,8 @@ class Layers(Heads, Recurrent):
         elif scales is specs.OF_THE_LAYER and spec.state_content_bytes is None:
             kind, sizes = "latent", {"size": spec.head_size}
             formats = {"model": self._scaled(layer)}
-        elif content in specs.SCALES_LAST and spec.model_version is not None:
-            return self._planes(layer, spec, tensor, view)
+        elif content in specs.TWO_PARTS and spec.model_version is not None:
+            return self._two_parts(layer, spec, tensor, view)
         elif scales is specs.IN_THE_PAGE or specs.SCALES_INSIDE.get(str(cache)) == content:
             kind, sizes, formats = "latent records", {}, {"record": (str(cache), content)}
         else:
@@ -85,31 +87,57 @@ class Layers(Heads, Recurrent):
         strides = [state["kind"]["format"]["bytes"]] * len(state["bounds"])
         return [self._piece(layer, spec, state, view.at(0, strides))], []
 
-    def _planes(
+    def _two_parts(
         self, layer: str, spec: Any, tensor: Any, view: View
     ) -> tuple[list[Fact], list[Fact]]:
-        """Latents whose scales lie behind all records of a kernel block."""
+        """Latents whose scales are a state of their own."""
         content, entries = spec.state_content_size_bytes, tensor.shape[2]
         if view.token != content:
-            raise refuse(layer, "a block of latents with scales behind them must lie in one piece")
-        if content in specs.V41_RECORDS and not versions.knows_v41_records():
-            raise refuse(
-                layer,
-                f"records of {content} bytes a token (DeepSeek-V4.1 on Blackwell) lie in another order since vLLM 0.33, "
-                "under the same name and size, and kvferry knows the order of "
-                f"{' and '.join(versions.BEFORE_33)} alone; this is vLLM {versions.running()}. Use vLLM "
-                f"{versions.BEFORE_33[-1]} for all engines of this model",
-            )
-        data, scales = specs.SCALES_LAST[content]
+            raise refuse(layer, "a block of latents with scales of their own must lie in one piece")
+        data, scales = specs.TWO_PARTS[content]
         name = f"{spec.cache_dtype_str} {content}"
         formats = {"record": (name, data), "scales": (f"{name} scales", scales)}
         (made,) = self._states(layer, "latent planes", {}, formats, 1)
-        pieces, offset = [], 0
-        for state in made["states"]:
-            size = state["kind"]["format"]["bytes"]
-            pieces.append(self._piece(layer, spec, state, view.at(offset, [], token=size)))
-            offset += size * entries
+        where = [(0, data), (data * entries, scales)]
+        if content in specs.MOVED:
+            where = self._moved(layer, spec, tensor, made["states"])
+        pieces = [
+            self._piece(layer, spec, state, view.at(offset, [], token=token))
+            for state, (offset, token) in zip(made["states"], where, strict=True)
+        ]
         return pieces, []
+
+    def _moved(self, layer: str, spec: Any, tensor: Any, states: list[Fact]) -> list[tuple[int, int]]:
+        """Where the first token's data and scales lie, and how far it is to the next token's: as the kernel that
+        writes them answers, or else as this version of vLLM is known to do."""
+        entries = tensor.shape[2]
+        sizes = [state["kind"]["format"]["bytes"] for state in states]
+        names = [state["name"] for state in states]
+        answer = self.asking.answer(layer, kernels.latent, spec, tensor, {name: (entries,) for name in names})
+        if answer is None:
+            follows = versions.interleaves_v41_records()
+            if follows is None:
+                raise refuse(
+                    layer,
+                    f"records of {sum(sizes)} bytes a token (DeepSeek-V4.1 on Blackwell) lie in one order up to vLLM 0.32 "
+                    "and in another in 0.33, under the same name and size; the kernel that writes them cannot be asked "
+                    f"here, and nobody has looked at vLLM {versions.running()}. Use one of {', '.join(versions.TRIED)}",
+                )
+            if follows:
+                return [(0, sum(sizes)), (sizes[0], sum(sizes))]
+            return [(0, sizes[0]), (sizes[0] * entries, sizes[1])]
+        found = []
+        for name, size in zip(names, sizes, strict=True):
+            at = answer.places(name, ("token",), size).at
+            stride = int(at[1] - at[0]) if entries > 1 else size
+            if (at < 0).any() or stride < size or not (np.diff(at) == stride).all():
+                raise refuse(
+                    layer,
+                    f"where the kernel of {self.backends.get(layer)} keeps '{name}' is not understood: "
+                    f"{answer.places(name, ('token',), size)}",
+                )
+            found.append((int(at[0]), stride))
+        return found
 
     def _hidden(
         self, layer: str, spec: Any, tensor: Any, view: View
@@ -150,17 +178,13 @@ class Layers(Heads, Recurrent):
             raise refuse(layer, "an indexer's block must lie in one piece")
         for kind in specs.INDEXERS if size else ():
             (made,) = self._states(layer, kind, {"size": size}, {}, 1)
-            if sum(map(_bytes, made["states"])) == content:
+            if sum(map(_bytes, made["states"])) != content:
+                continue
+            floats = specs.FLOAT_SCALES.get(kind)
+            if floats is None or floats == self._has_float_scales(layer):
                 break
         else:
             raise refuse(layer, f"an indexer's record of {content} bytes is not described yet")
-        if kind == "indexer" and not versions.has_float_scales():
-            raise refuse(
-                layer,
-                f"vLLM {versions.running()} writes other numbers as the scales of 8-bit indexer keys on this GPU (four "
-                "exponents in place of a float32, in the same four bytes), and kvferry knows float32 alone. Use vLLM "
-                f"{versions.BEFORE_33[-1]} for all engines of this model, or an indexer cache of 4 bits",
-            )
         heads = getattr(config, "index_n_heads", 0)
         tiles = specs.tiles_of(layer, self.backends.get(layer), spec, heads, size, entries)
         if tiles is not None and (view.kernel is not None or entries % tiles.tokens):
@@ -180,6 +204,17 @@ class Layers(Heads, Recurrent):
             offset += whole * entries
         return pieces, []
 
+    def _has_float_scales(self, layer: str) -> bool:
+        floats = versions.has_float_scales()
+        if floats is None:
+            raise refuse(
+                layer,
+                f"vLLM {versions.running()} does not say which numbers it writes as the scales of 8-bit indexer keys on "
+                "this GPU: a float32, or four exponents (UE8M0) in the same four bytes. Use one of "
+                f"{', '.join(versions.TRIED)}, or an indexer cache of 4 bits",
+            )
+        return floats
+
 
 #: What is asked about each kind of pages.
 _KERNELS: dict[Pages, Make] = {
@@ -187,7 +222,7 @@ _KERNELS: dict[Pages, Make] = {
     Pages.LATENT: kernels.latent,
     Pages.INDEXER: kernels.indexer,
     Pages.HIDDEN: kernels.nothing,
-    Pages.RING: kernels.nothing,
+    Pages.RING: kernels.ring,
     Pages.STATES: kernels.recurrent,
 }
 
@@ -198,7 +233,7 @@ def _in_full(spec: Any, pages: Pages, described: dict[str, Places]) -> dict[str,
     if pages is Pages.ATTENTION and "kv" in described:
         numbers = {"k": spec.head_size, "v": spec.head_size_v}
         record = described["kv"]
-    elif pages is Pages.LATENT and "latent" in described:
+    elif pages is Pages.LATENT and set(described) == {"latent"}:
         numbers = {"latent": spec.head_size}
         record = described["latent"]
     else:

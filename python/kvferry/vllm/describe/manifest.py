@@ -110,6 +110,7 @@ def manifest(
             "label": " ".join(f"{name}{rank}" for name, rank, several in places if several),
             "regions": layers.regions.list,
             "kinds": layers.kinds,
+            "writers": layers.writers,
             "groups": groups,
         }
     )

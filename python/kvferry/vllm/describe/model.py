@@ -129,8 +129,7 @@ class Model:
             identity["revision"] = str(model.revision)
         if getattr(model, "quantization", None):
             identity["quantization"] = str(model.quantization)
-        positions = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-        if positions:
+        if positions := _positions(text):
             identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
         shared = getattr(text, "num_kv_shared_layers", None)
         if shared is not None:
@@ -140,6 +139,27 @@ class Model:
         if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:
             identity["draft"] = str(speculative.draft_model_config.model)
         return identity
+
+
+#: What DeepSeek-V4 and V4.1 take of a scaled position encoding, whatever else their configuration says of it.
+_SCALED = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def _positions(text: Any) -> Any:
+    """A model's position encoding in one normal form."""
+    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    theta = getattr(text, "compress_rope_theta", None)
+    if theta is None:
+        return told
+    # DeepSeek-V4 has one for its windows, which is plain, and one for what is compressed. Up to vLLM 0.32 its
+    # configuration says what scales the latter; since then both, and more than the model looks at.
+    told = told or {}
+    scaled = told["compress"] if isinstance(told.get("compress"), dict) else told
+    compressed = {"rope_theta": float(theta)}
+    if (scaled.get("rope_type") or scaled.get("type") or "default") != "default":
+        compressed |= {name: float(scaled[name]) for name in _SCALED if name in scaled}
+    plain = getattr(text, "rope_theta", None)
+    return {"main": {"rope_theta": plain if plain is None else float(plain)}, "compress": compressed}
 
 
 def own_spec(vllm_config: Any, layer: str) -> Any | None:

@@ -48,7 +48,9 @@ class Rank:
         self.config = vllm_config
         self.model = Model(vllm_config, self.tp_size)
         self.regions = Regions()
+        #: The kinds of states, and by number who writes them, where that is said.
         self.kinds: list[Fact] = []
+        self.writers: dict[int, Fact] = {}
         self.asking = Asking(vllm_config)
 
     def turns(self, spec: Any) -> int:
@@ -71,20 +73,28 @@ class Rank:
             raise refuse(layer, str(error)) from error
 
     def _piece(self, layer: str, spec: Any | None, state: Fact, view: Fact) -> Fact:
-        """A piece whose state is named without its layer. `spec` is that of a cache that grows with
-        tokens."""
+        """A piece whose state is named without its layer, and whose kind has no number yet. `spec` is that of a cache
+        that grows with tokens."""
         kind = state["kind"]
         if spec is not None:
             kind = {**kind, "law": specs.law_of(layer, spec)}
-        if kind not in self.kinds:
-            self.kinds.append(kind)
         return {
             "state": state["name"],
-            "kind": self.kinds.index(kind),
+            "kind": kind,
             "bounds": state["bounds"],
             "phase": self._phase(spec),
             "view": view,
         }
+
+    def number(self, kind: Fact, writer: Fact | None) -> int:
+        """That of a kind of states that are written so."""
+        for number, known in enumerate(self.kinds):
+            if known == kind and self.writers.get(number) == writer:
+                return number
+        self.kinds.append(kind)
+        if writer is not None:
+            self.writers[len(self.kinds) - 1] = writer
+        return len(self.kinds) - 1
 
     def _phase(self, spec: Any | None) -> Fact:
         ranks = 1 if spec is None else self.turns(spec)

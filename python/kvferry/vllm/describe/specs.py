@@ -174,16 +174,19 @@ SLOTS = {
     "CUTLASS_MSA": Slots.BY_HEAD,
     "TRITON_MSA": Slots.BY_HEAD,
 }
-#: Latents whose pages hold the records of all tokens first, and then the scales of all: by the bytes of
-#: both together, the bytes of each. All other latents are one record after the other.
-SCALES_LAST = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
-#: Those of them that not every version of vLLM keeps in that order.
-V41_RECORDS = (528, 288)
+#: Latents of DeepSeek-V4 and V4.1 that are two states, data and scales: by the bytes of both together, the bytes of
+#: each. All other latents are one record after the other.
+TWO_PARTS = {584: (576, 8), 528: (512, 16), 288: (256, 32)}
+#: Those of them whose scales do not lie in the same place in every version of vLLM. The scales of the others lie behind
+#: the data of all tokens of a kernel block.
+MOVED = (528, 288)
 #: Latents of so many bytes that are one record after the other, by the names of their formats.
 SCALES_INSIDE = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
-#: The keys of indexers, by what their numbers are.
-INDEXERS = ("indexer", "indexer 4 bits")
+#: The keys of indexers, by what their numbers and scales are.
+INDEXERS = ("indexer", "indexer with exponents", "indexer 4 bits")
+#: Those that only the engine tells apart, and whether their scales are floats.
+FLOAT_SCALES = {"indexer": True, "indexer with exponents": False}
 
 
 class Tiles(NamedTuple):

@@ -15,12 +15,14 @@ from ..logs import logger
 from ..refusal import refuse
 from . import probe
 from . import writers as kernels
+from .inputs import Lengths
+from .known import writers_of
 from .probe import Answer, CannotAsk, Places
 
 #: Set to `off` where a kernel does not survive being asked.
 SWITCH = "KVFERRY_ASK"
 
-Make = Callable[[Any, Any, Any, Any, kernels.Lengths], probe.Kernel]
+Make = Callable[[Any, Any, Any, Any, Lengths], probe.Kernel]
 
 
 class Asking:
@@ -32,7 +34,8 @@ class Asking:
         self._layers: Mapping[str, Any] = getattr(compilation, "static_forward_context", None) or {}
         self._dtype = vllm_config.model_config.dtype
         self._answers: dict[Any, Answer | CannotAsk] = {}
-        self._agreed: set[Any] = set()
+        #: What was checked, and who writes it.
+        self._agreed: dict[Any, dict[str, Fact]] = {}
         #: By what is asked.
         self._asked: set[str] = set()
         self._not_asked: dict[str, str] = {}
@@ -44,7 +47,7 @@ class Asking:
         make: Make,
         spec: Any,
         tensor: Any,
-        lengths: kernels.Lengths,
+        lengths: Lengths,
         module: Any = None,
     ) -> Answer | None:
         """What the kernel of a layer does, or None where that cannot be known. `module` stands in for a
@@ -82,18 +85,19 @@ class Asking:
         tensor: Any,
         view: View,
         pieces: Sequence[Fact],
-        described: Callable[[], dict[str, Places]],
-    ) -> None:
-        """Refuses a layer whose kernel does otherwise than `pieces` say; `described` are their places."""
+        described: Callable[[], tuple[dict[str, Places], dict[str, Places]]],
+    ) -> dict[str, Fact]:
+        """Refuses a layer whose kernel does otherwise than `pieces` say; `described` are their places, number by number
+        and as they are named. Returns, by state, who writes it, where its format does not say what its bytes mean."""
         if (module := self.running(layer)) is None:
-            return
+            return {}
         begin = time.monotonic()
         before = self._seconds
         relative = str([{**piece, "view": _relative(piece["view"], view)} for piece in pieces])
         backend = module.get_attn_backend()
         key = (type(module), backend, make, relative, tensor.shape[1:], tensor.stride())
         if key not in self._agreed:
-            places = described()
+            places, named = described()
             lengths = {name: where.at.shape for name, where in places.items()}
             answer = self.answer(layer, make, spec, tensor, lengths)
             wrong = answer.differs(places) if answer is not None else None
@@ -103,8 +107,10 @@ class Asking:
                     f"the back end {backend.get_name()} keeps its cache otherwise than it is described: "
                     f"{wrong}; use another attention back end, or a release of kvferry for this vLLM",
                 )
-            self._agreed.add(key)
+            formats = {piece["state"]: piece["kind"]["format"]["name"] for piece in pieces}
+            self._agreed[key] = writers_of(module, backend, answer, named, formats)
         self._seconds = before + time.monotonic() - begin
+        return self._agreed[key]
 
     def running(self, layer: str) -> Any | None:
         """The layer itself, if it takes a cache."""
@@ -130,7 +136,7 @@ class Asking:
             )
 
     def _key(
-        self, module: Any, backend: Any, make: Make, tensor: Any, lengths: kernels.Lengths
+        self, module: Any, backend: Any, make: Make, tensor: Any, lengths: Lengths
     ) -> Any:
         impl = type(getattr(module, "impl", None))
         cache_type = getattr(module, "kv_cache_dtype", None)
@@ -138,9 +144,7 @@ class Asking:
         return (type(module), backend, impl, cache_type, make, tensor_key, tuple(lengths.items()))
 
 
-def places(
-    pieces: Sequence[Fact], kinds: Sequence[Fact], view: View, tokens: int | None
-) -> dict[str, Places]:
+def places(pieces: Sequence[Fact], view: View, tokens: int | None) -> dict[str, Places]:
     """Where pieces of a layer say that the numbers of its states lie in a block of the tensor. `tokens`
     is how many it has room for, where its states grow with tokens."""
     by_state: dict[str, list[Fact]] = {}
@@ -148,7 +152,7 @@ def places(
         by_state.setdefault(piece["state"], []).append(piece)
     found = {}
     for name, own in by_state.items():
-        kind = kinds[own[0]["kind"]]
+        kind = own[0]["kind"]
         bounds = np.array([piece["bounds"] for piece in own], np.int64).reshape(len(own), -1, 2)
         first, end = bounds[:, :, 0].min(axis=0), bounds[:, :, 1].max(axis=0)
         lengths = [int(length) for length in end - first]

@@ -9,6 +9,7 @@ a sign.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,9 @@ MOST_BYTES = 256 << 20
 BLOCK = 1
 
 
+#: What a byte is before it is written.
+POISON = 0xA5
+
 #: Bits that are enough to count the numbers of a state.
 _STATE = 40
 
@@ -38,6 +42,10 @@ class Kernel(Protocol):
     #: The lengths of the axes of each state that it stores, by the state's name. One that grows with
     #: tokens has these as its first axis.
     states: dict[str, tuple[int, ...]]
+    #: What it is, for messages.
+    writer: str
+    #: What the bytes of a block are before it is called.
+    blank: int
 
     def write(self, cache: Any, signs: Mapping[str, Any]) -> None:
         """Stores the same numbers each time in block `BLOCK` of `cache`, with these signs."""
@@ -92,6 +100,16 @@ class Answer:
     number: Numbers
     #: Whether anything around the block changed.
     outside: bool
+    #: The block after all signs were plus: numbers that are the same whatever the block's size.
+    page: npt.NDArray[np.uint8]
+    #: What wrote it.
+    writer: str
+
+    def digest(self, described: Places) -> str:
+        """Of what was written of the first token and head at the places where it is described."""
+        at = described.at[(0,) * sum(axis in ("token", "head") for axis in described.axes)]
+        inside = at.reshape(-1, 1) + np.arange(described.size)
+        return hashlib.sha256(self.page[inside].tobytes()).hexdigest()[:16]
 
     def places(self, name: str, axes: tuple[str, ...], size: int) -> Places:
         """Where a state's numbers of `size` bytes were found: the byte with the sign is a number's last."""
@@ -135,7 +153,7 @@ def ask(kernel: Kernel, tensor: Any) -> Answer:
     """What `kernel` puts where in a block that lies as those of `tensor` do."""
     import torch
 
-    cache, page, outside = _scratch(tensor)
+    cache, page, outside = _scratch(tensor, kernel.blank)
     signs = {
         name: torch.ones(lengths, device=tensor.device) for name, lengths in kernel.states.items()
     }
@@ -152,16 +170,17 @@ def ask(kernel: Kernel, tensor: Any) -> Answer:
         for bit, flip in enumerate(rounds):
             _again(kernel, cache, page, signs, flip)
             labels |= (page[held] != before).to(torch.int64) << bit
-        return _read(kernel.states, held.cpu().numpy(), labels.cpu().numpy(), strays)
+        read = (kernel.states, held.cpu().numpy(), labels.cpu().numpy(), strays)
+        return _read(*read, first.cpu().numpy(), kernel.writer)
 
 
 def _again(kernel: Kernel, cache: Any, page: Any, signs: Mapping[str, Any], flip: _Flip) -> None:
-    page.zero_()
+    page.fill_(kernel.blank)
     kernel.write(cache, {name: _signed(signs[name], flip(name)) for name in signs})
 
 
-def _scratch(tensor: Any) -> tuple[Any, Any, list[Any]]:
-    """Blocks of zeros that lie as those of `tensor` do, the bytes of one of them, and those around it."""
+def _scratch(tensor: Any, blank: int) -> tuple[Any, Any, list[Any]]:
+    """Blocks that lie as those of `tensor` do, the bytes of one of them, and those around it."""
     import torch
 
     size = tensor.element_size()
@@ -172,7 +191,7 @@ def _scratch(tensor: Any) -> tuple[Any, Any, list[Any]]:
     whole = (BLOCK * block + page) * size
     if whole > MOST_BYTES:
         raise CannotAsk(f"{BLOCK + 1} of its blocks take {whole >> 20} MiB")
-    memory = torch.zeros(whole, dtype=torch.uint8, device=tensor.device)
+    memory = torch.full((whole,), blank, dtype=torch.uint8, device=tensor.device)
     cache = memory.view(tensor.dtype).as_strided(shape, strides)
     start, end = BLOCK * block * size, (BLOCK * block + page) * size
     return cache, memory[start:end], [memory[:start], memory[end:]]
@@ -224,7 +243,12 @@ def _signed(signs: Any, flip: tuple[int, Numbers] | bool) -> Any:
 
 
 def _read(
-    states: dict[str, tuple[int, ...]], held: Numbers, labels: Numbers, outside: bool
+    states: dict[str, tuple[int, ...]],
+    held: Numbers,
+    labels: Numbers,
+    outside: bool,
+    page: npt.NDArray[np.uint8],
+    writer: str,
 ) -> Answer:
     """What bytes hold, from the rounds in which they changed: a bit for each."""
     bits = _bits(len(states))
@@ -244,7 +268,7 @@ def _read(
             number[own] = np.ravel_multi_index(
                 [position[own] for position in positions[: len(lengths)]], lengths
             )
-    return Answer(dict(states), held, np.where(number >= 0, state, -1), number, outside)
+    return Answer(dict(states), held, np.where(number >= 0, state, -1), number, outside, page, writer)
 
 
 @dataclass(frozen=True)

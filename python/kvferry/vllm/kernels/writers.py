@@ -6,32 +6,38 @@ called raises `CannotAsk` with the reason.
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
+from .. import versions
 from ..describe import specs
-from .probe import BLOCK, CannotAsk, Kernel
-
-#: States by name, with the lengths of their axes.
-Lengths = dict[str, tuple[int, ...]]
-
+from . import deepseek
+from .inputs import Lengths, int32, namespace, numbers, only, slots_of, spread, unknown, with_cache, without_views
+from .probe import BLOCK, POISON, CannotAsk, Kernel
 
 def attention(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
-    _only(lengths, {"k", "v"}, {"kv"})
+    only(lengths, {"k", "v"}, {"kv"})
     return _Attention(module, backend, spec, dtype, lengths)
 
 
 def latent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
-    _only(lengths, {"latent"})
+    only(lengths, {"latent"}, {"latent", "latent.scale"})
+    if "latent.scale" in lengths:
+        return deepseek.TwoParts(module, spec, lengths)
     return _Latent(module, spec, dtype, lengths)
 
 
 def indexer(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
-    _only(lengths, {"indexer", "indexer.scale"})
+    only(lengths, {"indexer", "indexer.scale"})
+    if (made := deepseek.keys(module, spec, lengths)) is not None:
+        return made
     return _Indexer(module, dtype, lengths)
+
+
+def ring(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
+    only(lengths, {"ring"})
+    return deepseek.Ring(module, lengths)
 
 
 def recurrent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
@@ -42,17 +48,7 @@ def recurrent(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths
 
 
 def nothing(module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> Kernel:
-    raise _unknown(lengths)
-
-
-def _only(lengths: Lengths, *known: set[str]) -> None:
-    """There are ways to ask for these states alone."""
-    if set(lengths) not in known:
-        raise _unknown(lengths)
-
-
-def _unknown(lengths: Lengths) -> CannotAsk:
-    return CannotAsk(f"there is no way yet to call the kernels that write {', '.join(lengths)}")
+    raise unknown(lengths)
 
 
 def cpu_layer(spec: Any, tokens: int) -> Any:
@@ -92,7 +88,7 @@ def offers_update(backend: Any) -> str | None:
 
 def forget() -> None:
     """Gives the memory back that questions have used."""
-    _numbers.cache_clear()
+    numbers.cache_clear()
 
 
 def updates(kind: str) -> bool:
@@ -103,23 +99,26 @@ def updates(kind: str) -> bool:
 class _Attention:
     """Keys and values of heads; or whole records of them, by token and head."""
 
+    blank = POISON
+
     def __init__(self, module: Any, backend: Any, spec: Any, dtype: Any, lengths: Lengths) -> None:
         if (why := offers_update(backend)) is not None:
             raise CannotAsk(why)
         self.states = lengths
         self._module, self._dtype = module, dtype
         tokens, heads = next(iter(lengths.values()))[:2]
+        self.writer = f"{backend.get_impl_cls().__name__}.do_kv_cache_update"
         self._slots = BLOCK * tokens
         self._key = (tokens, heads, spec.head_size)
         self._value = (tokens, heads, spec.head_size_v)
 
     def write(self, cache: Any, signs: Mapping[str, Any]) -> None:
-        layer = _with(self._module, cache)
-        layer.impl = _without_views(self._module.impl, self._module.kv_cache)
+        layer = with_cache(self._module, cache)
+        layer.impl = without_views(self._module.impl, self._module.kv_cache)
         # A record's keys and values change together.
         key, value = (
-            _numbers(shape, cache.device)
-            * _spread(signs.get(name, signs.get("kv")), shape)
+            numbers(shape, cache.device)
+            * spread(signs.get(name, signs.get("kv")), shape)
             * float(getattr(layer, scale, 1.0))
             for name, shape, scale in (
                 ("k", self._key, "_k_scale_float"),
@@ -131,32 +130,35 @@ class _Attention:
             key.to(self._dtype),
             value.to(self._dtype),
             layer.kv_cache,
-            _slots(self._slots, self._key[0], cache.device),
+            slots_of(self._slots, self._key[0], cache.device),
         )
 
 
 class _Latent:
     """One vector for each token, or a record of it: the latent, and the part with the position."""
 
+    blank = POISON
+
     def __init__(self, module: Any, spec: Any, dtype: Any, lengths: Lengths) -> None:
         if not callable(getattr(getattr(module, "impl", None), "do_kv_cache_update", None)):
             raise CannotAsk("it offers no update of its cache")
         self.states = lengths
         self._module, self._dtype = module, dtype
+        self.writer = f"{type(module.impl).__name__}.do_kv_cache_update"
         self._tokens = lengths["latent"][0]
         self._sizes = (module.kv_lora_rank, module.qk_rope_head_dim)
 
     def write(self, cache: Any, signs: Mapping[str, Any]) -> None:
-        layer = _with(self._module, cache)
+        layer = with_cache(self._module, cache)
         shape = (self._tokens, sum(self._sizes))
-        values = _numbers(shape, cache.device) * _spread(signs["latent"], shape)
+        values = numbers(shape, cache.device) * spread(signs["latent"], shape)
         values = (values * float(getattr(layer, "_k_scale_float", 1.0))).to(self._dtype)
         latent, position = values.split(self._sizes, dim=-1)
-        _without_views(layer.impl, self._module.kv_cache).do_kv_cache_update(
+        without_views(layer.impl, self._module.kv_cache).do_kv_cache_update(
             latent.contiguous(),
             position.contiguous().unsqueeze(1),
             layer.kv_cache,
-            _slots(BLOCK * self._tokens, self._tokens, cache.device),
+            slots_of(BLOCK * self._tokens, self._tokens, cache.device),
             layer.kv_cache_dtype,
             layer._k_scale,
         )
@@ -164,6 +166,8 @@ class _Latent:
 
 class _Indexer:
     """The keys of a sparse indexer and their scales."""
+
+    writer, blank = "indexer_k_quant_and_cache", POISON
 
     def __init__(self, module: Any, dtype: Any, lengths: Lengths) -> None:
         import torch
@@ -179,22 +183,28 @@ class _Indexer:
         quantised = keys.shape[1] // scales.shape[1]
         # A scale has no sign, but follows the largest of its keys.
         sizes = (scales < 0).to(keys.dtype).repeat_interleave(quantised, dim=1) * 3 + 1
-        values = _numbers(tuple(keys.shape), cache.device) * keys * sizes
-        layer = _with(self._module, cache)
-        slots = _slots(BLOCK * len(keys), len(keys), cache.device)
-        self._store(values.to(self._dtype), layer.kv_cache, slots, quantised, "ue8m0")
+        values = numbers(tuple(keys.shape), cache.device) * keys * sizes
+        layer = with_cache(self._module, cache)
+        slots = slots_of(BLOCK * len(keys), len(keys), cache.device)
+        # As the layer's own file says it.
+        scales_are = "ue8m0" if versions.has_float_scales() else "mxfp8"
+        self._store(values.to(self._dtype), layer.kv_cache, slots, quantised, scales_are)
 
 
 class _States:
     """A convolution's last columns, and the state behind it, as a prefill or a token leaves them."""
 
+    # What a state was before is part of what it becomes.
+    blank = 0
+
     def __init__(self, module: Any, kind: str, dtype: Any, lengths: Lengths) -> None:
         self.states = lengths
+        self.writer = f"the kernels that update {kind} states"
         self._module, self._dtype, self._kind = module, dtype, kind
         self._channels = _sections(module, kind, lengths)
 
     def write(self, cache: Any, signs: Mapping[str, Any]) -> None:
-        layer = _with(self._module, cache)
+        layer = with_cache(self._module, cache)
         kept = list(layer.kv_cache)
         if self._channels:
             self._convolve(layer, kept[0], signs)
@@ -211,15 +221,15 @@ class _States:
         inputs = torch.ones(columns, states.shape[1], device=states.device)
         for name, channels in self._channels.items():
             inputs[:, channels.to(states.device)] = signs[name].transpose(0, 1)
-        inputs *= _numbers(tuple(inputs.shape), states.device)
+        inputs *= numbers(tuple(inputs.shape), states.device)
         weight = torch.ones(states.shape[1], columns + 1, dtype=self._dtype, device=states.device)
         _convolution(layer, self._kind, states.shape[-1] > columns)(
             inputs.to(self._dtype).transpose(0, 1),
             weight,
             None,
             conv_states=states,
-            query_start_loc=_int32([0, columns], states.device),
-            cache_indices=_int32([BLOCK], states.device),
+            query_start_loc=int32([0, columns], states.device),
+            cache_indices=int32([BLOCK], states.device),
             has_initial_state=torch.zeros(1, dtype=torch.bool, device=states.device),
             activation="silu",
         )
@@ -264,7 +274,7 @@ def _convolution(layer: Any, kind: str, is_wide: bool) -> Any:
             x=x, weight=weight, bias=bias, silu_activation=True, is_weight_packed=False, **rest
         )
     # As the layer's own file knows it.
-    return getattr(_namespace(layer), "causal_conv1d_fn", causal_conv1d.causal_conv1d_fn)
+    return getattr(namespace(layer), "causal_conv1d_fn", causal_conv1d.causal_conv1d_fn)
 
 
 def _mamba1(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
@@ -273,9 +283,9 @@ def _mamba1(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
 
     channels, size = signs.shape
     device = states.device
-    values = _numbers((1, channels), device) * signs[:, 0]
+    values = numbers((1, channels), device) * signs[:, 0]
     inputs = (signs[:1] * signs[:1, :1]).to(dtype)
-    _namespace(layer).selective_state_update(
+    namespace(layer).selective_state_update(
         states,
         values.to(dtype),
         torch.ones(1, channels, dtype=dtype, device=device),
@@ -286,8 +296,8 @@ def _mamba1(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
         torch.zeros(channels, device=device),
         z=torch.ones(1, channels, dtype=dtype, device=device),
         dt_softplus=True,
-        state_batch_indices=_int32([BLOCK], device),
-        dst_state_batch_indices=_int32([BLOCK], device),
+        state_batch_indices=int32([BLOCK], device),
+        dst_state_batch_indices=int32([BLOCK], device),
         out=torch.empty(1, channels, dtype=dtype, device=device),
     )
 
@@ -298,7 +308,7 @@ def _mamba2(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
 
     heads, channels, size = signs.shape
     device = states.device
-    values = _numbers((1, heads, channels), device) * signs[:, :, 0]
+    values = numbers((1, heads, channels), device) * signs[:, :, 0]
     inputs = (signs[:1, 0] * signs[:1, 0, :1]).to(dtype)
 
     def each(value: float, kind: Any = torch.float32, *more: int) -> Any:
@@ -306,7 +316,7 @@ def _mamba2(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
         made = torch.full((heads,), value, dtype=kind, device=device)
         return made.view(heads, *[1] * (1 + len(more))).expand(heads, channels, *more)
 
-    _namespace(layer).selective_state_update(
+    namespace(layer).selective_state_update(
         states,
         values.to(dtype),
         each(1.0, dtype).unsqueeze(0),
@@ -316,8 +326,8 @@ def _mamba2(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
         each(1.0, dtype),
         each(0.0, dtype),
         dt_softplus=True,
-        state_batch_indices=_int32([BLOCK], device),
-        dst_state_batch_indices=_int32([BLOCK], device),
+        state_batch_indices=int32([BLOCK], device),
+        dst_state_batch_indices=int32([BLOCK], device),
         out=torch.empty(1, heads, channels, dtype=dtype, device=device),
     )
 
@@ -330,9 +340,9 @@ def _delta_net(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
     heads, values, keys = signs.shape
     device = states.device
     # Each head's value carries the signs of head and value, each key its own; a length is unchanged.
-    value = _numbers((1, 1, heads, values), device) * signs[:, :, 0]
+    value = numbers((1, 1, heads, values), device) * signs[:, :, 0]
     along = signs[0, 0] * signs[0, 0, :1]
-    key = _numbers((keys,), device) * along
+    key = numbers((keys,), device) * along
     gates = torch.ones(1, heads, dtype=dtype, device=device)
     weights = {
         "A_log": torch.zeros(heads, dtype=torch.float32, device=device),
@@ -340,7 +350,7 @@ def _delta_net(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
     }
     if _is_kimi(layer):
         module = "amd" if current_platform.is_rocm() else "nvidia"
-        kda = _import(f"vllm.models.kimi_k3.{module}.ops.third_party.kda")
+        kda = import_module(f"vllm.models.kimi_k3.{module}.ops.third_party.kda")
         key = key.expand(1, 1, heads, keys)
         mixed = torch.cat([part.reshape(1, -1) for part in (key, key, value)], dim=-1)
         weights["dt_bias"] = torch.zeros(heads * keys, dtype=torch.float32, device=device)
@@ -350,14 +360,14 @@ def _delta_net(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
             raw_beta=gates.unsqueeze(0),
             lower_bound=layer.gate_lower_bound,
             initial_state=states,
-            state_indices=_int32([BLOCK], device),
+            state_indices=int32([BLOCK], device),
             **weights,
         )
         return
     key_heads = layer.num_k_heads // layer.tp_size
     key = key.expand(1, 1, key_heads, keys).to(dtype).contiguous()
     given = {"q": key, "k": key, "v": value.to(dtype), "a": gates, "b": gates, **weights}
-    bounds = _int32([0, 1], device)
+    bounds = int32([0, 1], device)
     if current_platform.is_cpu():
         from vllm import _custom_ops as ops
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -365,17 +375,17 @@ def _delta_net(layer: Any, states: Any, signs: Any, dtype: Any) -> None:
         ops.fused_sigmoid_gating_delta_rule_update_cpu(
             **given,
             initial_state_source=gdn_attention._ssm_state_view(layer),
-            initial_state_indices=_int32([BLOCK], device),
+            initial_state_indices=int32([BLOCK], device),
             cu_seqlens=bounds,
             use_qk_l2norm_in_kernel=True,
         )
         return
-    _namespace(layer).fused_sigmoid_gating_delta_rule_update(
+    namespace(layer).fused_sigmoid_gating_delta_rule_update(
         **given,
         initial_state=states,
         inplace_final_state=True,
         cu_seqlens=bounds,
-        ssm_state_indices=_int32([BLOCK], device),
+        ssm_state_indices=int32([BLOCK], device),
         use_qk_l2norm_in_kernel=True,
     )
 
@@ -391,66 +401,3 @@ _RECURRENT = {"mamba1": _mamba1, "mamba2": _mamba2, "gdn": _delta_net, "short co
 def _is_kimi(layer: Any) -> bool:
     """Whether a delta net forgets by channel: those have kernels of their own."""
     return hasattr(layer, "gate_lower_bound")
-
-
-def _with(module: Any, cache: Any) -> Any:
-    """A layer whose cache is `cache`, and all else the running one's."""
-    layer = copy.copy(module)
-    layer.bind_kv_cache(cache)
-    return layer
-
-
-def _without_views(impl: Any, cache: Any) -> Any:
-    """A back end's half of a layer, without what it may have kept of the running engine's cache."""
-    import torch
-
-    def memory(tensor: Any) -> int:
-        return int(tensor.untyped_storage().data_ptr()) if isinstance(tensor, torch.Tensor) else 0
-
-    fresh = copy.copy(impl)
-    if (real := memory(cache)) != 0:
-        for name, value in list(vars(fresh).items()):
-            if memory(value) == real:
-                delattr(fresh, name)
-    return fresh
-
-
-def _namespace(layer: Any) -> Any:
-    """The file of a layer's class: it calls kernels by the names that it has there."""
-    return sys.modules[type(layer).__module__]
-
-
-def _import(name: str) -> Any:
-    from importlib import import_module
-
-    return import_module(name)
-
-
-@lru_cache(maxsize=4)
-def _numbers(shape: tuple[int, ...], device: Any) -> Any:
-    """The same numbers each time: uneven, of both signs, and far from zero."""
-    import torch
-
-    count = 1
-    for length in shape:
-        count *= length
-    index = torch.arange(count, device=device)
-    sizes = 1 + (index * 7 % 5).float() / 4
-    return (sizes * (1 - 2 * ((index * 3 // 2) % 2))).view(shape)
-
-
-def _spread(signs: Any, shape: tuple[int, ...]) -> Any:
-    """Signs along all axes of `shape`, of which the last may be one record."""
-    return signs if signs.dim() == len(shape) else signs.unsqueeze(-1).expand(shape)
-
-
-def _slots(first: int, count: int, device: Any) -> Any:
-    import torch
-
-    return torch.arange(first, first + count, dtype=torch.int64, device=device)
-
-
-def _int32(values: list[int], device: Any) -> Any:
-    import torch
-
-    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -128,6 +128,7 @@ impl Pools {
                         place: Place::Gpu(rank),
                     }],
                     kinds: vec![],
+                    writers: Default::default(),
                     groups: vec![],
                 };
                 for (number, (group, layers)) in pools.groups.iter().zip(&placed.groups).enumerate()
