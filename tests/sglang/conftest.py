@@ -21,18 +21,29 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sglang")
 
 
+class Starter:
+    def __init__(self, folder):
+        self.folder, self.started = folder, []
+
+    def __call__(self, kind, role, **more):
+        path = engines.model(kind, self.folder)
+        self.started.append(engines.Engine(path, role, self.folder / f"{role}-{len(self.started)}.log", **more))
+        return self.started[-1]
+
+    def vllm(self, kind, **options):
+        """It is ready then."""
+        import mixed
+
+        self.started.append(mixed.Vllm(engines.model(kind, self.folder), **options))
+        return self.started[-1]
+
+
 @pytest.fixture
 def start(folder):
-    """Starts an engine that does not outlive its test; `.ready()` waits for it."""
-    started = []
-
-    def begin(kind, role, **more):
-        path = engines.model(kind, folder)
-        started.append(engines.Engine(path, role, folder / f"{role}-{len(started)}.log", **more))
-        return started[-1]
-
-    yield begin
-    for engine in started:
+    """Starts engines that do not outlive their test; for those of SGLang `.ready()` waits."""
+    starter = Starter(folder)
+    yield starter
+    for engine in starter.started:
         engine.close()
 
 

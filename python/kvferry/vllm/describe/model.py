@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..._identity import identity as facts
+from ..._identity import weights
 from ..refusal import refuse
 from .specs import format_of
 
@@ -116,25 +117,12 @@ class Model:
         by_head = scheme.get("strategy") == "attn_head" or max(len(keys), len(values)) > 1
         return str(cache), by_head, keys, values
 
-    def identity(self, own_draft: bool = False) -> dict[str, str]:
+    def identity(self, own_draft: bool = False, tries_others: bool = False) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""
         model = self._config.model_config
-        text = model.hf_text_config
-        identity = {
-            "model": str(model.model),
-            "family": str(model.hf_config.model_type),
-            "format": format_of("", model.dtype)[0],
-        }
-        if getattr(model, "revision", None):
-            identity["revision"] = str(model.revision)
-        if getattr(model, "quantization", None):
-            identity["quantization"] = str(model.quantization)
-        positions = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-        if positions:
-            identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
-        shared = getattr(text, "num_kv_shared_layers", None)
-        if shared is not None:
-            identity["num_kv_shared_layers"] = str(shared)
+        cache = getattr(getattr(self._config, "load_config", None), "download_dir", None)
+        found = weights(str(model.model), getattr(model, "revision", None), cache)
+        identity = facts("vLLM", str(model.model), model, format_of("", model.dtype)[0], found, tries_others)
         speculative = getattr(self._config, "speculative_config", None)
         # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
         if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:
