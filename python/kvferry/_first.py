@@ -1,5 +1,5 @@
-"""A request's first token, and what belongs to it: enclosed with the cache by engines that sample it where they compute the
-prompt, for those that go on from there."""
+"""A request's first token, and what belongs to it: enclosed with the cache by engines that sample it where they
+compute the prompt, for those that go on from there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class First:
     by: str
     #: Whether it took the likeliest one.
     greedy: bool
-    #: What an engine of the same kind makes of it: arrays by their names, as the kind of their numbers and in hexadecimal digits.
+    #: What an engine of the same kind makes of it: arrays by their names, each as the kind of its numbers and in
+    #: hexadecimal digits.
     row: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def write(self) -> bytes:
@@ -27,7 +28,8 @@ class First:
         """Raises `ValueError` for what no engine has written."""
         try:
             given: Any = json.loads(enclosed)
-            row = {str(name): (str(kind), str(bytes.fromhex(digits).hex())) for name, (kind, digits) in given["row"].items()}
+            arrays = given["row"].items()
+            row = {str(name): (str(kind), bytes.fromhex(digits).hex()) for name, (kind, digits) in arrays}
             token, by, greedy = given["token"], given["by"], given["greedy"]
             if type(token) is not int or not 0 <= token < 1 << 31 or type(greedy) is not bool:
                 raise ValueError(f"its token is {token!r}, and its word on sampling {greedy!r}")

@@ -1,5 +1,5 @@
-"""What makes equal shapes mean equal things, in one form for every engine: each rewrites a model's configuration in its own
-way, and two engines may serve each other only where they mean the same."""
+"""What makes equal shapes mean equal things, in one form for every engine: each rewrites a model's configuration in its
+own way, and two engines may serve each other only where they mean the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: Families (`model_type`) of which an engine of another kind gave the tokens of one engine alone: `docs/sglang.md` says where.
+#: Families (`model_type`) of which an engine of another kind gave the tokens of one engine alone: `docs/sglang.md` says
+#: where.
 SHOWN = ("qwen3", "nemotron_h", "falcon_h1", "lfm2", "deepseek_v3", "gemma3_text", "qwen3_5_text")
 
 #: Samples of each file of weights, spread over it, and bytes of each: 64 KiB in all.
@@ -22,8 +23,9 @@ _LONGEST_HEADER = 100_000_000
 def identity(
     engine: str, name: str, model: Any, form: str, weights: str | None = None, tries_others: bool = False
 ) -> dict[str, str]:
-    """The facts of an engine of this kind: by which name it was given the model, its own idea of the model's configuration, and
-    the format of its numbers. With `tries_others` it takes from engines of any other kind, whatever the family."""
+    """The facts of an engine of this kind: by which name it was given the model, its own idea of the model's
+    configuration, and the format of its numbers. With `tries_others` it takes from engines of any other kind, whatever
+    the family."""
     text, family = model.hf_text_config, str(model.hf_config.model_type)
     made = {"model": name, "family": family, "format": form}
     for fact in ("revision", "quantization"):
@@ -38,8 +40,8 @@ def identity(
         made["num_kv_shared_layers"] = str(shared)
     if family not in SHOWN and not tries_others:
         made["engine"] = (
-            f"{engine} (of models of the type '{family}' no other engine was shown to take the cache; the option 'other_engines' of "
-            "the decode engine lets it try)"
+            f"{engine} (of models of the type '{family}' no other engine was shown to take the cache; the option "
+            "'other_engines' of the decode engine lets it try)"
         )
     return made
 
@@ -55,7 +57,7 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _plain(it) for name, it in given.items()}
     # `type` is what `rope_type` was called before; two engines have words of their own for DeepSeek's.
     kind = str(given.get("rope_type") or given.get("type") or "default").removeprefix("deepseek_")
-    made = {"rope_type": kind}
+    made: dict[str, Any] = {"rope_type": kind}
     for name, value in given.items():
         if name in ("rope_type", "type") or value is None or (name, value) == ("partial_rotary_factor", 1):
             continue
@@ -65,8 +67,8 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(model: str, revision: str | None = None, cache: str | None = None) -> str | None:
-    """Stands for the weights that an engine has loaded: the header of each file of safetensors, and samples of its numbers. Two
-    models of one configuration differ in it. None where there are no such files on this machine."""
+    """Stands for the weights that an engine has loaded: the header of each file of safetensors, and samples of its
+    numbers. Two models of one configuration differ in it. None where there are no such files on this machine."""
     files = sorted(_folder(model, revision, cache).glob("*.safetensors"))
     made = hashlib.sha256()
     try:

@@ -1,4 +1,5 @@
-"""What is counted, for the Prometheus endpoint of every engine by the same names behind the engine's own (`vllm:kvferry_loads`)."""
+"""What is counted, for the Prometheus endpoint of every engine: by the same names behind the engine's own
+(`vllm:kvferry_loads`)."""
 
 from __future__ import annotations
 

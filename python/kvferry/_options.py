@@ -46,6 +46,8 @@ class Options:
     #: Where they are written, and, by option, what is there instead with this engine.
     WHERE: ClassVar[str]
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    #: What else may say this machine's address.
+    NAMED_BY: ClassVar[str] = ""
 
     #: `local` (one host), `tcp` (any network), `nixl` (RDMA, NVLink), `cuda` (GPU memory inside a node, by a kernel) or `gpu`
     #: (for each peer the first that works of `cuda`, `nixl` where both have RDMA, and `tcp`). The same on both sides. Left
@@ -205,15 +207,12 @@ class Options:
             return host
         found = self._own_address()
         if found in ("", "0.0.0.0", "::"):
-            raise self.error("host", host, "an address: this machine's own is not known")
+            raise self.error("host", host, f"an address: this machine's own is not known{self.NAMED_BY}")
         return found
 
     def _own_address(self) -> str:
         """This machine's, as the engine finds it."""
         raise NotImplementedError
-
-        return str(get_ip())
-
 
 
 def _wrong(value: Any, default: Any, valid: Mapping[str, Any]) -> str | None:

@@ -143,6 +143,8 @@ class Engine:
 
     def ready(self):
         """Waits until it has started; or says why it has not."""
+        if self._thread is not None:
+            return self
         if not self._pipe.poll(START):
             raise TimeoutError(self.log.read_text()[-3000:])
         try:

@@ -134,10 +134,9 @@ class Rank:
             else:
                 self._tokens(layers, table)
         path, revision = str(self.model.model_path), getattr(self.model, "revision", None)
+        form, _ = FORMATS[str(self.model.dtype)]
         draft = {
-            "identity": identity(
-                "SGLang", path, self.model, FORMATS[str(self.model.dtype)][0], weights(path, revision), self.tries_others
-            ),
+            "identity": identity("SGLang", path, self.model, form, weights(path, revision), self.tries_others),
             "engine": engine,
             "rank": self.rank,
             "label": f"tp{self.rank}",

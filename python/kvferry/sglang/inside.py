@@ -36,8 +36,8 @@ TABLE: dict[str, str] = {
     f"{DISAGGREGATION}.common.conn": "CommonKVSender._early_send_wait_event CommonKVReceiver.abort_notified "
     "CommonKVReceiver.ensure_abort_notified",
     # Requests.
-    "sglang.srt.managers.schedule_batch": "Req.rid Req.origin_input_ids Req.extra_key Req.disagg_kv_sender Req.sampling_params "
-    "Req.return_logprob",
+    "sglang.srt.managers.schedule_batch": "Req.rid Req.origin_input_ids Req.extra_key Req.disagg_kv_sender "
+    "Req.sampling_params Req.return_logprob",
     "sglang.srt.managers.scheduler": "Scheduler.model_config Scheduler.sliding_window_size Scheduler.transfer_backend "
     "Scheduler.tp_worker",
     # Pools, and what lies in them.

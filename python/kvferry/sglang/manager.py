@@ -42,7 +42,8 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         self.kv_args, self.mode, self.server_args = args, disaggregation_mode, server_args
         #: SGLang looks here for how many data-parallel ranks an engine has that it is to read from.
         self.prefill_info_table: dict[str, Any] = {}
-        #: As P: requests of which it is not known yet which states are wanted. How those that were granted have ended. As D: who waits for a load, and what is read.
+        #: As P: requests of which it is not known yet which states are wanted, and how those that were granted have ended.
+        #: As D: who waits for a load, and what is read.
         self.sought: dict[str, Any] = {}
         self.released: dict[str, str] = {}
         self.loading: dict[str, Any] = {}
@@ -61,7 +62,12 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         window = queue.scheduler.sliding_window_size
         tries_others = self.options.tries_others and not self.prefills
         rank = Rank(
-            queue.scheduler.model_config, components, window, self.ranks.rank, self.ranks.size, tries_others=tries_others,
+            queue.scheduler.model_config,
+            components,
+            window,
+            self.ranks.rank,
+            self.ranks.size,
+            tries_others=tries_others,
             caches_prefixes=self.prefills or bool(self.server_args.disaggregation_decode_enable_radix_cache),
         )
         described = rank.describe(engine, queue.token_to_kv_pool)
@@ -137,7 +143,7 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         return [position * (table.page or 0) for table, position in zip(self.tables, first, strict=True)]
 
     def on_gpu(self) -> bool:
-        return self.device != "cpu"
+        return bool(self.device != "cpu")
 
     def written(self) -> Any:
         """Where the GPU is with what it was told to write: a step that has begun may still write to pages that its
@@ -152,22 +158,24 @@ class Manager(BaseKVManager):  # type: ignore[misc]
     def hear(self) -> None:
         """What has happened since the last time, to whom it concerns."""
         endings = self.worker.endings()
+        released = self.agent.released() if self.agent is not None else []
         if self.metrics is not None:
-            self.metrics.tell([ended(ending) for ending in endings if ending.outcome != "settled"])
+            loads = [ended(ending) for ending in endings if ending.outcome != "settled"]
+            self.metrics.tell(loads, bool(released))
         for ending in endings:
             receiver = self.loading.get(ending.request)
             if receiver is not None:
                 receiver.ended(ending)
         if self.agent is None:
             return
-        self.released.update(self.agent.released())
+        self.released.update(released)
         for request, did, *_ in self.agent.notes():
             if did == "followed" and request in self.sought:
                 self.sought[request].found(request)
         for ticket, why in self.agent.lost():
-            request = ticket.get("follows")
+            follows = ticket.get("follows")
             for receiver in list(self.followed.values()):
-                if receiver.request == request or (receiver.ticket and ticket.items() <= receiver.ticket.items()):
+                if receiver.request == follows or (receiver.ticket and ticket.items() <= receiver.ticket.items()):
                     receiver.lost(why)
 
     def zero(self, ending: Ending) -> None:

@@ -1,4 +1,5 @@
-"""What a rank counts, for SGLang's `/metrics` (`--enable-metrics`): each of its processes writes to files that its server reads."""
+"""What a rank counts, for SGLang's `/metrics` (`--enable-metrics`): each of its processes writes to files that its
+server reads."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ class Metrics:
         self.next = 0.0
         self.series.begin(self.labels)
 
-    def tell(self, loads: list[dict[str, Any]]) -> None:
-        """Loads that have ended, and, now and then, what else there is."""
+    def tell(self, loads: list[dict[str, Any]], ended: bool) -> None:
+        """Loads that have ended; and what else there is, when something has `ended` or a while has passed."""
         now = time.monotonic()
-        if not loads and now < self.next:
+        if not loads and not ended and now < self.next:
             return
         self.next, counts = now + _PAUSE, self.counts()
         self.series.observe(self.labels, grown(counts, self.before), loads)

@@ -143,8 +143,10 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         try:
             first = First.read(enclosed)
             if first.greedy != (self.req.sampling_params.top_k == 1):
-                raise ValueError("one of the two engines was asked to take the likeliest token, and the other to sample: both "
-                                 "must be sent the same parameters")
+                raise ValueError(
+                    "one of the two engines was asked to take the likeliest token, and the other to sample: both must be sent "
+                    "the same parameters"
+                )
             rows.fill(self.kv_mgr.rows, self.row, first, self.room, self.req.return_logprob)
         except ValueError as error:
             self.fail(str(error))

@@ -50,8 +50,8 @@ class Sender(BaseKVSender):  # type: ignore[misc]
         self.req, self.length, self.origin = req, len(req.origin_input_ids), origin_of(req)
         if self.kv_mgr.agent is None:
             return
-        # Whoever decodes it wants the states after all of the prompt, or those before its last token: it says so by the name
-        # that it looks for, and is waited for.
+        # Whoever decodes it wants the states after all of the prompt, or those before its last token: it says so by the
+        # name that it looks for, and is waited for.
         both = self.kv_mgr.has_states and self.length > 1
         try:
             for but_last in (False, True) if both else (False,):

@@ -13,6 +13,7 @@ __all__ = ["Advanced", "Options"]
 @dataclass(frozen=True)
 class Options(_options.Options):
     WHERE = "kv_connector_extra_config"
+    NAMED_BY = ", VLLM_HOST_IP may name it"
 
     #: The port to listen on; 0 is any free one. Data-parallel engines count up from it.
     port: int = option(0, least=0, most=65535)
@@ -53,5 +54,6 @@ class Options(_options.Options):
         ranks = ports_of(self.data_ports) if self.data_ports else None
         # A rank may come first, and take it.
         if ranks and ranks[0] <= port <= ranks[1]:
-            raise self.error("data_ports", self.data_ports, f"other ports than {port}, which 'port' stands for in engine {engine}")
+            wanted = f"other ports than {port}, which 'port' stands for in engine {engine}"
+            raise self.error("data_ports", self.data_ports, wanted)
         return port

@@ -38,13 +38,15 @@ class Rooms:
             # What the router asks a worker when it meets it.
             return await _answer(send, 200, _server_info(scope))
         if scope["type"] != "http" or method != "POST" or path not in PATHS + THEIRS:
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         body = await _read(receive)
         if body is None:
             return await _answer(send, 413, _error(f"a request of more than {LARGEST >> 20} MiB"))
         given = _parsed(body)
         if given is None or given.get("bootstrap_room") is None:
-            return await self.app(scope, _again(body, receive), send)
+            await self.app(scope, _again(body, receive), send)
+            return
         try:
             if path not in PATHS:
                 raise ValueError(f"a vLLM server has no {path}: use {' or '.join(PATHS)}")
@@ -76,8 +78,10 @@ def translated(given: dict[str, Any], role: str) -> dict[str, Any]:
     elif role == "kv_consumer":
         params = {"do_remote_prefill": True, ROOM: room, "remote_host": host, "remote_port": port}
     else:
-        raise ValueError(f"whether this server prefills or decodes is not known: its kv_role is {role!r}, and must be kv_producer or "
-                         "kv_consumer")
+        raise ValueError(
+            f"whether this server prefills or decodes is not known: its kv_role is {role!r}, and must be kv_producer or "
+            "kv_consumer"
+        )
     return {**given, "kv_transfer_params": params}
 
 

@@ -176,8 +176,8 @@ class Decode:
                 shared = shared_name(name, agreed, origin)
             elif self.sealed and not self.options.peers:
                 raise ValueError(
-                    f"a router of SGLang's names the engine at {source.address}, which has sealed nothing: say in the option 'peers' "
-                    "in which networks such engines are"
+                    f"a router of SGLang's names the engine at {source.address}, which has sealed nothing: say in the option "
+                    "'peers' in which networks such engines are"
                 )
             else:
                 shared = room_name(source.room, origin or b"", agreed < prompt)
