@@ -1,3 +1,4 @@
+import builtins
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -329,6 +330,11 @@ class Scheduler:
         tables do not go on from those before, `steps_do_not_rise` if the steps do not, `no_lease` if the
         request is not open, or `table_too_long`."""
 
+    def enclose(self, request: str, enclosed: bytes) -> None:
+        """What an open request's followers are given with its blocks, as soon as it is granted: at most 16 KiB that
+        mean something to the two engines, such as the first token. They come as `Ending.enclosed`; those who load by
+        `source_blocks` do not get them. Raises `AgentError`, of the kind `too_much_enclosed`, `no_lease` or `given_up`."""
+
     def restart(self, request: str) -> None:
         """An open request starts over: nothing that it has advanced to holds any more. To be called
         before its blocks can change. Raises `AgentError`, as `advance` does."""
@@ -471,6 +477,10 @@ class Ending:
     @property
     def rest(self) -> _Words:
         """What is left of the request's own blocks, as from `Plan.rest`."""
+
+    @property
+    def enclosed(self) -> builtins.bytes:
+        """What the source has enclosed (`Scheduler.enclose`), where it was asked for the tables. As good as the blocks."""
 
 @final
 class Worker:

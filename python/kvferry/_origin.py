@@ -22,3 +22,10 @@ def digest(*contents: bytes) -> bytes:
         made.update(b"%d:" % len(content))
         made.update(content)
     return made.digest()
+
+
+def room_name(room: int, made_of: bytes, but_last: bool = False) -> str:
+    """The name of a request that SGLang's router has given a number to, its room: who comes with a room and another
+    prompt finds nothing, and disturbs nobody. `but_last`: with the states before the prompt's last token, which some
+    engines compute again, and not with those after it."""
+    return f"room {room}{' but the last token' if but_last else ''}: {made_of.hex()}"

@@ -344,8 +344,15 @@ def test_defaults_come_from_the_process(gqa, monkeypatch):
     config, tensors = gqa.stages[0]
     made = kvferry.vllm.manifest(gqa.config, config, tensors[1])
     assert (made.engine, made.rank, made.label) == ("prefill-7", 1, "tp1")
-    assert made.identity == {"model": "tiny", "family": "tiny", "format": "bf16"}
+    assert facts_of(made) == {"model": "tiny", "family": "tiny", "format": "bf16"}
     assert made.to_dict()["groups"][0]["pieces"][0]["bounds"] == [[2, 4], [0, 32]]
+
+
+def facts_of(made):
+    """Its identity, without the word that no other kind of engine was shown for this family."""
+    identity = dict(made.identity)
+    assert identity.pop("engine").startswith("vLLM (of models of the type 'tiny' ")
+    return identity
 
 
 def test_identity(gqa):
@@ -353,13 +360,13 @@ def test_identity(gqa):
     model.revision, model.quantization = "abc", "fp8"
     model.hf_text_config.rope_parameters = {"rope_theta": 1e6, "factor": 2}
     made = describe(gqa, identity={"model": "served"})
-    assert made.identity == {
+    assert facts_of(made) == {
         "model": "served",
         "family": "tiny",
         "format": "bf16",
         "revision": "abc",
         "quantization": "fp8",
-        "positions": '{"factor": 2, "rope_theta": 1000000.0}',
+        "positions": '{"factor": 2.0, "rope_theta": 1000000.0, "rope_type": "default"}',
     }
 
 
@@ -378,8 +385,9 @@ def test_a_model_is_known_by_its_path_and_not_by_the_name_that_it_is_served_unde
     )
 
 
-def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
+def test_the_keys_of_the_identity_are_those_of_the_facts(gqa, monkeypatch):
     model = gqa.config.model_config
+    monkeypatch.setattr("kvferry.vllm.describe.model.weights", lambda *_: "0123")
     model.revision, model.quantization = "abc", "fp8"
     model.hf_text_config.rope_parameters = {"rope_theta": 1e6}
     model.hf_text_config.num_kv_shared_layers = 0
@@ -390,6 +398,8 @@ def test_the_keys_of_the_identity_are_those_of_the_facts(gqa):
     told = kvferry._core.facts()["identity"]
     assert set(describe(gqa).identity) == set(told)
     gqa.config.speculative_config = None
+    monkeypatch.undo()
+    model.hf_config.model_type = "qwen3"
     model.revision = model.quantization = model.hf_text_config.rope_parameters = None
     del model.hf_text_config.num_kv_shared_layers
     assert set(describe(gqa).identity) == {key for key, it in told.items() if it["required"]}

@@ -21,29 +21,66 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sglang")
 
 
+class Alone:
+    """Engines by themselves, for what is right: they serve all tests of a model. Two at most, as others need the cores."""
+
+    def __init__(self, folder):
+        self.folder, self.running = folder, {}
+
+    def __call__(self, kind):
+        engine = self.running.pop(kind, None)
+        if engine is None:
+            engine = engines.Engine(engines.model(kind, self.folder), "alone", self.folder / f"alone-{kind}.log")
+        self.running[kind] = engine
+        if len(self.running) > 2:
+            self.running.pop(next(iter(self.running))).close()
+        return engine
+
+
+@pytest.fixture(scope="session")
+def alone(folder):
+    alone = Alone(folder)
+    yield alone
+    for engine in alone.running.values():
+        engine.close()
+
+
+class Starter:
+    def __init__(self, folder, alone):
+        self.folder, self.alone, self.started = folder, alone, []
+
+    def __call__(self, kind, role, **more):
+        if role == "alone":
+            return self.alone(kind)
+        path = engines.model(kind, self.folder)
+        self.started.append(engines.Engine(path, role, self.folder / f"{role}-{len(self.started)}.log", **more))
+        return self.started[-1]
+
+    def vllm(self, kind, **options):
+        """It is ready then."""
+        import mixed
+
+        self.started.append(mixed.Vllm(engines.model(kind, self.folder), **options))
+        return self.started[-1]
+
+
 @pytest.fixture
-def start(folder):
-    """Starts an engine that does not outlive its test; `.ready()` waits for it."""
-    started = []
-
-    def begin(kind, role, **more):
-        path = engines.model(kind, folder)
-        started.append(engines.Engine(path, role, folder / f"{role}-{len(started)}.log", **more))
-        return started[-1]
-
-    yield begin
-    for engine in started:
+def start(folder, alone):
+    """Starts engines that do not outlive their test; for those of SGLang `.ready()` waits."""
+    starter = Starter(folder, alone)
+    yield starter
+    for engine in starter.started:
         engine.close()
 
 
 class Fleet:
     """The engines of one model, for pairs of them: those that the last pair had need not start again."""
 
-    def __init__(self, folder):
-        self.folder, self.kind, self.running = folder, None, {}
+    def __init__(self, folder, alone):
+        self.folder, self.alone, self.kind, self.running = folder, alone, None, {}
 
     def __call__(self, kind, named):
-        """Engines by their names: role, and what else `Engine` takes."""
+        """Engines by their names (role, and what else `Engine` takes), and one alone."""
         if kind != self.kind:
             self.close()
             self.kind = kind
@@ -55,10 +92,8 @@ class Fleet:
             if name not in self.running:
                 log = self.folder / f"{kind}-{name.replace(' ', '-')}.log"
                 self.running[name] = engines.Engine(path, role, log, **more)
-        for name in named:
-            if self.running[name]._thread is None:
-                self.running[name].ready()
-        return [self.running[name] for name in named]
+        found = [*(self.running[name] for name in named), self.alone(kind)]
+        return [engine.ready() for engine in found]
 
     def close(self):
         for engine in self.running.values():
@@ -67,7 +102,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(folder):
-    fleet = Fleet(folder)
+def fleet(folder, alone):
+    fleet = Fleet(folder, alone)
     yield fleet
     fleet.close()

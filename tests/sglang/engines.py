@@ -3,6 +3,7 @@ starts in a second or two."""
 
 import asyncio
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "engines"))
 
+import safetensors.torch
 from tiny import save_model
 
 #: For SGLang, before it is imported.
@@ -83,9 +85,12 @@ def model(kind, folder):
     path = Path(folder) / kind
     if path.exists():
         return path
-    save_model(kind, path)
+    save_model(kind.removesuffix("_tied"), path)
     config = path / "config.json"
     given = json.loads(config.read_text())
+    if kind.endswith("_tied"):
+        given["tie_word_embeddings"] = True
+        _tie(path / "model.safetensors")
     if kind == "nemotron_h":
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
         given["hybrid_override_pattern"] = "".join(letters[it] for it in given.pop("layers_block_type"))
@@ -95,8 +100,21 @@ def model(kind, folder):
         given["full_attention_interval"] = 2
     if kind == "deepseek":
         given["moe_layer_freq"] = 1
+        # On a CPU SGLang knows DeepSeek's positions with YaRN alone.
+        given["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+            "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        }
     config.write_text(json.dumps(given))
     return path
+
+
+def _tie(path):
+    """Its output weights are those of its tokens, small enough not to outweigh what the layers make of the past."""
+    weights = safetensors.torch.load_file(path)
+    del weights["lm_head.weight"]
+    weights["model.embed_tokens.weight"] *= 0.1
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
 
 
 def free_port():
@@ -117,10 +135,7 @@ class Engine:
             given["disaggregation_bootstrap_port"] = self.port
         told = {"KVFERRY_OPTIONS": json.dumps({"audit": "all"} | (settings or {}))} | (environment or {})
         ours, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_become, args=(theirs, given, told, prepare, str(log))
-        )
-        self.process.start()
+        self.process = become(functools.partial(_answer, theirs), given, told, log, prepare)
         theirs.close()
         self._pipe, self._answers, self._numbers = ours, {}, count()
         self._changed = threading.Condition()
@@ -128,6 +143,8 @@ class Engine:
 
     def ready(self):
         """Waits until it has started; or says why it has not."""
+        if self._thread is not None:
+            return self
         if not self._pipe.poll(START):
             raise TimeoutError(self.log.read_text()[-3000:])
         try:
@@ -198,7 +215,14 @@ class Engine:
         self._pipe.close()
 
 
-def _become(pipe, options, environment, prepare, log):
+def become(what, options, environment, log, prepare=()):
+    """A process that does `what` with an engine's options, and leads a session of its own."""
+    process = multiprocessing.get_context("fork").Process(target=_become, args=(what, options, environment, prepare, str(log)))
+    process.start()
+    return process
+
+
+def _become(what, options, environment, prepare, log):
     os.setsid()
     # Tests that are killed leave no engine behind: SGLang's own processes end with the one that started them.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -209,12 +233,28 @@ def _become(pipe, options, environment, prepare, log):
     os.environ.update(environment)
     for change in prepare:
         change()
-    import sglang
     from sglang.srt.entrypoints import engine as theirs
 
     # What it starts is forked, too.
     multiprocessing.set_start_method("fork", force=True)
     theirs.mp.set_start_method = lambda *_, **__: None
+    what(options)
+
+
+def serve(options):
+    """As `python -m sglang.launch_server` does."""
+    from prometheus_client import values
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    # Chosen when it is imported, which was before there were processes to count in.
+    values.ValueClass = values.MultiProcessValue()
+    launch_server(ServerArgs(**options))
+
+
+def _answer(pipe, options):
+    import sglang
+
     engine = sglang.Engine(**options)
     pipe.send("ready")
 

@@ -72,3 +72,9 @@ def moved():
 
     del DecodePreallocQueue._create_receiver_and_enqueue
 
+
+def nothing_shown():
+    """No family of which another kind of engine was shown to take the cache."""
+    from kvferry import _identity
+
+    _identity.SHOWN = ()

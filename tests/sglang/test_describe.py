@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kvferry import Incompatible, compile
+from kvferry import compile
 from kvferry._refusal import Unsupported
 from kvferry.sglang import describe, settings
 from kvferry.sglang.manager import Manager
@@ -33,16 +33,6 @@ def model(family="qwen3", **more):
     return SimpleNamespace(
         hf_text_config=text, hf_config=text, model_path="a model", dtype=torch.float32, get_total_num_kv_heads=lambda: HEADS
     )
-
-
-class Rows:
-    """Metadata rows, as SGLang has them."""
-
-    def __init__(self):
-        self.output_ids, self.bootstrap_room = torch.zeros(6, 16, dtype=torch.int32), torch.zeros(6, 8, dtype=torch.int64)
-
-    def get_buf_infos(self):
-        return [self.output_ids.data_ptr(), self.bootstrap_room.data_ptr()], [], []
 
 
 def mha(size, page, ranks):
@@ -83,7 +73,7 @@ def described(made, rank, ranks, family="qwen3", components=(), shape=None, **co
     one = describe.Rank(model(family, **config), components, WINDOW - 1, rank, ranks)
     if shape is not None:
         one._shape = lambda: shape
-    return one.describe(f"engine-{id(made)}", made, Rows())
+    return one.describe(f"engine-{id(made)}", made)
 
 
 def fill(found, tables, tokens, first, poison=None):
@@ -162,7 +152,7 @@ def test_every_number_lands_in_its_place(case, source_page, page, source_ranks, 
             by_source[table.source] = draw.permutation(group["blocks"] - 1)[:count] + 1
         manager = Manager.__new__(Manager)
         manager.tables = found.tables
-        made, first = manager.tables_of(by_source.get("pages"), [by_source.get("component")], int(by_source["row"][0]), tokens)
+        made, first = manager.tables_of(by_source.get("pages"), [by_source.get("component")], tokens)
         return made, first, manager.held(first)
 
     theirs, their_first, _ = tables(sources[0], source_page)
@@ -243,13 +233,3 @@ def test_settings_are_refused_by_name():
             settings.refuse_settings(given, SimpleNamespace(**vars(parallel) | {name: 2}))
     with pytest.raises(Unsupported, match="--dp-size 2"):
         settings.refuse_settings(SimpleNamespace(**vars(given) | {"dp_size": 2}), parallel)
-
-
-def test_rows_of_another_version_are_refused_by_name():
-    one, another = mha(32, 1, 1), mha(32, 1, 1)
-    ours = described(one, 0, 1)
-    rows = Rows()
-    rows.output_ids = torch.zeros(6, 32, dtype=torch.int32)
-    theirs = describe.Rank(model(), (), None, 0, 1).describe("another", another, rows)
-    with pytest.raises(Incompatible, match="row/output_ids"):
-        compile(ours.manifest, [theirs.manifest])

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import multiprocessing
 import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,36 @@ def test_every_setting_that_is_refused_is_one_of_sglangs():
     assert off == []
     # With nothing set, none of them is in the way.
     assert [name for name in settings.REFUSED if getattr(given, name)] == []
+
+
+def _import_without_vllm(modules, failed):
+    class Blocked:
+        @staticmethod
+        def find_spec(name, *_):
+            if name.partition(".")[0] == "vllm":
+                raise ImportError("vLLM is not installed")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "kvferry")]:
+        # What is compiled cannot be loaded twice, and knows neither engine.
+        if name != "kvferry._core":
+            del sys.modules[name]
+    sys.meta_path.insert(0, Blocked)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            failed.put(f"{name}: {error}")
+
+
+def test_all_of_it_loads_where_vllm_is_not_installed():
+    import kvferry.sglang
+
+    modules = [f"kvferry.sglang.{it.name}" for it in pkgutil.iter_modules(kvferry.sglang.__path__)]
+    assert len(modules) > 10
+    context = multiprocessing.get_context("fork")
+    failed = context.SimpleQueue()
+    process = context.Process(target=_import_without_vllm, args=(modules, failed))
+    process.start()
+    process.join(60)
+    assert failed.empty(), failed.get()
+    assert process.exitcode == 0

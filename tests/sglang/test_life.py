@@ -116,6 +116,7 @@ def test_the_death_of_either_side(start):
     assert made["ids"] == alone.generate(prompt, 8)
 
 
+@MORE
 def test_a_prefix_that_d_holds_is_not_read_again(start):
     cached = {"options": {"disaggregation_decode_enable_radix_cache": True, "page_size": 4}, "settings": QUICK | {"logging": "debug"}}
     prefill, decode, alone = pair(start, d=cached)

@@ -22,10 +22,10 @@ def test_options_are_those_of_vllms_connector_where_both_have_them(monkeypatch):
     [
         ("{", "KVFERRY_OPTIONS is not JSON"),
         ("[1]", "must be options by their names"),
-        ('{"lease": 5}', "KVFERRY_OPTIONS has no option 'lease': the options are .*lease_seconds"),
+        ('{"lease": 5}', "KVFERRY_OPTIONS has no option 'lease': did you mean 'lease_seconds'|no option 'lease': The options are .*lease_seconds"),
         ('{"lease_seconds": 0}', "'lease_seconds' of KVFERRY_OPTIONS is 0, but must be 0.02 or more"),
         ('{"pages": "soon"}', "'pages' of KVFERRY_OPTIONS is 'soon', but must be one of late, early"),
-        ('{"port": 1}', "with SGLang: SGLang's --disaggregation-bootstrap-port"),
+        ('{"port": 1}', "with this engine: SGLang's --disaggregation-bootstrap-port"),
     ],
 )
 def test_what_is_wrong_is_said(monkeypatch, text, words):

@@ -25,7 +25,7 @@ FAMILIES = {
             "two": ("decode", {"options": {"tp_size": 2, "page_size": 4}}),
         },
         [
-            ("chunks", "one"),
+            pytest.param("chunks", "one", marks=MORE),
             ("chunks", "early"),
             ("p", "two"),
             pytest.param("p of two", "one", marks=MORE),
@@ -39,7 +39,12 @@ FAMILIES = {
             "p of two": ("prefill", RANKS),
             "two": ("decode", RANKS),
         },
-        [("p", "one"), ("p", "two"), ("p of two", "one"), pytest.param("p of two", "two", marks=MORE)],
+        [
+            pytest.param("p", "one", marks=MORE),
+            ("p", "two"),
+            ("p of two", "one"),
+            pytest.param("p of two", "two", marks=MORE),
+        ],
     ),
     # One group, which both ranks hold: where SGLang's own back ends write into the neighbour's slot.
     "falcon_h1": (
@@ -64,7 +69,7 @@ FAMILIES = {
             "one": ("decode", PAGES),
             "two": ("decode", RANKS),
         },
-        [("p", "one"), pytest.param("p", "two", marks=MORE)],
+        [pytest.param("p", "one", marks=MORE), pytest.param("p", "two", marks=MORE)],
     ),
     "gemma3": (
         {"p": ("prefill", {}), "one": ("decode", PAGES)},
@@ -81,6 +86,6 @@ CASES = [
 @pytest.mark.parametrize(("family", "prefill", "decode"), CASES)
 def test_a_pair_answers_as_one_engine(fleet, family, prefill, decode):
     engines, _ = FAMILIES[family]
-    three = fleet(family, {name: engines[name] for name in (prefill, decode)} | {"alone": ("alone", {})})
+    three = fleet(family, {name: engines[name] for name in (prefill, decode)})
     # In bfloat16.
     check(*three, together=family != "qwen3_5")

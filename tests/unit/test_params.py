@@ -7,7 +7,7 @@ import random
 from array import array
 
 import pytest
-from kvferry.vllm.params import KEY, Offer, Source, admit, check_name, shared_name, shown, to_be_handed_over
+from kvferry.vllm.params import KEY, ROOM, Offer, Source, admit, check_name, shared_name, shown, to_be_handed_over
 
 TICKET = {
     "engine": "p",
@@ -220,6 +220,11 @@ def test_what_a_router_leaves_when_it_sends_to_both():
     assert Source.read(params()) is None
     assert Source.read(left | {"remote_block_ids": [[1]]}) is None
     assert Source.read({"do_remote_prefill": True}) is None
+    room = {"do_remote_prefill": True, "remote_host": "::1", "remote_port": 8998, ROOM: 2**63 - 1}
+    assert Source.read(admit(room, TOKENS)) == Source("", "[::1]:8998", room=2**63 - 1)
+    for wrong in ({ROOM: 2**63}, {ROOM: -1}, {ROOM: True}, {ROOM: "1"}, {"remote_port": None}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Source.read(admit(room | wrong, TOKENS))
     # Another direction, and a word to the router.
     assert "transfer_mode" not in params()
     assert OFFER.write("r", "h:1", tp=1, pp=1, push=True)["transfer_mode"] == "push"

@@ -115,7 +115,8 @@ fn news(known: &Known) -> News {
     let grant = Grant { epoch: 1, tokens: 600, tables: vec![table.clone(), table] };
     let in_flight = [InFlight { step: 4, tokens: 640 }];
     let sealed = known.epoch > 1;
-    let frontier = Frontier { nonce: key.nonce, grant: &grant, in_flight: &in_flight, sealed };
+    let (nonce, enclosed) = (key.nonce, &[7; 5]);
+    let frontier = Frontier { nonce, grant: &grant, in_flight: &in_flight, enclosed, sealed };
     let news = News::of(Incarnation(7), key, &frontier, known);
     // Whatever it says that it knows, what it is told goes on from there or is refused.
     let before = known

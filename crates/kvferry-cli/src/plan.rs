@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use kvferry_layout::Manifest;
+use kvferry_models::rules::sglang;
 use kvferry_models::rules::vllm::{self, verdict};
 use serde_json::{Value, json};
 
@@ -44,16 +45,19 @@ pub(crate) fn run(args: &Args) -> Result<(), Failure> {
     answer.end()
 }
 
-/// What the leading engine's own connector would do with the pair; unknown where a side is manifests,
+/// What the engine's own transfer would do with the pair, and whose that is; unknown where a side is manifests,
 /// which do not carry what that depends on.
-fn verdict(pair: &Pair) -> Option<verdict::Verdict> {
-    fn side(engine: &Engine) -> Option<verdict::EngineSide<'_>> {
-        let run = engine.run.as_ref()?;
-        Some(verdict::EngineSide { topology: &run.topology, pools: &run.pools })
-    }
-    let (model, prefill, decode) =
-        (pair.model.as_ref()?, side(&pair.prefill)?, side(&pair.decode)?);
-    Some(verdict::judge(model, prefill, decode, pair.asked.cached))
+fn verdict(pair: &Pair) -> Option<(&'static str, verdict::Verdict)> {
+    let model = pair.model.as_ref()?;
+    let (prefill, decode) = (pair.prefill.run.as_ref()?, pair.decode.run.as_ref()?);
+    Some(match (&prefill.pools, &decode.pools) {
+        (Some(from), Some(to)) => {
+            let prefill = verdict::EngineSide { topology: &prefill.topology, pools: from };
+            let decode = verdict::EngineSide { topology: &decode.topology, pools: to };
+            (vllm::ENGINE, verdict::judge(model, prefill, decode, pair.asked.cached))
+        }
+        _ => (sglang::ENGINE, sglang::verdict::judge(model, &prefill.topology, &decode.topology)),
+    })
 }
 
 fn heading(pair: &Pair) -> String {
@@ -86,7 +90,7 @@ fn conclusion(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> String {
                 &line("kvferry", "refuses this pair before the first byte moves (reason below)");
         }
     }
-    let Some(verdict) = verdict(pair) else { return text };
+    let Some((engine, verdict)) = verdict(pair) else { return text };
     let (what, why) = match verdict.outcome {
         verdict::Outcome::Works => ("works: its own connector is not known to fail here", None),
         verdict::Outcome::Refuses => {
@@ -97,7 +101,7 @@ fn conclusion(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> String {
             Some(&verdict.reason),
         ),
     };
-    text += &line(vllm::ENGINE, what);
+    text += &line(engine, what);
     if let Some(why) = why {
         text += &line("", &format!("because {why}"));
     }
@@ -221,7 +225,7 @@ pub(crate) fn as_json(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> 
         json!({
             "engine": engine.ranks[0].engine(),
             "topology": run.map(|run| run.topology.to_string()),
-            "layout": run.map(|run| run.pools.layout.name()),
+            "layout": run.and_then(|run| run.pools.as_ref()).map(|pools| pools.layout.name()),
             "ranks": engine.ranks.iter().map(Manifest::label).collect::<Vec<_>>(),
             "blocks": blocks,
             "groups": groups,
@@ -231,9 +235,9 @@ pub(crate) fn as_json(pair: &Pair, answer: &Answer, sizing: Option<&Sizing>) -> 
         Answer::Works { report, .. } => (Some(report), None),
         Answer::Refused(reason) => (None, Some(reason)),
     };
-    let verdict = verdict(pair).map(|verdict| {
+    let verdict = verdict(pair).map(|(engine, verdict)| {
         json!({
-            "name": vllm::ENGINE,
+            "name": engine,
             "outcome": match verdict.outcome {
                 verdict::Outcome::Works => "works",
                 verdict::Outcome::Refuses => "refuses",

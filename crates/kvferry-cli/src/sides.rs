@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use kvferry_layout::{MAX_JSON_BYTES, Manifest};
+use kvferry_models::rules::sglang;
 use kvferry_models::rules::vllm::{self, Pools};
 use kvferry_models::{Facts, Model, Topology, families, presets};
 
@@ -35,6 +36,9 @@ pub(crate) struct PairArgs {
     /// The decode engine, named in the same way.
     #[arg(long, value_name = "TOPOLOGY|MANIFESTS", num_args = 1.., default_value = "tp=1")]
     decode: Vec<String>,
+    /// The engine whose pages both sides have where they are given as topologies, and whose own transfer is judged.
+    #[arg(long, value_enum, default_value_t = Kind::Vllm)]
+    engine: Kind,
     /// Tokens of the request: a number, or as in 128k (of 1024) or 1m.
     #[arg(long, default_value_t = 8192, value_parser = text::parse_number)]
     tokens: u64,
@@ -44,6 +48,13 @@ pub(crate) struct PairArgs {
     /// Let the request's blocks follow each other in memory (the best case) instead of being scattered.
     #[arg(long)]
     contiguous: bool,
+}
+
+/// Kinds of engines that there are rules for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Kind {
+    Vllm,
+    Sglang,
 }
 
 /// A pair whose facts are all there.
@@ -63,10 +74,10 @@ pub(crate) struct Engine {
     pub(crate) run: Option<Run>,
 }
 
-/// How an engine is run, and what vLLM decides for that.
+/// How an engine is run, and what vLLM decides for that, if it is one of vLLM.
 pub(crate) struct Run {
     pub(crate) topology: Topology,
-    pub(crate) pools: Pools,
+    pub(crate) pools: Option<Pools>,
 }
 
 /// A request to be moved.
@@ -87,7 +98,7 @@ impl PairArgs {
         let asked = self.asked()?;
         let model = self.model.as_deref().map(|name| self.model(name)).transpose()?;
         let side = |name: &str, words: &[String]| match words {
-            [word] if !is_path(word) => made(model.as_ref(), name, word, &asked),
+            [word] if !is_path(word) => made(model.as_ref(), name, word, &asked, self.engine),
             words if words.iter().all(|word| word.parse::<Topology>().is_ok()) => {
                 Err(Failure::input(format!(
                     "--{name}: '{}' is one topology in {} words: write --{name} {}",
@@ -198,8 +209,14 @@ fn config(facts: &Facts, called: &str, path: &Path) -> Result<Model, Failure> {
     families::read_with(facts, called, &text).map_err(|error| problem(&error))
 }
 
-/// An engine that runs the model in this topology, as vLLM would lay it out.
-fn made(model: Option<&Model>, name: &str, word: &str, asked: &Asked) -> Result<Engine, Failure> {
+/// An engine that runs the model in this topology, as its kind would lay it out.
+fn made(
+    model: Option<&Model>,
+    name: &str,
+    word: &str,
+    asked: &Asked,
+    kind: Kind,
+) -> Result<Engine, Failure> {
     let problem = |error: &dyn std::fmt::Display| Failure::input(format!("--{name}: {error}"));
     let mut topology: Topology = word.parse().map_err(|error| match word.contains('=') {
         true => problem(&error),
@@ -210,6 +227,10 @@ fn made(model: Option<&Model>, name: &str, word: &str, asked: &Asked) -> Result<
             "'{word}' is a topology: give the model too (--model), or name a folder of manifests"
         )));
     };
+    if kind == Kind::Sglang {
+        let ranks = sglang::manifests(model, &topology, name).map_err(|error| problem(&error))?;
+        return Ok(Engine { ranks, run: Some(Run { topology, pools: None }) });
+    }
     let mut pools = vllm::pools(model, &topology).map_err(|error| problem(&error))?;
     let make = |pools: &Pools, topology: &Topology| {
         pools.manifests(model, topology, name).map_err(|error| problem(&error))
@@ -222,7 +243,7 @@ fn made(model: Option<&Model>, name: &str, word: &str, asked: &Asked) -> Result<
         topology.blocks = Some(pools.blocks);
         ranks = make(&pools, &topology)?;
     }
-    Ok(Engine { ranks, run: Some(Run { topology, pools }) })
+    Ok(Engine { ranks, run: Some(Run { topology, pools: Some(pools) }) })
 }
 
 /// A running engine, from what its ranks dumped: they share their block tables.

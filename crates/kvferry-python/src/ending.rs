@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvferry_agent::{Lowerings, Moments, Notice, Outcome, ReadBy, Timings};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::convert::since_1970;
 use crate::plan::{array, words};
@@ -31,6 +32,7 @@ pub(crate) struct Ending {
     lowerings: Lowerings,
     read_by: Arc<[ReadBy]>,
     rest: Vec<u8>,
+    enclosed: Vec<u8>,
 }
 
 #[pymethods]
@@ -66,6 +68,11 @@ impl Ending {
         array(py, &self.rest, 2)
     }
 
+    #[getter]
+    fn enclosed<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.enclosed)
+    }
+
     fn __repr__(&self) -> String {
         format!("<kvferry.Ending {}: {} {}>", self.request, self.outcome, self.reason)
     }
@@ -95,6 +102,7 @@ impl Ending {
                     lowerings: Lowerings::default(),
                     read_by: Arc::default(),
                     rest: vec![],
+                    enclosed: vec![],
                 };
             }
         };
@@ -117,6 +125,7 @@ impl Ending {
             lowerings: ending.lowerings,
             read_by: ending.read_by,
             rest: words(ending.rest.iter().map(|area| [area.address, area.bytes])),
+            enclosed: ending.enclosed,
         }
     }
 }

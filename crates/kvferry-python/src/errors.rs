@@ -104,6 +104,7 @@ fn agent_kind(error: &kvferry_agent::Error) -> &'static str {
         Error::NotGrown(NotGrown::GivenUp(_)) => "given_up",
         Error::NotGrown(NotGrown::Changed { .. }) => "changed",
         Error::NotGrown(NotGrown::StepsDoNotRise { .. }) => "steps_do_not_rise",
+        Error::NotGrown(NotGrown::TooMuchEnclosed { .. }) => "too_much_enclosed",
         Error::NotGrown(_) => "no_lease",
         Error::TableTooLong { .. } => "table_too_long",
         Error::Draining(_) => "draining",

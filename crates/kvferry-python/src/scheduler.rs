@@ -176,6 +176,11 @@ impl Scheduler {
         advanced.map_err(|error| errors::agent(py, &error))
     }
 
+    fn enclose(&self, py: Python<'_>, request: &str, enclosed: Vec<u8>) -> PyResult<()> {
+        let half = self.0.get(py)?;
+        py.detach(|| half.enclose(request, enclosed)).map_err(|error| errors::agent(py, &error))
+    }
+
     fn restart(&self, py: Python<'_>, request: &str) -> PyResult<()> {
         let half = self.0.get(py)?;
         py.detach(|| half.restart(request)).map_err(|error| errors::agent(py, &error))

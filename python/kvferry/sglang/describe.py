@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core import Manifest, solve, states
+from .._identity import identity, weights
 from .._memory import FORMATS, Regions
 from .._refusal import refuse
 
@@ -72,15 +72,16 @@ RECURRENT = {
     "lfm2_moe": "short conv",
 }
 
+#: Families whose layers with a window lie in the pool of the others, and which layers these are `layer_types` says.
+SIGHTED = ("gemma3_text",)
+
 ALL_ENTRIES = {"modulus": 1, "held": [0, 1]}
 FULL: Fact = {"tokens": None, "chunk": 1, "extra": 0}
-ONCE: Fact = {"entries": 0, "tokens": 1, "open": 1}
 
 
 @dataclass
 class Table:
-    """Where the block table of a group comes from: the request's pages, a state component of SGLang's (by its number), or
-    the request's metadata row."""
+    """Where the block table of a group comes from: the request's pages, or a state component of SGLang's (by its number)."""
 
     source: str
     component: int = 0
@@ -100,7 +101,17 @@ class Described:
 class Rank:
     """One of an engine's tensor-parallel ranks."""
 
-    def __init__(self, model: Any, components: Sequence[str], window: int | None, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        components: Sequence[str],
+        window: int | None,
+        rank: int,
+        ranks: int,
+        *,
+        caches_prefixes: bool = True,
+        tries_others: bool = False,
+    ) -> None:
         #: SGLang's configuration of the model.
         self.model = model
         #: Its state components, in its order.
@@ -108,21 +119,24 @@ class Rank:
         #: How far back layers with a window look, the token itself not counted.
         self.window = window
         self.rank, self.ranks = rank, ranks
+        #: Whether later requests may use pages again, and whether it takes from engines of other kinds what was not shown.
+        self.caches_prefixes, self.tries_others = caches_prefixes, tries_others
         self.regions = Regions()
         self.kinds: list[Fact] = []
         self.groups: list[Fact] = []
         self.tables: list[Table] = []
         self.memory: list[Any] = []
 
-    def describe(self, engine: str, pool: Any, rows: Any) -> Described:
+    def describe(self, engine: str, pool: Any) -> Described:
         for layers, table, states_too in self._parts(pool):
             if states_too:
                 self._states(layers, table)
             else:
                 self._tokens(layers, table)
-        self._rows(rows)
+        path, revision = str(self.model.model_path), getattr(self.model, "revision", None)
+        form, _ = FORMATS[str(self.model.dtype)]
         draft = {
-            "identity": self._identity(),
+            "identity": identity("SGLang", path, self.model, form, weights(path, revision), self.tries_others),
             "engine": engine,
             "rank": self.rank,
             "label": f"tp{self.rank}",
@@ -175,9 +189,18 @@ class Rank:
             for state, tensor in zip(held[0]["states"], tensors, strict=True):
                 token, *axes = _strides(tensor)
                 where = self._view(tensor, 0, token * size, token, axes[-len(state["bounds"]) :])
-                pieces.append(self._piece(name, state, where))
+                pieces.append(self._piece(name, state, where) | {"need": self._sight(layer, table)})
         blocks = (pool.size + size) // size
         self._group("window" if table.window else "full", table, blocks, window, pieces)
+
+    def _sight(self, layer: int, table: Table) -> Fact | None:
+        """How far back a layer looks whose pool keeps everything, where no other request may use its pages again: then the
+        other engine need not have kept more."""
+        text = self.model.hf_text_config
+        if table.window or self.caches_prefixes or str(text.model_type) not in SIGHTED:
+            return None
+        sliding = text.layer_types[layer] == "sliding_attention"
+        return {"tokens": int(text.sliding_window), "chunk": 1, "extra": 0} if sliding else None
 
     def _heads(self, name: str, local: int, window: bool) -> int:
         """KV heads of a layer in the whole model, of which this rank holds `local`. Where that is one, it may be a share
@@ -250,20 +273,6 @@ class Rank:
         except (OverflowError, ValueError) as error:
             raise refuse("", f"the states of {family} have shapes {list(shapes)}, not those of its kind: {error}") from error
 
-    def _rows(self, rows: Any) -> None:
-        """The metadata row of a request: its first token, how likely that was, and so on. It travels as the cache does, under
-        the same lease."""
-        pieces = []
-        slots = 0
-        for name, tensor in rows_of(rows):
-            slots, width = tensor.shape[0], tensor[0].nbytes
-            # Nothing of it is divided, or understood here.
-            what = f"SGLang's row: {width // tensor.element_size()} of {str(tensor.dtype).removeprefix('torch.')}"
-            state = {"name": name, "kind": {"format": {"name": what, "bytes": width}, "axes": [], "law": ONCE}, "bounds": []}
-            pieces.append(self._piece("row", state, self._view(tensor, 0, width, 0, [])))
-        self._group("row", Table("row"), slots, FULL, pieces)
-        self.groups[-1]["null_block"] = None
-
     def _held(self, name: str, kind: str, sizes: dict[str, int], formats: dict[str, tuple[str, int]], ranks: int) -> list[Fact]:
         try:
             return states(kind, sizes, formats, rank=self.rank if ranks > 1 else 0, ranks=ranks)
@@ -305,21 +314,6 @@ class Rank:
         )
         self.tables.append(table)
 
-    def _identity(self) -> dict[str, str]:
-        """What makes equal shapes mean equal things."""
-        text = self.model.hf_text_config
-        identity = {
-            "model": str(self.model.model_path),
-            "family": str(self.model.hf_config.model_type),
-            "format": FORMATS[str(self.model.dtype)][0],
-        }
-        for fact in ("revision", "quantization"):
-            if said := getattr(self.model, fact, None):
-                identity[fact] = str(said)
-        if positions := getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None):
-            identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
-        return identity
-
 
 def check(pool: Any) -> str:
     """A pool's class, if its layout is known."""
@@ -344,12 +338,6 @@ def check(pool: Any) -> str:
 def unseen(what: str) -> str:
     """What is refused because nobody has looked at it: never guessed."""
     return f"{what} have not been seen before; please report it with the model and SGLang's version"
-
-
-def rows_of(rows: Any) -> list[tuple[str, Any]]:
-    """The arrays of SGLang's metadata rows by their names, in its order."""
-    named = {it.data_ptr(): (name, it) for name, it in vars(rows).items() if hasattr(it, "data_ptr")}
-    return [named[address] for address in rows.get_buf_infos()[0]]
 
 
 def dump(manifest: Manifest) -> None:

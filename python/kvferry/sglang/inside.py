@@ -20,7 +20,7 @@ TABLE: dict[str, str] = {
     "sglang.srt.plugins.hook_registry": "HookRegistry.register HookType.AROUND HookType.AFTER",
     f"{DISAGGREGATION}.utils": "get_kv_class TransferBackend.FAKE KVClassType.MANAGER KVClassType.SENDER "
     "KVClassType.RECEIVER KVClassType.BOOTSTRAP_SERVER KVClassType.KVARGS MetadataBuffers.get_buf_infos "
-    "MetadataBuffers.bootstrap_room DisaggregationMode.PREFILL",
+    "MetadataBuffers.bootstrap_room MetadataBuffers.output_ids DisaggregationMode.PREFILL",
     f"{DISAGGREGATION}.prefill": "PrefillBootstrapQueue._init_kv_manager PrefillBootstrapQueue.create_sender "
     "PrefillBootstrapQueue.scheduler PrefillBootstrapQueue.token_to_kv_pool "
     "PrefillBootstrapQueue.draft_token_to_kv_pool PrefillBootstrapQueue.metadata_buffers "
@@ -36,7 +36,8 @@ TABLE: dict[str, str] = {
     f"{DISAGGREGATION}.common.conn": "CommonKVSender._early_send_wait_event CommonKVReceiver.abort_notified "
     "CommonKVReceiver.ensure_abort_notified",
     # Requests.
-    "sglang.srt.managers.schedule_batch": "Req.rid Req.origin_input_ids Req.extra_key Req.disagg_kv_sender",
+    "sglang.srt.managers.schedule_batch": "Req.rid Req.origin_input_ids Req.extra_key Req.disagg_kv_sender "
+    "Req.sampling_params Req.return_logprob",
     "sglang.srt.managers.scheduler": "Scheduler.model_config Scheduler.sliding_window_size Scheduler.transfer_backend "
     "Scheduler.tp_worker",
     # Pools, and what lies in them.
@@ -54,7 +55,8 @@ TABLE: dict[str, str] = {
     "KimiLinearStateShape.conv_slice_axis",
     "sglang.srt.runtime_context": "get_parallel get_disagg",
     "sglang.srt.server_args": "ServerArgs.dp_size ServerArgs.disaggregation_decode_host_receive_threshold "
-    "ServerArgs.disaggregation_decode_allocation_policy " + " ".join(f"ServerArgs.{name}" for name in REFUSED),
+    "ServerArgs.disaggregation_decode_allocation_policy ServerArgs.disaggregation_decode_enable_radix_cache "
+    "ServerArgs.enable_metrics " + " ".join(f"ServerArgs.{name}" for name in REFUSED),
     "sglang.srt.utils.network": "get_local_ip_auto",
 }
 

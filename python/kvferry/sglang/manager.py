@@ -14,11 +14,13 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 
 from .. import _memory
 from .._core import Ending, Scheduler, Worker
+from .._metrics import ended
 from .._refusal import refuse
 from .._starter import Starter
 from . import inside, logs, versions
 from .describe import Rank, dump
 from .logs import logger
+from .metrics import Metrics
 from .options import Options
 from .ranks import Ranks
 from .settings import refuse_settings
@@ -40,7 +42,9 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         self.kv_args, self.mode, self.server_args = args, disaggregation_mode, server_args
         #: SGLang looks here for how many data-parallel ranks an engine has that it is to read from.
         self.prefill_info_table: dict[str, Any] = {}
-        #: As P: how requests that were granted have ended. As D: who waits for a load, and what is read.
+        #: As P: requests of which it is not known yet which states are wanted, and how those that were granted have ended.
+        #: As D: who waits for a load, and what is read.
+        self.sought: dict[str, Any] = {}
         self.released: dict[str, str] = {}
         self.loading: dict[str, Any] = {}
         self.followed: dict[str, Any] = {}
@@ -56,13 +60,21 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         engine = self.ranks.told(f"sglang-{self.mode.value}-{uuid.uuid4().hex[:12]}")
         components = [it.value for it in self.kv_args.state_types]
         window = queue.scheduler.sliding_window_size
-        rank = Rank(queue.scheduler.model_config, components, window, self.ranks.rank, self.ranks.size)
-        described = rank.describe(engine, queue.token_to_kv_pool, self.rows)
+        tries_others = self.options.tries_others and not self.prefills
+        rank = Rank(
+            queue.scheduler.model_config,
+            components,
+            window,
+            self.ranks.rank,
+            self.ranks.size,
+            tries_others=tries_others,
+            caches_prefixes=self.prefills or bool(self.server_args.disaggregation_decode_enable_radix_cache),
+        )
+        described = rank.describe(engine, queue.token_to_kv_pool)
         dump(described.manifest)
         self.manifest, self.tables = described.manifest, described.tables
         self.storages = [_memory.whole(tensor) for tensor in described.memory]
-        #: Where the cache lies: the rows are always in host memory.
-        self.device = next((it.device.type for it in self.storages if it.device.type != "cpu"), "cpu")
+        self.device = self.storages[0].device.type
         options = self.options
         self.worker = Worker(
             described.manifest,
@@ -88,7 +100,18 @@ class Manager(BaseKVManager):  # type: ignore[misc]
             port = get_disagg().disaggregation_bootstrap_port if self.prefills else 0
             self.agent = Scheduler(engine, lease=options.lease_seconds, **options.address(port), **options.trust())
             self.agent.publish(cards)
+            if self.has_states:
+                self.agent.watch()
             logger.info("kvferry: engine %s listens on %s", engine, self.agent.address)
+        self.metrics = Metrics(self.ranks.rank, self._counts) if self.server_args.enable_metrics else None
+
+    def _counts(self) -> dict[str, int]:
+        return self.worker.counts() | (self.agent.counts() if self.agent is not None else {})
+
+    @property
+    def has_states(self) -> bool:
+        """What it keeps of a request is that of one position only."""
+        return any(table.page is None for table in self.tables)
 
     @property
     def prefills(self) -> bool:
@@ -98,15 +121,11 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         """The agent is where requests say that it is, and nothing else needs to be known."""
 
     def tables_of(
-        self, pages: Any, components: Sequence[Any], row: int, tokens: int, prefix: int = 0
+        self, pages: Any, components: Sequence[Any], tokens: int, prefix: int = 0
     ) -> tuple[list[Any], list[int]]:
         """The table of every group, and the position that each begins at. The first `prefix` tokens are not in `pages`."""
         tables, first = [], []
         for table in self.tables:
-            if table.source == "row":
-                tables.append(np.array([row]))
-                first.append(0)
-                continue
             given = pages if table.source == "pages" else components[table.component]
             found = np.asarray(given, dtype=np.int64).ravel()
             tables.append(found)
@@ -124,7 +143,7 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         return [position * (table.page or 0) for table, position in zip(self.tables, first, strict=True)]
 
     def on_gpu(self) -> bool:
-        return self.device != "cpu"
+        return bool(self.device != "cpu")
 
     def written(self) -> Any:
         """Where the GPU is with what it was told to write: a step that has begun may still write to pages that its
@@ -138,17 +157,25 @@ class Manager(BaseKVManager):  # type: ignore[misc]
 
     def hear(self) -> None:
         """What has happened since the last time, to whom it concerns."""
-        for ending in self.worker.endings():
+        endings = self.worker.endings()
+        released = self.agent.released() if self.agent is not None else []
+        if self.metrics is not None:
+            loads = [ended(ending) for ending in endings if ending.outcome != "settled"]
+            self.metrics.tell(loads, bool(released))
+        for ending in endings:
             receiver = self.loading.get(ending.request)
             if receiver is not None:
                 receiver.ended(ending)
         if self.agent is None:
             return
-        self.released.update(self.agent.released())
+        self.released.update(released)
+        for request, did, *_ in self.agent.notes():
+            if did == "followed" and request in self.sought:
+                self.sought[request].found(request)
         for ticket, why in self.agent.lost():
-            request = ticket.get("follows")
+            follows = ticket.get("follows")
             for receiver in list(self.followed.values()):
-                if receiver.request == request or (receiver.ticket and ticket.items() <= receiver.ticket.items()):
+                if receiver.request == follows or (receiver.ticket and ticket.items() <= receiver.ticket.items()):
                     receiver.lost(why)
 
     def zero(self, ending: Ending) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from ..vllm import options as vllm
+from .. import _options
+from .._options import option
 
 VARIABLE = "KVFERRY_OPTIONS"
 #: Options of vLLM's connector that have no meaning here, and what is there instead.
@@ -26,10 +25,13 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Options(vllm.Options):
+class Options(_options.Options):
+    WHERE = VARIABLE
+    ELSEWHERE = ELSEWHERE
+
     #: When D takes pages for a request: `late`, when P has all of it, or `early`, when P has begun: D then reads while P
     #: computes, and keeps the pages from others meanwhile.
-    pages: str = vllm._option("late", one_of=("late", "early"))
+    pages: str = option("late", one_of=("late", "early"))
 
     @classmethod
     def of_environment(cls) -> Options:
@@ -41,21 +43,6 @@ class Options(vllm.Options):
         if not isinstance(given, dict):
             raise ValueError(f"{VARIABLE} must be options by their names, not {text[:200]!r}")
         return cls.read(given)
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Options:
-        for name in given:
-            if name in ELSEWHERE:
-                raise ValueError(f"{VARIABLE} has no option '{name}' with SGLang: {ELSEWHERE[name]}")
-            if name not in {option.name for option in fields(cls)}:
-                known = sorted(option.name for option in fields(cls) if option.name not in ELSEWHERE)
-                raise ValueError(f"{VARIABLE} has no option '{name}': the options are {', '.join(known)}")
-        try:
-            made = super().read(given)
-        except ValueError as error:
-            raise ValueError(str(error).replace("kv_connector_extra_config", VARIABLE)) from None
-        assert isinstance(made, cls)
-        return made
 
     def _own_address(self) -> str:
         from sglang.srt.utils.network import get_local_ip_auto

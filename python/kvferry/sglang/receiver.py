@@ -10,9 +10,12 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
 from .._core import Ending
 from .._errors import AgentError, Error
+from .._first import First
+from .._origin import room_name
+from . import rows
 from .logs import logger
 from .manager import Manager
-from .requests import NotMoved, origin_of, shared_name
+from .requests import NotMoved, origin_of
 
 #: A room may come again, and a request's name must not.
 _numbers = count()
@@ -39,7 +42,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
 
     def begin(self, req: Any, again: bool) -> None:
         """The request that this is for."""
-        self.length, self.origin = len(req.origin_input_ids), origin_of(req)
+        self.req, self.length, self.origin = req, len(req.origin_input_ids), origin_of(req)
         if again:
             self.fail("SGLang wants its prompt computed again, which is not handed over")
 
@@ -48,7 +51,7 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         if self.conclude_state is not None or self.kv_mgr.agent is None:
             self.follows = True
             return
-        name, patience = shared_name(self.room, self.origin), self.kv_mgr.options.queue_timeout_seconds
+        name, patience = room_name(self.room, self.origin), self.kv_mgr.options.queue_timeout_seconds
         try:
             self.kv_mgr.agent.follow(self.request, engine="", address=self.address, name=name, patience=patience)
         except (AgentError, ValueError) as error:
@@ -97,8 +100,8 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         """There are pages, a slot and a row: all ranks are here, and read their own parts."""
         self.ticket = self.kv_mgr.ranks.told(self.ticket)
         prefix = decode_prefix_len or 0
-        row = -1 if aux_index is None else aux_index
-        tables, first = self.kv_mgr.tables_of(kv_indices, state_indices or [], row, self.length, prefix)
+        self.row = -1 if aux_index is None else aux_index
+        tables, first = self.kv_mgr.tables_of(kv_indices, state_indices or [], self.length, prefix)
         load = {
             "request": self.request,
             "ticket": self.ticket,
@@ -131,9 +134,24 @@ class Receiver(BaseKVReceiver):  # type: ignore[misc]
         if ending.outcome == "done" and self.conclude_state is None:
             self.kv_mgr.zero(ending)
             logger.debug("kvferry: room %d has %d bytes in %d copies", self.room, ending.bytes, ending.copies)
-            self.conclude_state = KVPoll.Success
+            self._take_first(ending.enclosed)
         elif ending.outcome not in ("done", "settled"):
             self.fail(f"{ending.outcome}: {ending.reason}")
+
+    def _take_first(self, enclosed: bytes) -> None:
+        """The first token, which P has sampled. All ranks are given the same."""
+        try:
+            first = First.read(enclosed)
+            if first.greedy != (self.req.sampling_params.top_k == 1):
+                raise ValueError(
+                    "one of the two engines was asked to take the likeliest token, and the other to sample: both must be sent "
+                    "the same parameters"
+                )
+            rows.fill(self.kv_mgr.rows, self.row, first, self.room, self.req.return_logprob)
+        except ValueError as error:
+            self.fail(str(error))
+            return
+        self.conclude_state = KVPoll.Success
 
     def lost(self, why: str) -> None:
         """P has no longer what it had. A load that is under way hears of it from P itself."""

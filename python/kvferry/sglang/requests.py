@@ -19,11 +19,6 @@ def origin_of(req: Any) -> bytes:
     return origin(parts, len(ids))
 
 
-def shared_name(room: int, made_of: bytes) -> str:
-    """Who comes with a room and another prompt finds nothing, and disturbs nobody."""
-    return f"room {room}: {made_of.hex()}"
-
-
 class NotMoved(RuntimeError):
     """Why a request was not handed over, for SGLang's answer to its client."""
 

@@ -17,23 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from .._core import Ending
-from .._core import metrics as _told
+from .. import _metrics
+from .._metrics import OUTCOMES, REASONS, Series, ended, grown, refused
 from .scheduler import decode, keep
 from .stock import source as stock
 
-_TOLD = _told()
-#: The counters of both halves of an agent, and what they say.
-COUNTS = _TOLD["counters"] | _TOLD["worker_counters"] | decode.COUNTS | keep.COUNTS | stock.COUNTS
-#: Where a load's time can go, in order.
-PHASES = tuple(_TOLD["timings"])
-OUTCOMES = tuple(_TOLD["outcomes"])
-#: Why a load can fail: as the agent says, or because its lease was lost before it began.
-REASONS = (*_TOLD["failures"], "lost")
+__all__ = ["COUNTS", "OUTCOMES", "REASONS", "PromMetrics", "Stats", "ended", "refused"]
+
+#: What is counted, and what it says.
+COUNTS = _metrics.COUNTS | decode.COUNTS | keep.COUNTS | stock.COUNTS
 _MIB = float(1 << 20)
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-_BYTES = tuple(float(1 << power) for power in range(12, 38, 2))
-_COPIES = tuple(float(4**power) for power in range(11))
 
 
 @dataclass
@@ -50,8 +43,7 @@ class Stats(KVConnectorStats):
     @classmethod
     def of_counts(cls, counts: Mapping[str, int], before: Mapping[str, int]) -> Stats:
         """What an agent's counters have grown by."""
-        grown = {name: count - before.get(name, 0) for name, count in counts.items()}
-        return cls({"loads": [], "counts": {name: n for name, n in grown.items() if n}})
+        return cls({"loads": [], "counts": grown(counts, before)})
 
     def reset(self) -> None:
         self.data = {"loads": [], "counts": {}}
@@ -101,22 +93,6 @@ class Stats(KVConnectorStats):
         return line
 
 
-def refused(kind: str) -> dict[str, Any]:
-    """A load that could not even begin, or (`cancelled`) that was not wanted any more before it did."""
-    outcome, kind = ("aborted", "") if kind == "cancelled" else ("failed", kind)
-    return {"outcome": outcome, "kind": kind, "bytes": 0, "copies": 0, "seconds": {}}
-
-
-def ended(ending: Ending) -> dict[str, Any]:
-    return {
-        "outcome": ending.outcome,
-        "kind": ending.kind,
-        "bytes": ending.bytes,
-        "copies": ending.copies,
-        "seconds": ending.seconds,
-    }
-
-
 class PromMetrics(KVConnectorPromMetrics):
     """`vllm:kvferry_*`"""
 
@@ -128,76 +104,23 @@ class PromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, histogram = metric_types[Counter], metric_types[Histogram]
-        self.counts = {
-            name: counter(
-                name=f"vllm:kvferry_{name}", documentation=says, labelnames=labelnames
-            )
-            for name, says in COUNTS.items()
-        }
-        self.loads = counter(
-            name="vllm:kvferry_loads",
-            documentation="Requests that a rank of this engine loaded, by how each load ended.",
-            labelnames=[*labelnames, "outcome", "reason"],
-        )
-        self.recomputed = counter(
+        self.series = Series("vllm", metric_types[Counter], metric_types[Histogram], labelnames, COUNTS)
+        self.recomputed = metric_types[Counter](
             name="vllm:kvferry_prompts_recomputed",
             documentation="Prompts that this engine computed although another one had, by the reason.",
             labelnames=[*labelnames, "reason"],
         )
-        self.phases = histogram(
-            name="vllm:kvferry_load_phase_seconds",
-            documentation="Where the time of completed loads went.",
-            buckets=_SECONDS,
-            labelnames=[*labelnames, "phase"],
-        )
-        self.seconds = histogram(
-            name="vllm:kvferry_load_seconds",
-            documentation="How long completed loads took.",
-            buckets=_SECONDS,
-            labelnames=labelnames,
-        )
-        self.bytes = histogram(
-            name="vllm:kvferry_load_bytes",
-            documentation="Bytes that each completed load moved.",
-            buckets=_BYTES,
-            labelnames=labelnames,
-        )
-        self.copies = histogram(
-            name="vllm:kvferry_load_copies",
-            documentation="Copies that each completed load was made of.",
-            buckets=_COPIES,
-            labelnames=labelnames,
-        )
-        # A series that has counted nothing says so, rather than being absent: Prometheus does not see the growth
-        # of one that begins with 1, and an alert would miss the first event.
         for labels in per_engine_labelvalues.values():
-            for metric in (*self.counts.values(), self.seconds, self.bytes, self.copies):
-                metric.labels(*labels)
+            self.series.begin(labels)
             for why in decode.RECOMPUTED:
                 self.recomputed.labels(*labels, why)
-            for outcome in OUTCOMES:
-                for reason in REASONS if outcome == "failed" else ("",):
-                    self.loads.labels(*labels, outcome, reason)
-            for phase in PHASES:
-                self.phases.labels(*labels, phase)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
+        labels, counts = self.per_engine_labelvalues[engine_idx], {}
         for name, count in transfer_stats_data["counts"].items():
-            family, _, reason = name.partition(":")
+            _, _, reason = name.partition(":")
             if reason:
                 self.recomputed.labels(*labels, reason).inc(count)
-            elif family in self.counts:
-                self.counts[family].labels(*labels).inc(count)
-        for load in transfer_stats_data["loads"]:
-            # Which request it was, where those are traced: for who reads OpenMetrics.
-            said = {"exemplar": load["exemplar"]} if "exemplar" in load else {}
-            self.loads.labels(*labels, load["outcome"], load["kind"]).inc(**said)
-            if load["outcome"] != "done":
-                continue
-            self.seconds.labels(*labels).observe(sum(load["seconds"].values()), **said)
-            self.bytes.labels(*labels).observe(load["bytes"])
-            self.copies.labels(*labels).observe(load["copies"])
-            for phase in PHASES:
-                self.phases.labels(*labels, phase).observe(load["seconds"][phase])
+            else:
+                counts[name] = count
+        self.series.observe(labels, counts, transfer_stats_data["loads"])

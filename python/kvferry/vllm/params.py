@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Where our part lies.
 KEY = "kvferry"
+#: The number that SGLang's router has given to a request. With it alone, and the other engine's address, that is all there is.
+ROOM = "kvferry_room"
 
 #: Characters of a request's name that is handed over. A client chooses most of it (`X-Request-Id`), and every message
 #: about the request carries it.
@@ -95,10 +97,15 @@ class Source:
     address: str
     #: The engine's word for its address, where it has given one.
     seal: str | None = None
+    #: What SGLang's router calls the request.
+    room: int | None = None
 
     @classmethod
     def read(cls, params: dict[str, Any]) -> Source | None:
         """From what `admit` has let in; None for other parameters."""
+        if (room := params.get(ROOM)) is not None:
+            host, port = (needed(params, name, name) for name in ("remote_host", "remote_port"))
+            return cls("", f"[{host}]:{port}" if ":" in host else f"{host}:{port}", room=room)
         if params.get(KEY) is not None or params.get("remote_block_ids"):
             return None
         if not all(params.get(f"remote_{name}") for name in ("engine_id", "host", "port", "request_id")):
@@ -309,6 +316,7 @@ _FIELDS: dict[str, _Reader] = {
     "remote_num_tokens": _number(0),
     "remote_registration_generation": _number(0),
     "transfer_mode": _text,
+    ROOM: _number(0, (1 << 63) - 1),
     KEY: _object(
         {
             "ticket": _object(

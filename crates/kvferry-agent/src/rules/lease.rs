@@ -35,6 +35,9 @@ use kvferry_plan::BlockTable;
 use super::grant::{Claim, Fingerprint, Grant, InFlight, Origin};
 pub use words::{AlreadyGranted, Answer, Consumer, Ended, LeaseKey, Loss, NotGrown, Released};
 
+/// Bytes that can be enclosed with a lease, at most.
+pub const MOST_ENCLOSED: usize = 16 << 10;
+
 /// How far a lease has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frontier<'a> {
@@ -44,6 +47,8 @@ pub struct Frontier<'a> {
     pub grant: &'a Grant,
     /// What is being computed beyond that.
     pub in_flight: &'a [InFlight],
+    /// What its engine has enclosed.
+    pub enclosed: &'a [u8],
     /// Whether that is all.
     pub sealed: bool,
 }
@@ -71,6 +76,8 @@ struct Lease {
     first_epoch: u32,
     grant: Grant,
     in_flight: Vec<InFlight>,
+    /// What followers are given beside the blocks, when it is sealed.
+    enclosed: Vec<u8>,
     /// `None` while it grows.
     sealed: Option<Sealed>,
 }
@@ -193,6 +200,7 @@ impl Leases {
                     first_epoch,
                     grant: Grant { epoch: first_epoch, ..Grant::default() },
                     in_flight: vec![],
+                    enclosed: vec![],
                     sealed: None,
                 });
                 Ok(())
@@ -251,6 +259,17 @@ impl Leases {
         Ok(())
     }
 
+    /// What followers of a lease that grows are given with its blocks, once it is sealed: the engine's own few bytes.
+    pub fn enclose(&mut self, request: &str, bytes: Vec<u8>) -> Result<(), NotGrown> {
+        let lease = self.growing(request)?;
+        if bytes.len() > MOST_ENCLOSED {
+            let (request, bytes) = (request.to_owned(), bytes.len());
+            return Err(NotGrown::TooMuchEnclosed { request, bytes });
+        }
+        lease.enclosed = bytes;
+        Ok(())
+    }
+
     /// The engine starts the request over: nothing that was granted so far holds any more. To be called
     /// before the blocks can change.
     pub fn restart(&mut self, request: &str) -> Result<(), NotGrown> {
@@ -282,8 +301,8 @@ impl Leases {
 
     /// How far a request's lease has come; `None` where there is none.
     pub fn frontier(&self, request: &str) -> Option<Frontier<'_>> {
-        let Lease { nonce, grant, in_flight, sealed, .. } = self.open.get(request)?;
-        Some(Frontier { nonce: *nonce, grant, in_flight, sealed: sealed.is_some() })
+        let Lease { nonce, grant, in_flight, enclosed, sealed, .. } = self.open.get(request)?;
+        Some(Frontier { nonce: *nonce, grant, in_flight, enclosed, sealed: sealed.is_some() })
     }
 
     /// How far a lease has come, or why it is not held.

@@ -184,6 +184,13 @@ impl Scheduler {
         self.core.advance(request, Grant { epoch: 0, tokens, tables }, in_flight)
     }
 
+    /// What an open request's followers are given with its blocks, as soon as it is granted: a few bytes that mean
+    /// something to the two engines, such as the first token. They come as [`Ending::enclosed`](crate::Ending::enclosed),
+    /// confirmed with the blocks; those who load by tables that a router has carried do not get them.
+    pub fn enclose(&self, request: &str, bytes: Vec<u8>) -> Result<(), Error> {
+        Ok(self.core.leases().enclose(request, bytes)?)
+    }
+
     /// An open request starts over: nothing that it has advanced to holds any more. To be called before
     /// its blocks can change.
     pub fn restart(&self, request: &str) -> Result<(), Error> {

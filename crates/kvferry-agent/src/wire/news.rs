@@ -42,6 +42,8 @@ pub(crate) struct News {
     pub(crate) tables: Vec<Addition>,
     /// What is being computed beyond the tokens.
     pub(crate) in_flight: Vec<InFlight>,
+    /// What goes with the blocks, for those who want the tables, once that is all.
+    pub(crate) enclosed: Vec<u8>,
 }
 
 /// The end of a block table.
@@ -85,7 +87,7 @@ impl News {
         frontier: &Frontier<'_>,
         known: &Known,
     ) -> Self {
-        let Frontier { grant, in_flight, sealed, .. } = *frontier;
+        let Frontier { grant, in_flight, enclosed, sealed, .. } = *frontier;
         let same = known.nonce == Some(key.nonce) && known.epoch == grant.epoch;
         let tables = known.blocks.iter().flat_map(|blocks| {
             grant.tables.iter().enumerate().map(move |(index, table)| {
@@ -99,7 +101,11 @@ impl News {
         let tables = tables.collect();
         let in_flight = in_flight.to_vec();
         let Grant { epoch, tokens, .. } = *grant;
-        Self { incarnation, key, epoch, tokens, sealed, tables, in_flight }
+        let enclosed = match sealed && known.blocks.is_some() {
+            true => enclosed.to_vec(),
+            false => vec![],
+        };
+        Self { incarnation, key, epoch, tokens, sealed, tables, in_flight, enclosed }
     }
 
     /// The last step in flight; 0: there is none.
@@ -134,7 +140,8 @@ mod tests {
     }
 
     fn frontier(grant: &Grant, sealed: bool) -> Frontier<'_> {
-        Frontier { nonce: 7, grant, in_flight: &[InFlight { step: 3, tokens: 99 }], sealed }
+        let in_flight = &[InFlight { step: 3, tokens: 99 }];
+        Frontier { nonce: 7, grant, in_flight, enclosed: b"first", sealed }
     }
 
     /// What P tells of a lease to someone who knows `known` of its lease `nonce`.
@@ -167,6 +174,19 @@ mod tests {
         let key = LeaseKey { request: "r".to_owned(), nonce: 7 };
         let news = News::of(Incarnation(1), key, &frontier(&grown, true), &known);
         assert_eq!(news.tables, []);
+    }
+
+    #[test]
+    fn what_is_enclosed_comes_with_the_tables_and_at_the_end() {
+        let (so_far, key) =
+            (grant(0, 40, &[(0, &[1])]), LeaseKey { request: "r".to_owned(), nonce: 7 });
+        let enclosed = |sealed, known: &Known| {
+            News::of(Incarnation(1), key.clone(), &frontier(&so_far, sealed), known).enclosed
+        };
+        let known = Known::of(7, &so_far, 3);
+        assert_eq!(enclosed(true, &known), b"first");
+        assert_eq!(enclosed(false, &known), b"");
+        assert_eq!(enclosed(true, &Known { blocks: None, ..known }), b"");
     }
 
     #[test]

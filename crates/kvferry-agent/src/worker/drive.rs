@@ -45,6 +45,7 @@ pub(super) async fn drive(core: Arc<Core>, load: Arc<Load>, running: Arc<Running
         engine: None,
         growing: None,
         following: None,
+        enclosed: vec![],
         lost: None,
         moved: Moved::default(),
         ahead: 0,
@@ -111,6 +112,8 @@ pub(super) struct Drive {
     growing: Option<Growing>,
     /// The task that follows the lease.
     pub(super) following: Option<AbortHandle>,
+    /// What the engine gives with the blocks.
+    pub(super) enclosed: Vec<u8>,
     /// That it is lost, until what is read has settled.
     lost: Option<Event>,
     pub(super) moved: Moved,
@@ -312,6 +315,7 @@ impl Drive {
                     self.follow();
                 }
             }
+            Heard::Enclosed(bytes) => self.enclosed = bytes,
             Heard::Lost(loss) => {
                 let event = self.not_held(loss);
                 match following {

@@ -17,7 +17,7 @@ use super::words::{Word, Words, listen};
 use crate::rules::failure::Failure;
 use crate::rules::follow::{Contradiction, Follower, Pace, Part};
 use crate::rules::grant::{Fingerprint, Grant, InFlight};
-use crate::rules::lease::Loss;
+use crate::rules::lease::{Loss, MOST_ENCLOSED};
 use crate::wire::link::{Told, is_final};
 use crate::wire::news::Known;
 use crate::wire::ticket::Ticket;
@@ -195,6 +195,8 @@ impl Growing {
 pub(super) enum Heard {
     /// How far it has come, what is in flight beyond that, and whether that is all.
     Grown(Grant, Vec<InFlight>, bool),
+    /// What goes with the blocks: before it is said that they are all.
+    Enclosed(Vec<u8>),
     /// It can be read by layers.
     ByLayer(Arc<LayerPlan>),
     /// What a rank has written.
@@ -224,10 +226,17 @@ pub(super) async fn follow(
         let asked = Instant::now();
         let known = Known::of(ticket.nonce, &grant, step);
         match peers.ask_how_far(&ticket, known.clone()).await {
-            Ok(Told::News(news)) => {
+            Ok(Told::News(mut news)) => {
                 last_answer = Instant::now();
                 let new = known.lacks(&news);
                 let sealed = news.sealed;
+                if news.enclosed.len() > MOST_ENCLOSED {
+                    let reason = "it encloses more than is allowed";
+                    return tell(Heard::Failed(Failure::PeerMisbehaved(reason.to_owned())));
+                }
+                if sealed {
+                    tell(Heard::Enclosed(std::mem::take(&mut news.enclosed)));
+                }
                 if new {
                     let in_flight = news.in_flight.clone();
                     if let Some(last) = in_flight.last() {

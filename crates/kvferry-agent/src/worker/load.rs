@@ -150,6 +150,8 @@ pub struct Ending {
     pub read_by: Arc<[ReadBy]>,
     /// What is left of the request's own blocks, where it was asked for.
     pub rest: Vec<Area>,
+    /// What the source engine has [enclosed](crate::Scheduler::enclose), where it was followed. As good as the blocks.
+    pub enclosed: Vec<u8>,
 }
 
 /// The way to one rank of another engine.

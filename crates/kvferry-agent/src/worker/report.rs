@@ -58,6 +58,7 @@ impl Drive {
             lowerings: self.moved.lowerings,
             read_by: self.engine.as_ref().map(|engine| engine.read_by.clone()).unwrap_or_default(),
             rest: std::mem::take(&mut self.moved.rest),
+            enclosed: std::mem::take(&mut self.enclosed),
         }));
     }
 

@@ -34,10 +34,12 @@ fn what_is_complete_is_read_while_the_rest_is_computed() {
             }
             assert_eq!(p.scheduler.released(), []);
             p.prefill(1, &source, 14);
+            p.scheduler.enclose("r", b"the first token".to_vec()).unwrap();
             assert_eq!(p.grant("r", &source, 14), ticket, "the ticket is still the same");
             for rank in &d.ranks {
                 let ending = rank.wait_end("r");
                 assert_eq!(ending.outcome, Outcome::Done);
+                assert_eq!(ending.enclosed, b"the first token", "on every rank");
                 assert_eq!(ending.bytes, 14 * (HEADS / d_ranks) * DIM, "every byte once");
                 assert_eq!(rank.wrong(1, &destination, 14), 0);
                 assert_eq!(rank.touched() as u64, 14 * (HEADS / d_ranks) * DIM);

@@ -258,15 +258,16 @@ fn windowed(destination: &Manifest, windows: &[Vec<Window>]) -> Vec<(usize, usiz
     pieces.collect()
 }
 
-/// Facts of a manifest's identity that engines of earlier releases do not state: they are compared
-/// where both sides do. What only one side says of another fact is a difference.
-const STATED_LATELY: [&str; 1] = ["num_kv_shared_layers"];
+/// Facts of a manifest's identity that are compared where both sides state them: engines of earlier releases do not, weights
+/// cannot always be looked into, and the engine matters for some models alone. What only one side says of another fact is a
+/// difference.
+const COMPARED_WHERE_STATED: [&str; 3] = ["num_kv_shared_layers", "weights", "engine"];
 
 fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incompatible> {
     let (ours, theirs) = (destination.identity(), source.identity());
     let differs = |fact: &&String| match (ours.get(*fact), theirs.get(*fact)) {
         (Some(ours), Some(theirs)) => ours != theirs,
-        _ => !STATED_LATELY.contains(&fact.as_str()),
+        _ => !COMPARED_WHERE_STATED.contains(&fact.as_str()),
     };
     match ours.keys().chain(theirs.keys()).find(differs) {
         None => Ok(()),

@@ -35,6 +35,7 @@ def manifest(
     identity: Mapping[str, str] | None = None,
     elsewhere: Mapping[int, int] | None = None,
     own_draft: bool = False,
+    tries_others: bool = False,
 ) -> Manifest:
     """All the facts of one rank.
 
@@ -45,7 +46,8 @@ def manifest(
     whether later requests may use blocks again (`prefix_caching`). `kv_heads` (by layer) and
     `mamba_groups` say how many there are in the whole model where its configuration does not; `identity`
     adds to or replaces what must be equal on both sides; `elsewhere` are allocations that others reach
-    at another address only, in host memory; with `own_draft` nothing of a draft model is handed over.
+    at another address only, in host memory; with `own_draft` nothing of a draft model is handed over; with
+    `tries_others` it takes from other kinds of engines what was not shown to work.
 
     Raises `Unsupported` where a layer's cache cannot be described, and `ManifestError` where what it
     is described as makes no sense.
@@ -104,7 +106,7 @@ def manifest(
     ]
     return Manifest(
         {
-            "identity": {**layers.model.identity(own_draft), **(identity or {})},
+            "identity": {**layers.model.identity(own_draft, tries_others), **(identity or {})},
             "engine": engine,
             "rank": (pp_rank * pcp_size + pcp_rank) * parallel.tensor_parallel_size + tp_rank,
             "label": " ".join(f"{name}{rank}" for name, rank, several in places if several),

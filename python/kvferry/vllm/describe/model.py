@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..._identity import identity as facts
+from ..._identity import weights
 from ..refusal import refuse
 from .specs import format_of
 
@@ -116,50 +117,17 @@ class Model:
         by_head = scheme.get("strategy") == "attn_head" or max(len(keys), len(values)) > 1
         return str(cache), by_head, keys, values
 
-    def identity(self, own_draft: bool = False) -> dict[str, str]:
+    def identity(self, own_draft: bool = False, tries_others: bool = False) -> dict[str, str]:
         """What makes equal shapes mean equal things: the keys are those of the facts."""
         model = self._config.model_config
-        text = model.hf_text_config
-        identity = {
-            "model": str(model.model),
-            "family": str(model.hf_config.model_type),
-            "format": format_of("", model.dtype)[0],
-        }
-        if getattr(model, "revision", None):
-            identity["revision"] = str(model.revision)
-        if getattr(model, "quantization", None):
-            identity["quantization"] = str(model.quantization)
-        if positions := _positions(text):
-            identity["positions"] = json.dumps(positions, sort_keys=True, default=str)
-        shared = getattr(text, "num_kv_shared_layers", None)
-        if shared is not None:
-            identity["num_kv_shared_layers"] = str(shared)
+        cache = getattr(getattr(self._config, "load_config", None), "download_dir", None)
+        found = weights(str(model.model), getattr(model, "revision", None), cache)
+        identity = facts("vLLM", str(model.model), model, format_of("", model.dtype)[0], found, tries_others)
         speculative = getattr(self._config, "speculative_config", None)
         # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
         if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:
             identity["draft"] = str(speculative.draft_model_config.model)
         return identity
-
-
-#: What DeepSeek-V4 and V4.1 take of a scaled position encoding, whatever else their configuration says of it.
-_SCALED = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-
-
-def _positions(text: Any) -> Any:
-    """A model's position encoding in one normal form."""
-    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    theta = getattr(text, "compress_rope_theta", None)
-    if theta is None:
-        return told
-    # DeepSeek-V4 has one for its windows, which is plain, and one for what is compressed. Up to vLLM 0.32 its
-    # configuration says what scales the latter; since then both, and more than the model looks at.
-    told = told or {}
-    scaled = told["compress"] if isinstance(told.get("compress"), dict) else told
-    compressed = {"rope_theta": float(theta)}
-    if (scaled.get("rope_type") or scaled.get("type") or "default") != "default":
-        compressed |= {name: float(scaled[name]) for name in _SCALED if name in scaled}
-    plain = getattr(text, "rope_theta", None)
-    return {"main": {"rope_theta": plain if plain is None else float(plain)}, "compress": compressed}
 
 
 def own_spec(vllm_config: Any, layer: str) -> Any | None:

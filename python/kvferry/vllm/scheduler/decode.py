@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._core import Scheduler
 from ..._errors import AgentError
+from ..._origin import room_name
 from .. import siblings
 from ..buffer import landing
 from ..groups import Groups
@@ -167,10 +168,19 @@ class Decode:
             if rejected:
                 # It is known by a name that this one does not have.
                 return None
-            self.agent.check_engine(source.engine, source.address, source.seal)
+            prompt = request.num_prompt_tokens
             # As many as that engine will have: it has the same prompt.
-            tokens = request.num_prompt_tokens - self.groups.held_back
-            shared = shared_name(name, self.groups.agreed(request.num_prompt_tokens), origin)
+            tokens, agreed = prompt - self.groups.held_back, self.groups.agreed(prompt)
+            if source.room is None:
+                self.agent.check_engine(source.engine, source.address, source.seal)
+                shared = shared_name(name, agreed, origin)
+            elif self.sealed and not self.options.peers:
+                raise ValueError(
+                    f"a router of SGLang's names the engine at {source.address}, which has sealed nothing: say in the option "
+                    "'peers' in which networks such engines are"
+                )
+            else:
+                shared = room_name(source.room, origin or b"", agreed < prompt)
             where: dict[str, Any] = {
                 "engine": source.engine,
                 "address": source.address,

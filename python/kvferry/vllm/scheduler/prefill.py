@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +11,12 @@ from vllm.v1.request import RequestStatus
 
 from ..._core import Scheduler
 from ..._errors import AgentError
+from ..._first import First
+from ..._origin import room_name
 from .. import siblings
 from ..groups import Groups
 from ..logs import logger
-from ..params import Offer, shared_name
+from ..params import ROOM, Offer, shared_name
 from .keep import Keep, settled
 from .origin import Origins
 
@@ -39,6 +42,8 @@ class Prefilling:
     request: Any
     #: What they are computed from.
     origin: bytes | None
+    #: The room that D looks for; None where a router brings it what there is to know.
+    room: int | None = None
 
 
 class Prefill:
@@ -78,13 +83,19 @@ class Prefill:
         prompt = request.num_prompt_tokens
         # Of all of the prompt, as D has it.
         origin = self.origins.of(request, prompt)
-        self.prefilling[name] = Prefilling(request, origin)
-        self._hold_back(request)
-        if self.push:
+        room = (request.kv_transfer_params or {}).get(ROOM)
+        self.prefilling[name] = Prefilling(request, origin, room)
+        if room is None:
+            self._hold_back(request)
+        else:
+            # D goes on from the first token, and computes nothing of the prompt.
+            request.max_tokens = 1
+        if self.push or room is not None:
             # At once: D may have it already, and asks for it by name.
             agreed = request.num_prompt_tokens if any(self.groups.recurrent) else prompt
+            shared = shared_name(name, agreed, origin) if room is None else room_name(room, origin or b"")
             try:
-                self.agent.open(name, name=shared_name(name, agreed, origin))
+                self.agent.open(name, name=shared)
             except AgentError as error:
                 # An engine that drains computes it, and hands nothing over.
                 if error.kind != "draining":
@@ -168,17 +179,27 @@ class Prefill:
         name = request.request_id
         if name not in self.prefilling:
             return None
-        origin = self.prefilling.pop(name).origin
-        self.growing.pop(name, None)
+        prefilling = self.prefilling.pop(name)
+        origin, room = prefilling.origin, prefilling.room
+        if self.growing.pop(name, None) is not None and room is not None and request.output_token_ids:
+            self._enclose_first(name, request)
         offer = self.keep.keep(request, block_ids, origin)
-        if offer is None and self.push:
+        if offer is None and (self.push or room is not None):
             # It ended in another way, and D need not wait for it.
             self.agent.revoke(name)
         if offer is None:
             return None
-        if not self.push:
+        if not self.push and room is None:
             self._keep_one_of(name)
         return replace(offer, prompt=self.origins.facts(request, offer.tokens))
+
+    def _enclose_first(self, name: str, request: Any) -> None:
+        """The token that D goes on from. How likely it was vLLM does not say here."""
+        sampling = request.sampling_params
+        greedy = sampling.temperature < 1e-5 or sampling.top_k == 1
+        with suppress(AgentError):
+            # Whoever has given it up meanwhile is told when it is granted.
+            self.agent.enclose(name, First(request.output_token_ids[0], "vLLM", greedy).write())
 
     def _keep_one_of(self, name: str) -> None:
         """Of several answers to one prompt (`n`) vLLM passes on the parameters of the last alone. Where D asks

@@ -249,6 +249,23 @@ fn a_lease_grows_until_it_is_sealed_and_is_a_promise_from_then_on() {
 }
 
 #[test]
+fn what_is_enclosed_is_bounded_and_said_before_the_seal() {
+    let mut leases = Leases::new(TERM, TERM * 3);
+    let none = NotGrown::NoLease("r".to_owned());
+    assert_eq!(leases.enclose("r", vec![1]), Err(none.clone()));
+    leases.begin(key(1), None, FIRST, at(0)).unwrap();
+    let (request, bytes) = ("r".to_owned(), MOST_ENCLOSED + 1);
+    let too_much = NotGrown::TooMuchEnclosed { request, bytes };
+    assert_eq!(leases.enclose("r", vec![1; bytes]), Err(too_much));
+    leases.enclose("r", vec![1; MOST_ENCLOSED]).unwrap();
+    leases.enclose("r", vec![2]).unwrap();
+    assert_eq!(leases.frontier("r").unwrap().enclosed, [2]);
+    leases.seal("r", 20, table(&[3, 4]), Some(OURS), at(1)).unwrap();
+    assert_eq!(leases.enclose("r", vec![3]), Err(none));
+    assert_eq!(leases.frontier("r").unwrap().enclosed, [2]);
+}
+
+#[test]
 fn what_was_granted_cannot_change_within_an_epoch() {
     let mut leases = Leases::new(TERM, TERM * 3);
     leases.begin(key(1), None, FIRST, at(0)).unwrap();

@@ -197,4 +197,14 @@ pub enum NotGrown {
         /// The one before it, or what is complete (step 0).
         before: InFlight,
     },
+    /// More is to be given with the blocks than followers take.
+    ///
+    /// What to do: enclose at most 16 KiB: what else the other engine needs belongs into its blocks.
+    #[error("request '{request}': {bytes} bytes are to be enclosed, and 16384 are the most")]
+    TooMuchEnclosed {
+        /// The request.
+        request: String,
+        /// Bytes.
+        bytes: usize,
+    },
 }
