@@ -42,6 +42,21 @@ pub enum Full {
     Stalled,
 }
 
+/// Who waits for a slot, and how long.
+#[derive(Debug)]
+pub struct Waiting {
+    began: Instant,
+    patience: Duration,
+    is_counted: bool,
+}
+
+impl Waiting {
+    /// From now on.
+    pub fn new(patience: Duration) -> Self {
+        Self { began: Instant::now(), patience, is_counted: false }
+    }
+}
+
 /// A pool of slots of one block of memory, of which the system only gives what is used.
 #[derive(Debug)]
 pub struct Staging {
@@ -139,36 +154,62 @@ impl Staging {
         patience: Duration,
         is_wanted: &dyn Fn() -> bool,
     ) -> Result<Slot, Full> {
-        let began = Instant::now();
+        let mut waiting = Waiting::new(patience);
         let mut state = self.state.lock();
-        state.has_served |= what_for == Use::Peer;
-        let mut has_waited = false;
-        let number = loop {
-            if let Some(number) = self.free(&mut state, what_for) {
-                break number;
+        loop {
+            if let Some(number) = self.look(&mut state, what_for, &mut waiting)? {
+                return Ok(self.hand_out(&mut state, what_for, number));
             }
-            let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
-            let stalled = state.moved.elapsed() >= STALLED && waited >= LEAST_WAIT.min(patience);
-            if none || (stalled && !patience.is_zero()) {
-                state.statistics.refused += 1;
-                return Err(Full::Stalled);
-            }
-            if waited >= patience || !is_wanted() {
+            if !is_wanted() {
                 return Err(Full::Moving);
             }
-            if !has_waited {
-                state.statistics.waits += 1;
-                has_waited = true;
-            }
-            self.returned.wait_for(&mut state, GLANCE.min(patience - waited));
-        };
+            let left = patience.saturating_sub(waiting.began.elapsed());
+            self.returned.wait_for(&mut state, GLANCE.min(left));
+        }
+    }
+
+    /// A slot, if one is free now, for who looks again later; or why there is none to wait for.
+    pub fn take_now(
+        self: &Arc<Self>,
+        what_for: Use,
+        waiting: &mut Waiting,
+    ) -> Result<Option<Slot>, Full> {
+        let mut state = self.state.lock();
+        let found = self.look(&mut state, what_for, waiting)?;
+        Ok(found.map(|number| self.hand_out(&mut state, what_for, number)))
+    }
+
+    fn look(
+        &self,
+        state: &mut State,
+        what_for: Use,
+        waiting: &mut Waiting,
+    ) -> Result<Option<u32>, Full> {
+        state.has_served |= what_for == Use::Peer;
+        if let Some(number) = self.free(state, what_for) {
+            return Ok(Some(number));
+        }
+        let Waiting { began, patience, .. } = *waiting;
+        let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
+        let stalled = state.moved.elapsed() >= STALLED && waited >= LEAST_WAIT.min(patience);
+        if none || (stalled && !patience.is_zero()) {
+            state.statistics.refused += 1;
+            return Err(Full::Stalled);
+        }
+        if waited >= patience {
+            return Err(Full::Moving);
+        }
+        state.statistics.waits += u64::from(!std::mem::replace(&mut waiting.is_counted, true));
+        Ok(None)
+    }
+
+    fn hand_out(self: &Arc<Self>, state: &mut State, what_for: Use, number: u32) -> Slot {
         state.moved = Instant::now();
         let statistics = &mut state.statistics;
         statistics.packed += u64::from(what_for == Use::Peer);
         statistics.in_use += self.slot_bytes;
         statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
-        drop(state);
-        Ok(Slot { pool: self.clone(), number })
+        Slot { pool: self.clone(), number }
     }
 
     /// The number of a slot that is free for this use: the last is left to peers, if there are any.

@@ -19,7 +19,8 @@ use crate::shared::staging::{Full, Slot};
 use crate::shared::walk;
 use crate::tcp::channel::{Broken, Channel};
 use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
-use crate::tcp::{gather, socket};
+use crate::tcp::gather;
+use crate::tcp::socket::{self, now};
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
@@ -211,7 +212,8 @@ impl<'a> LaneThread<'a> {
     }
 
     fn tell(&mut self, frame: &[u8]) -> Result<(), Error> {
-        self.channel.as_mut().ok_or(Error::Disconnected)?.send(frame).map_err(lost)
+        let channel = self.channel.as_mut().ok_or(Error::Disconnected)?;
+        now(channel.send(frame)).map_err(lost)
     }
 
     fn number_request(&mut self) -> u64 {
@@ -274,7 +276,7 @@ impl<'a> LaneThread<'a> {
         }
         self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, room, id));
         let channel = self.channel.as_mut().ok_or(Error::Disconnected)?;
-        channel.send(&self.frame).map_err(lost)
+        now(channel.send(&self.frame)).map_err(lost)
     }
 
     /// Takes memory of our own for a chunk, before the peer is asked for it. A lane waits for some only while it
@@ -497,14 +499,14 @@ fn take_in(
             let ours = copies.iter().map(|copy| (copy.destination, copy.bytes));
             // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
             // be written at any time and which the operation holds until its chunks are settled.
-            unsafe { channel.receive_spans(ours) }.map_err(lost)
+            now(unsafe { channel.receive_spans(ours) }).map_err(lost)
         }
         Piece::Packed(loops) => {
             // The peer's slots are longer where a card fills them.
             let least = bytes.max(gather::SLOT_BYTES) as usize;
             packed.resize(packed.len().max(least), 0);
             let packed = &mut packed[..bytes as usize];
-            channel.receive_own(packed).map_err(lost)?;
+            now(channel.receive_own(packed)).map_err(lost)?;
             if operation.custody().is_stopped() {
                 return Ok(());
             }
@@ -520,7 +522,7 @@ fn take_in(
 }
 
 fn receive_answer(channel: &mut Channel, frame: &mut Vec<u8>) -> Result<Answer, Error> {
-    if !channel.receive(frame).map_err(lost)? {
+    if !now(channel.receive(frame)).map_err(lost)? {
         return Err(lost(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
     }
     let answer = frame[..].try_into().map_err(|_| InvalidFrame::Length(frame.len() as u64));
@@ -540,7 +542,7 @@ fn take_to_slot(
     }
     // SAFETY: slots for what comes on a connection are in the host's memory, too, and no card has been told of this one.
     let slot = unsafe { room.slot.host_bytes(bytes) };
-    channel.receive_own(slot).map_err(lost)?;
+    now(channel.receive_own(slot)).map_err(lost)?;
     if stopped {
         return Ok(Ok((Moving::nothing(), room.slot)));
     }
@@ -586,7 +588,7 @@ fn outside(chunk: &Chunk, address: u64) -> Error {
 fn receive_regions(channel: &mut Channel, bytes: u64) -> Result<PeerRegions, Error> {
     Listing::check_length(bytes).map_err(Error::PeerMisbehaved)?;
     let mut body = vec![0; bytes as usize];
-    channel.receive_sealed(&mut body).map_err(lost)?;
+    now(channel.receive_sealed(&mut body)).map_err(lost)?;
     let Listing { generation, regions } = Listing::decode(&body).map_err(Error::PeerMisbehaved)?;
     Ok(PeerRegions { generation, spans: Spans::from_peer(regions)? })
 }

@@ -1,7 +1,7 @@
 //! What the threads of one client share: the queue, the connections, and how to open one.
 
 use std::collections::VecDeque;
-use std::io;
+use std::io::{self, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ use crate::tcp::channel::Channel;
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Said, Secret};
 use crate::tcp::seal::{Cipher, Encrypt, Terms};
-use crate::tcp::socket;
+use crate::tcp::socket::{self, Socket};
 
 /// How long to wait for a connection, and for the answer to its hello.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
@@ -196,10 +196,15 @@ impl State {
         }
         let said = self.greet(&stream, until)?;
         self.seals.store(said.terms.content, Ordering::Relaxed);
-        Ok(Channel::new(stream, End::Client, said.terms, &self.secret.secrets(&said)))
+        Ok(Channel::new(
+            Socket::Blocking(stream),
+            End::Client,
+            said.terms,
+            &self.secret.secrets(&said),
+        ))
     }
 
-    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<Said, Unopened> {
+    fn greet(&self, mut stream: &TcpStream, until: Instant) -> Result<Said, Unopened> {
         let silent = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
@@ -214,7 +219,7 @@ impl State {
         let content = self.encrypt.with(self.address.ip());
         let terms = Terms { cipher: Cipher::of_this_processor(), content };
         let hello = Hello { nonce: random()?, terms }.encode();
-        socket::send_bytes(stream, &hello).map_err(silent)?;
+        stream.write_all(&hello).map_err(silent)?;
         let mut bytes = [0; Challenge::BYTES];
         socket::receive_by(stream, &mut bytes, until).map_err(silent)?;
         let Challenge { nonce, terms, proof } =
@@ -229,7 +234,7 @@ impl State {
             .into());
         }
         let proof = self.secret.prove(End::Client, &said);
-        socket::send_bytes(stream, &proof).map_err(silent)?;
+        stream.write_all(&proof).map_err(silent)?;
         stream.set_read_timeout(None).map_err(silent)?;
         Ok(said)
     }

@@ -20,6 +20,7 @@ use super::channel::Channel;
 use super::frame::{Answer, Challenge, Hello, Request, Verb, Verdict, put_span};
 use super::proof::{End, Said, Secret};
 use super::seal::{Cipher, Terms};
+use super::socket::now;
 use super::{Address, Bounds, DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
@@ -142,30 +143,30 @@ impl Guest {
 
     fn ask(&mut self, request: &[u8]) {
         // It may have been let go already.
-        let _ = self.0.send(request);
+        let _ = now(self.0.send(request));
     }
 
     /// The next answer, and the bytes behind it. `None` where the server has hung up.
     fn hear(&mut self) -> Option<(Answer, Vec<u8>)> {
         let mut frame = vec![];
-        if !self.0.receive(&mut frame).ok()? {
+        if !now(self.0.receive(&mut frame)).ok()? {
             return None;
         }
         let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
         let sent = if answer.verdict == Verdict::Done { answer.bytes } else { 0 };
         let mut bytes = vec![0; sent as usize];
-        self.0.receive_own(&mut bytes).ok()?;
+        now(self.0.receive_own(&mut bytes)).ok()?;
         Some((answer, bytes))
     }
 
     fn is_served(&mut self) -> bool {
         self.ask(&request(Verb::Regions, 1, &[]));
         let mut frame = vec![];
-        if !matches!(self.0.receive(&mut frame), Ok(true)) {
+        if !matches!(now(self.0.receive(&mut frame)), Ok(true)) {
             return false;
         }
         let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
-        self.0.receive_sealed(&mut vec![0; answer.bytes as usize]).is_ok()
+        now(self.0.receive_sealed(&mut vec![0; answer.bytes as usize])).is_ok()
     }
 }
 
