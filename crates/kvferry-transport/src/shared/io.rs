@@ -1,12 +1,17 @@
-//! The threads that serve connections: so many for a process, however many connections there are.
+//! The threads for connections, of those who serve and of those who ask: so many for a process, however many connections
+//! there are.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
+use tokio::time::sleep;
 
 use crate::contract::Error;
 
@@ -15,8 +20,34 @@ const MOST: usize = 8;
 /// After so many turns of tasks a thread looks what has come: one that has much to send must not keep others waiting.
 const TURNS: u32 = 4;
 
+/// What a card or a library does mostly takes a few microseconds, and says nothing when it is done.
+const LOOKS: u32 = 200;
+/// What takes longer than that.
+const PAUSE: Duration = Duration::from_millis(1);
+
 /// Kept for as long as anybody has them.
 static OF_THIS_PROCESS: Mutex<Weak<IoThreads>> = Mutex::new(Weak::new());
+
+thread_local! {
+    static IS_ONE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this is one of them: then it must not wait for what others of its tasks do.
+pub fn is_io_thread() -> bool {
+    IS_ONE.get()
+}
+
+/// A task's pauses while it waits for what wakes nobody: shorter ones first.
+#[derive(Debug, Default)]
+pub struct Pauses(u32);
+
+impl Pauses {
+    /// The next.
+    pub async fn pause(&mut self) {
+        self.0 = self.0.saturating_add(1);
+        if self.0 < LOOKS { yield_now().await } else { sleep(PAUSE).await }
+    }
+}
 
 /// What runs tasks, each of them on one of its threads.
 #[derive(Debug)]
@@ -48,11 +79,6 @@ impl IoThreads {
         Ok(threads)
     }
 
-    /// How many there are.
-    pub fn count(&self) -> usize {
-        self.threads.len()
-    }
-
     /// Where the next task runs: on one thread after the other.
     pub fn next(&self) -> &Handle {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.threads.len();
@@ -68,7 +94,11 @@ impl IoThread {
         let tasks = runtime.handle().clone();
         let (until, ended) = oneshot::channel();
         let thread = std::thread::Builder::new().name(format!("kvferry-io{number}"));
-        let thread = thread.spawn(move || _ = runtime.block_on(ended)).map_err(failed)?;
+        let thread = thread.spawn(move || {
+            IS_ONE.set(true);
+            _ = runtime.block_on(ended);
+        });
+        let thread = thread.map_err(failed)?;
         Ok(Self { tasks, until: Some(until), thread: Some(thread) })
     }
 }

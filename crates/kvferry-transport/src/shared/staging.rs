@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{Place, Region};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::contract::{Error, StagingStatistics};
 use crate::memory::HostMemory;
@@ -21,9 +21,6 @@ use crate::memory::HostMemory;
 const STALLED: Duration = Duration::from_secs(6);
 /// How long who waits does so, even then.
 const LEAST_WAIT: Duration = Duration::from_millis(50);
-/// Between two looks whether a slot is still wanted.
-const GLANCE: Duration = Duration::from_millis(10);
-
 /// What a slot is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
@@ -66,7 +63,6 @@ pub struct Staging {
     host: u64,
     place: Place,
     state: Mutex<State>,
-    returned: Condvar,
 }
 
 #[derive(Debug)]
@@ -133,7 +129,6 @@ impl Staging {
             host,
             place: region.place,
             state: Mutex::new(state),
-            returned: Condvar::new(),
         })
     }
 
@@ -143,28 +138,14 @@ impl Staging {
     }
 
     /// A slot, once one is free, or why there was none before `patience` had passed.
-    pub fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
-        self.take_while(what_for, patience, &|| true)
-    }
-
-    /// The same for as long as one is wanted.
-    pub fn take_while(
-        self: &Arc<Self>,
-        what_for: Use,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Slot, Full> {
+    #[cfg(test)]
+    pub(crate) fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
         let mut waiting = Waiting::new(patience);
-        let mut state = self.state.lock();
         loop {
-            if let Some(number) = self.look(&mut state, what_for, &mut waiting)? {
-                return Ok(self.hand_out(&mut state, what_for, number));
+            if let Some(slot) = self.take_now(what_for, &mut waiting)? {
+                return Ok(slot);
             }
-            if !is_wanted() {
-                return Err(Full::Moving);
-            }
-            let left = patience.saturating_sub(waiting.began.elapsed());
-            self.returned.wait_for(&mut state, GLANCE.min(left));
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -174,20 +155,15 @@ impl Staging {
         what_for: Use,
         waiting: &mut Waiting,
     ) -> Result<Option<Slot>, Full> {
-        let mut state = self.state.lock();
-        let found = self.look(&mut state, what_for, waiting)?;
-        Ok(found.map(|number| self.hand_out(&mut state, what_for, number)))
-    }
-
-    fn look(
-        &self,
-        state: &mut State,
-        what_for: Use,
-        waiting: &mut Waiting,
-    ) -> Result<Option<u32>, Full> {
+        let state = &mut *self.state.lock();
         state.has_served |= what_for == Use::Peer;
         if let Some(number) = self.free(state, what_for) {
-            return Ok(Some(number));
+            state.moved = Instant::now();
+            let statistics = &mut state.statistics;
+            statistics.packed += u64::from(what_for == Use::Peer);
+            statistics.in_use += self.slot_bytes;
+            statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
+            return Ok(Some(Slot { pool: self.clone(), number }));
         }
         let Waiting { began, patience, .. } = *waiting;
         let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
@@ -201,15 +177,6 @@ impl Staging {
         }
         state.statistics.waits += u64::from(!std::mem::replace(&mut waiting.is_counted, true));
         Ok(None)
-    }
-
-    fn hand_out(self: &Arc<Self>, state: &mut State, what_for: Use, number: u32) -> Slot {
-        state.moved = Instant::now();
-        let statistics = &mut state.statistics;
-        statistics.packed += u64::from(what_for == Use::Peer);
-        statistics.in_use += self.slot_bytes;
-        statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
-        Slot { pool: self.clone(), number }
     }
 
     /// The number of a slot that is free for this use: the last is left to peers, if there are any.
@@ -263,9 +230,6 @@ impl Drop for Slot {
         state.statistics.in_use -= self.pool.slot_bytes;
         state.idle.push(self.number);
         state.moved = Instant::now();
-        drop(state);
-        // Not all that wait may take it.
-        self.pool.returned.notify_all();
     }
 }
 
@@ -338,16 +302,6 @@ mod tests {
         // Peers may have all of them: those who have one wait for nobody.
         let all: Vec<_> = (0..3).map(|_| pool.take(Use::Peer, Duration::ZERO)).collect();
         assert!(all.iter().all(Result::is_ok));
-    }
-
-    #[test]
-    fn who_is_not_wanted_any_more_waits_no_longer() {
-        let pool = Staging::new(1024, 1024).unwrap();
-        let _kept = pool.take(Use::Own, Duration::ZERO);
-        let looks = std::cell::Cell::new(0);
-        let is_wanted = || looks.replace(looks.get() + 1) < 3;
-        let gone = pool.take_while(Use::Own, Duration::from_secs(3600), &is_wanted);
-        assert_eq!((gone.err(), looks.get()), (Some(Full::Moving), 4));
     }
 
     #[test]

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use kvferry_layout::{Loops, Place};
 use parking_lot::{Condvar, Mutex};
 use tokio::task::yield_now;
-use tokio::time::sleep;
 
 use super::bounds::Bounds;
 use super::channel::{Broken, Channel};
@@ -21,7 +20,7 @@ use super::proof::{End, Said, Secret};
 use super::seal::Encrypt;
 use super::socket::{self, Socket};
 use crate::contract::{Error, InvalidFrame};
-use crate::shared::io::IoThreads;
+use crate::shared::io::{IoThreads, Pauses};
 use crate::shared::packing_area::{Moving, PackingArea, PackingAreas};
 use crate::shared::region::{Hold, Regions};
 use crate::shared::staging::{Full, Slot, Use, Waiting};
@@ -30,9 +29,6 @@ use crate::strangers::{Mentions, Origin};
 /// How long a connection may wait for memory to pack into before its peer is told to ask again. It is deaf until
 /// then.
 const STAGING_PATIENCE: Duration = Duration::from_millis(50);
-/// Who waits for a card looks this often at once, and then after a pause each time.
-const LOOKS: u32 = 1000;
-const PAUSE: Duration = Duration::from_millis(1);
 /// How long a card may take to gather before its peer is told to read directly.
 const GATHER_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -203,8 +199,8 @@ impl Shared {
         let secrets = self.secret.secrets(&said);
         io.next().spawn(async move {
             let shared = &served.shared;
-            let socket = socket::set_up(&stream)
-                .and_then(|()| Socket::polled(stream, shared.bounds.sending));
+            let socket =
+                socket::set_up(&stream).and_then(|()| Socket::new(stream, shared.bounds.sending));
             let ended = match socket {
                 Ok(socket) => {
                     let channel = Channel::new(socket, End::Server, said.terms, &secrets);
@@ -434,14 +430,13 @@ impl Shared {
     /// Waits until it is gathered, or answers why it is not.
     async fn gathered(&self, mut gathering: Gathering<'_>) -> Result<(Slot, Answer), Answer> {
         let until = Instant::now() + GATHER_PATIENCE;
-        let mut looks = 0;
+        let mut pauses = Pauses::default();
         let outcome = loop {
             match gathering.outcome() {
                 None if Instant::now() < until => {}
                 outcome => break outcome,
             }
-            looks += 1;
-            if looks < LOOKS { yield_now().await } else { sleep(PAUSE).await }
+            pauses.pause().await;
         };
         match (outcome, gathering.under_way.take()) {
             (Some(Ok(())), Some((_, slot, _))) => Ok((slot, gathering.answer)),
@@ -474,11 +469,11 @@ impl Shared {
 
 /// A slot to pack into for a peer, as soon as there is one.
 async fn slot(area: &PackingArea, patience: Duration) -> Result<Slot, Full> {
-    let mut waiting = Waiting::new(patience);
+    let (mut waiting, mut pauses) = (Waiting::new(patience), Pauses::default());
     loop {
         match area.staging.take_now(Use::Peer, &mut waiting)? {
             Some(slot) => return Ok(slot),
-            None => sleep(PAUSE).await,
+            None => pauses.pause().await,
         }
     }
 }

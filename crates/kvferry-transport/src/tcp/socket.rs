@@ -3,13 +3,11 @@
 //! Registered memory changes at any time, so no slice of it may exist: the vectored calls of the
 //! standard library and of `socket2` take slices, and are not used for it.
 
-use std::io::{self, Read};
+use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::Interest;
@@ -47,49 +45,32 @@ const MAX_ENTRIES: usize = 1024;
 /// A call that moves so many bytes takes long enough for others to wait.
 const LONG: usize = 64 << 10;
 
-/// A connected socket, and who waits for it.
-pub(crate) enum Socket {
-    /// The thread that calls. Nothing is put off here: see [`now`].
-    Blocking(Arc<TcpStream>),
-    /// A task, so that its thread has time for others.
-    Polled { fd: AsyncFd<Arc<TcpStream>>, patience: Patience },
-}
-
-/// How long a task waits while nothing moves.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
-    pub(crate) sending: Duration,
+/// A connected socket that a task waits for, so that its thread has time for others.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    fd: AsyncFd<Arc<TcpStream>>,
+    /// How long it waits while nothing moves.
+    sending: Duration,
     /// For ever, unless it is said.
-    pub(crate) receiving: Option<Duration>,
-}
-
-impl From<TcpStream> for Socket {
-    fn from(stream: TcpStream) -> Self {
-        Self::Blocking(Arc::new(stream))
-    }
+    receiving: Option<Duration>,
 }
 
 impl Socket {
-    /// One that a task waits for. Only where tasks run.
-    pub(crate) fn polled(stream: Arc<TcpStream>, sending: Duration) -> io::Result<Self> {
+    /// Only where tasks run.
+    pub(crate) fn new(stream: Arc<TcpStream>, sending: Duration) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         // SAFETY: the descriptor is the stream's, which it keeps, and which is not closed before that.
         let fd = unsafe { AsyncFd::register(stream) }.map_err(|refused| refused.into_parts().1)?;
-        Ok(Self::Polled { fd, patience: Patience { sending, receiving: None } })
+        Ok(Self { fd, sending, receiving: None })
     }
 
     pub(crate) fn stream(&self) -> &TcpStream {
-        match self {
-            Self::Blocking(stream) => stream,
-            Self::Polled { fd, .. } => fd.get_ref(),
-        }
+        self.fd.get_ref()
     }
 
-    /// How long a task waits for bytes that are to come.
+    /// How long to wait for bytes that are to come.
     pub(crate) fn receive_within(&mut self, most: Option<Duration>) {
-        if let Self::Polled { patience, .. } = self {
-            patience.receiving = most;
-        }
+        self.receiving = most;
     }
 
     /// Sends buffers of our own.
@@ -155,7 +136,7 @@ impl Socket {
                 Ok(moved) => {
                     done += pass(left, moved);
                     // Others have their turn.
-                    if moved >= LONG && matches!(self, Self::Polled { .. }) {
+                    if moved >= LONG {
                         yield_now().await;
                     }
                 }
@@ -170,16 +151,11 @@ impl Socket {
 
     /// Waits until a call that found nothing to do is worth another try.
     async fn ready(&self, interest: Interest) -> io::Result<()> {
-        let Self::Polled { fd, patience } = self else {
-            // The system has waited for as long as it was told to.
-            return Err(io::ErrorKind::TimedOut.into());
-        };
-        let most = if interest.is_writable() { Some(patience.sending) } else { patience.receiving };
+        let most = if interest.is_writable() { Some(self.sending) } else { self.receiving };
         // The call has found it so; what came since is seen here.
-        let ready = async { fd.ready(interest).await };
         let mut guard = match most {
-            Some(most) => timeout(most, ready).await.map_err(|_| io::ErrorKind::TimedOut)??,
-            None => ready.await?,
+            Some(most) => timeout(most, self.fd.ready(interest)).await??,
+            None => self.fd.ready(interest).await?,
         };
         guard.clear_ready();
         Ok(())
@@ -214,17 +190,6 @@ fn pass(entries: &mut [libc::iovec], mut moved: usize) -> usize {
     entries.len()
 }
 
-/// What is never put off: on a socket whose thread waits for it.
-pub(crate) fn now<T>(future: impl Future<Output = T>) -> T {
-    let mut future = pin!(future);
-    let mut context = Context::from_waker(Waker::noop());
-    loop {
-        if let Poll::Ready(done) = future.as_mut().poll(&mut context) {
-            return done;
-        }
-    }
-}
-
 /// Whether a call that receives would not wait: something has come, also if it is the end.
 pub(crate) fn has_input(stream: &TcpStream) -> bool {
     let mut byte = [0u8];
@@ -246,27 +211,4 @@ pub(crate) fn set_up(stream: &TcpStream) -> io::Result<()> {
         .with_retries(4);
     socket.set_tcp_keepalive(&keepalive)?;
     socket.set_tcp_user_timeout(Some(Duration::from_secs(40)))
-}
-
-/// Fills a buffer of our own until a moment, however many pieces it comes in. The stream keeps a time-out.
-pub(crate) fn receive_by(
-    stream: &TcpStream,
-    mut bytes: &mut [u8],
-    until: Instant,
-) -> io::Result<()> {
-    while !bytes.is_empty() {
-        let patience = until.saturating_duration_since(Instant::now());
-        if patience.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(Some(patience))?;
-        let mut from = stream;
-        match from.read(bytes) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => bytes = &mut bytes[read..],
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }

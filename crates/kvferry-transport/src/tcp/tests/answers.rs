@@ -5,9 +5,8 @@ use std::net::{TcpListener, TcpStream};
 use kvferry_layout::{ByteCopy, Region};
 
 use super::super::proof::Secret;
-use super::super::socket::now;
 use super::super::{Tcp, TcpOptions};
-use super::{OPEN, PAGE, described, let_in, soon};
+use super::{OPEN, PAGE, described, let_in, now, soon};
 use crate::contract::{Error, Instance, Operation, Status, Transport};
 use crate::memory::HostMemory;
 

@@ -8,9 +8,8 @@ use kvferry_layout::{ByteCopy, Region};
 use super::super::frame::{Challenge, Hello, VERSION, Verb};
 use super::super::proof::{End, Said, Secret};
 use super::super::seal::{Direction, TAG};
-use super::super::socket::now;
 use super::super::{Tcp, TcpOptions, parse};
-use super::{PAGE, TERMS, Victim, described, let_in, request, rest, soon};
+use super::{PAGE, TERMS, Victim, described, let_in, now, request, rest, soon};
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status, Transport};
 use crate::memory::HostMemory;
 

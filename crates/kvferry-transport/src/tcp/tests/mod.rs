@@ -10,8 +10,8 @@ mod strangers;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Region;
@@ -20,11 +20,12 @@ use super::channel::Channel;
 use super::frame::{Answer, Challenge, Hello, Request, Verb, Verdict, put_span};
 use super::proof::{End, Said, Secret};
 use super::seal::{Cipher, Terms};
-use super::socket::now;
+use super::socket::Socket;
 use super::{Address, Bounds, DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
 use crate::shared::bytes::put_block;
+use crate::shared::io::IoThreads;
 use crate::shared::random::random;
 
 const PAGE: usize = 4096;
@@ -35,6 +36,22 @@ const SECRET: u8 = 0xc7;
 
 /// As between two engines of one host.
 const TERMS: Terms = Terms { cipher: Cipher::Aes, content: false };
+
+/// What waits for the sockets of these tests.
+static IO: LazyLock<Arc<IoThreads>> = LazyLock::new(|| IoThreads::of_this_process().unwrap());
+
+fn socket(stream: TcpStream) -> Socket {
+    let _tasks = IO.next().enter();
+    let patience = Duration::from_secs(20);
+    let mut socket = Socket::new(Arc::new(stream), patience).unwrap();
+    socket.receive_within(Some(patience));
+    socket
+}
+
+/// Waits here for what a task would wait for.
+fn now<T>(future: impl Future<Output = T>) -> T {
+    IO.next().block_on(future)
+}
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(30)
@@ -134,7 +151,7 @@ impl Guest {
         let Challenge { nonce, terms, .. } = Challenge::decode(&challenge).unwrap();
         let said = Said { hello, nonce, terms };
         stream.write_all(&secret.prove(End::Client, &said))?;
-        Ok(Self(Channel::new(stream.into(), End::Client, terms, &secret.secrets(&said))))
+        Ok(Self(Channel::new(socket(stream), End::Client, terms, &secret.secrets(&said))))
     }
 
     fn stream(&self) -> &TcpStream {
@@ -191,7 +208,7 @@ fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<Channel> {
     let proof = secret.prove(End::Server, &said);
     stream.write_all(&Challenge { nonce: said.nonce, terms: TERMS, proof }.encode())?;
     stream.read_exact(&mut [0; 32])?;
-    Ok(Channel::new(stream.into(), End::Server, TERMS, &secret.secrets(&said)))
+    Ok(Channel::new(socket(stream), End::Server, TERMS, &secret.secrets(&said)))
 }
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {

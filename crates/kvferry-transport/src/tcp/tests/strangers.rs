@@ -13,7 +13,7 @@ use super::super::channel::Channel;
 use super::super::frame::{Challenge, Hello, Verb};
 use super::super::proof::{End, Said, Secret};
 use super::super::{Tcp, TcpOptions};
-use super::{Guest, OPEN, PAGE, TERMS, Victim, described, let_in, request, soon};
+use super::{Guest, OPEN, PAGE, TERMS, Victim, described, let_in, request, socket, soon};
 use crate::contract::{Error, Instance, Operation, Status, Transport};
 use crate::memory::HostMemory;
 
@@ -132,7 +132,7 @@ fn a_flood_drowns_only_its_own_address() {
     let said = Said { hello, nonce, terms };
     quiet.write_all(&address.secret.prove(End::Client, &said)).unwrap();
     let secrets = address.secret.secrets(&said);
-    assert!(Guest(Channel::new(quiet.into(), End::Client, terms, &secrets)).is_served());
+    assert!(Guest(Channel::new(socket(quiet), End::Client, terms, &secrets)).is_served());
 }
 
 /// What comes late does not buy more time.
