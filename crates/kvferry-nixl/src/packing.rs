@@ -28,7 +28,7 @@ use kvferry_transport::shared::bytes::put_block;
 use kvferry_transport::shared::packing_area::PackingAreas;
 use kvferry_transport::shared::random::random;
 use kvferry_transport::shared::rate::RateWatch;
-use kvferry_transport::shared::staging::{Full, Use};
+use kvferry_transport::shared::staging::{Full, Use, Waiting};
 use kvferry_transport::tcp::{
     Arrival, Bounds, Client, Delivery, Encrypt, Fetch, Fetched, Lanes, Orphan, Room, Secret, Server,
 };
@@ -164,12 +164,7 @@ impl std::fmt::Debug for Fetcher {
 }
 
 impl Fetch for Fetcher {
-    fn room(
-        &self,
-        loops: &Loops,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Room, Full> {
+    fn room(&self, loops: &Loops, waiting: &mut Waiting) -> Result<Option<Room>, Full> {
         // Whoever is told so reads directly, and hears that the transport is gone.
         let state = self.state.upgrade().ok_or(Full::Stalled)?;
         state.settle_orphans();
@@ -180,12 +175,9 @@ impl Fetch for Fetcher {
             false => Some(Place::Host),
         };
         let place = place.ok_or(Full::Stalled)?;
-        let staging = state.areas.of(place).ok_or(Full::Stalled)?.staging.clone();
-        let areas = state.areas.clone();
-        // It may take long: the transport must not be kept for that.
-        drop(state);
-        let slot = staging.take_while(Use::Own, patience, is_wanted)?;
-        Ok(Room { slot, areas, place })
+        let area = state.areas.of(place).ok_or(Full::Stalled)?;
+        let slot = area.staging.take_now(Use::Own, waiting)?;
+        Ok(slot.map(|slot| Room { slot, areas: state.areas.clone(), place }))
     }
 
     fn begin(

@@ -11,7 +11,7 @@ use super::peer::Description;
 use super::{Nixl, NixlOptions, NixlPeer, VARIABLE, install};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::shared::Transfer;
-use kvferry_transport::shared::staging::Use;
+use kvferry_transport::shared::staging::{Use, Waiting};
 use kvferry_transport::tcp::gather;
 use kvferry_transport::{Operation, Report, Status, Transport};
 
@@ -121,7 +121,9 @@ fn nothing_stays_of_a_peer_that_is_disconnected_while_it_is_met() {
 fn a_peer_that_was_busy_when_it_was_met_packs() {
     let (source, reader) = (End::new(7, 4), End::new(1, 40));
     let staging = &source.transport.state.areas.of(kvferry_layout::Place::Host).unwrap().staging;
-    let all: Vec<_> = (0..4).map(|_| staging.take(Use::Peer, Duration::ZERO).unwrap()).collect();
+    let all: Vec<_> = (0..4)
+        .map(|_| staging.take_now(Use::Peer, &mut Waiting::new(Duration::ZERO)).unwrap().unwrap())
+        .collect();
     let peer = reader.connect(&source);
     drop(all);
     assert!(reader.transport.rates(&peer).packed.is_some());

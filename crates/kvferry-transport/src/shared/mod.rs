@@ -7,6 +7,7 @@ mod counters;
 pub mod custody;
 mod deadlines;
 pub mod digests;
+pub mod io;
 mod merge;
 pub mod packing_area;
 pub mod python;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{Place, Region};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::contract::{Error, StagingStatistics};
 use crate::memory::HostMemory;
@@ -21,9 +21,6 @@ use crate::memory::HostMemory;
 const STALLED: Duration = Duration::from_secs(6);
 /// How long who waits does so, even then.
 const LEAST_WAIT: Duration = Duration::from_millis(50);
-/// Between two looks whether a slot is still wanted.
-const GLANCE: Duration = Duration::from_millis(10);
-
 /// What a slot is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
@@ -42,6 +39,21 @@ pub enum Full {
     Stalled,
 }
 
+/// Who waits for a slot, and how long.
+#[derive(Debug)]
+pub struct Waiting {
+    began: Instant,
+    patience: Duration,
+    is_counted: bool,
+}
+
+impl Waiting {
+    /// From now on.
+    pub fn new(patience: Duration) -> Self {
+        Self { began: Instant::now(), patience, is_counted: false }
+    }
+}
+
 /// A pool of slots of one block of memory, of which the system only gives what is used.
 #[derive(Debug)]
 pub struct Staging {
@@ -51,7 +63,6 @@ pub struct Staging {
     host: u64,
     place: Place,
     state: Mutex<State>,
-    returned: Condvar,
 }
 
 #[derive(Debug)]
@@ -118,7 +129,6 @@ impl Staging {
             host,
             place: region.place,
             state: Mutex::new(state),
-            returned: Condvar::new(),
         })
     }
 
@@ -128,47 +138,45 @@ impl Staging {
     }
 
     /// A slot, once one is free, or why there was none before `patience` had passed.
-    pub fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
-        self.take_while(what_for, patience, &|| true)
+    #[cfg(test)]
+    pub(crate) fn take(self: &Arc<Self>, what_for: Use, patience: Duration) -> Result<Slot, Full> {
+        let mut waiting = Waiting::new(patience);
+        loop {
+            if let Some(slot) = self.take_now(what_for, &mut waiting)? {
+                return Ok(slot);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
-    /// The same for as long as one is wanted.
-    pub fn take_while(
+    /// A slot, if one is free now, for who looks again later; or why there is none to wait for.
+    pub fn take_now(
         self: &Arc<Self>,
         what_for: Use,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Slot, Full> {
-        let began = Instant::now();
-        let mut state = self.state.lock();
+        waiting: &mut Waiting,
+    ) -> Result<Option<Slot>, Full> {
+        let state = &mut *self.state.lock();
         state.has_served |= what_for == Use::Peer;
-        let mut has_waited = false;
-        let number = loop {
-            if let Some(number) = self.free(&mut state, what_for) {
-                break number;
-            }
-            let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
-            let stalled = state.moved.elapsed() >= STALLED && waited >= LEAST_WAIT.min(patience);
-            if none || (stalled && !patience.is_zero()) {
-                state.statistics.refused += 1;
-                return Err(Full::Stalled);
-            }
-            if waited >= patience || !is_wanted() {
-                return Err(Full::Moving);
-            }
-            if !has_waited {
-                state.statistics.waits += 1;
-                has_waited = true;
-            }
-            self.returned.wait_for(&mut state, GLANCE.min(patience - waited));
-        };
-        state.moved = Instant::now();
-        let statistics = &mut state.statistics;
-        statistics.packed += u64::from(what_for == Use::Peer);
-        statistics.in_use += self.slot_bytes;
-        statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
-        drop(state);
-        Ok(Slot { pool: self.clone(), number })
+        if let Some(number) = self.free(state, what_for) {
+            state.moved = Instant::now();
+            let statistics = &mut state.statistics;
+            statistics.packed += u64::from(what_for == Use::Peer);
+            statistics.in_use += self.slot_bytes;
+            statistics.most_in_use = statistics.most_in_use.max(statistics.in_use);
+            return Ok(Some(Slot { pool: self.clone(), number }));
+        }
+        let Waiting { began, patience, .. } = *waiting;
+        let (waited, none) = (began.elapsed(), state.statistics.bytes == 0);
+        let stalled = state.moved.elapsed() >= STALLED && waited >= LEAST_WAIT.min(patience);
+        if none || (stalled && !patience.is_zero()) {
+            state.statistics.refused += 1;
+            return Err(Full::Stalled);
+        }
+        if waited >= patience {
+            return Err(Full::Moving);
+        }
+        state.statistics.waits += u64::from(!std::mem::replace(&mut waiting.is_counted, true));
+        Ok(None)
     }
 
     /// The number of a slot that is free for this use: the last is left to peers, if there are any.
@@ -222,9 +230,6 @@ impl Drop for Slot {
         state.statistics.in_use -= self.pool.slot_bytes;
         state.idle.push(self.number);
         state.moved = Instant::now();
-        drop(state);
-        // Not all that wait may take it.
-        self.pool.returned.notify_all();
     }
 }
 
@@ -297,16 +302,6 @@ mod tests {
         // Peers may have all of them: those who have one wait for nobody.
         let all: Vec<_> = (0..3).map(|_| pool.take(Use::Peer, Duration::ZERO)).collect();
         assert!(all.iter().all(Result::is_ok));
-    }
-
-    #[test]
-    fn who_is_not_wanted_any_more_waits_no_longer() {
-        let pool = Staging::new(1024, 1024).unwrap();
-        let _kept = pool.take(Use::Own, Duration::ZERO);
-        let looks = std::cell::Cell::new(0);
-        let is_wanted = || looks.replace(looks.get() + 1) < 3;
-        let gone = pool.take_while(Use::Own, Duration::from_secs(3600), &is_wanted);
-        assert_eq!((gone.err(), looks.get()), (Some(Full::Moving), 4));
     }
 
     #[test]

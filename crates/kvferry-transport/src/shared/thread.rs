@@ -1,6 +1,9 @@
 //! Threads that others count on: they outlive what panics on them.
 
+use std::future::poll_fn;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::task::Poll;
 use std::thread;
 use std::time::Duration;
 
@@ -27,6 +30,19 @@ pub fn unless_it_panics<T>(what: &'static str, done: impl FnOnce() -> T) -> Opti
         error!(what, "a thread of the transport has panicked: what it was doing is lost");
     }
     done
+}
+
+/// The same for what a task does.
+pub async fn unless_its_task_panics<T>(
+    what: &'static str,
+    done: impl Future<Output = T>,
+) -> Option<T> {
+    let mut done = pin!(done);
+    poll_fn(|context| {
+        let polled = unless_it_panics(what, || done.as_mut().poll(context));
+        polled.map_or(Poll::Ready(None), |polled| polled.map(Some))
+    })
+    .await
 }
 
 #[cfg(test)]

@@ -4,12 +4,12 @@
 use std::io;
 use std::iter::once;
 use std::net::TcpStream;
-use std::sync::Arc;
+use std::time::Duration;
 
 use super::frame::LONGEST;
 use super::proof::End;
 use super::seal::{Direction, Secrets, TAG, Terms};
-use super::socket;
+use super::socket::{Entries, Socket, place};
 use crate::contract::InvalidFrame;
 
 /// Bytes that are sealed at once: they stay in a core's cache from the copy to the socket.
@@ -21,7 +21,7 @@ const LENGTH: usize = 4;
 pub(super) type Span = (u64, u64);
 
 pub(super) struct Channel {
-    stream: Arc<TcpStream>,
+    socket: Socket,
     sends: Direction,
     receives: Direction,
     seals_content: bool,
@@ -51,7 +51,7 @@ impl From<InvalidFrame> for Broken {
 }
 
 impl Channel {
-    pub(super) fn new(stream: Arc<TcpStream>, end: End, terms: Terms, secrets: &Secrets) -> Self {
+    pub(super) fn new(socket: Socket, end: End, terms: Terms, secrets: &Secrets) -> Self {
         let of = |end| {
             let secret = match end {
                 End::Client => secrets.of_client,
@@ -64,7 +64,7 @@ impl Channel {
             End::Server => End::Client,
         };
         Self {
-            stream,
+            socket,
             sends: of(end),
             receives: of(other),
             seals_content: terms.content,
@@ -74,7 +74,12 @@ impl Channel {
     }
 
     pub(super) fn stream(&self) -> &TcpStream {
-        &self.stream
+        self.socket.stream()
+    }
+
+    /// How long a task waits for bytes that are to come.
+    pub(super) fn receive_within(&mut self, most: Option<Duration>) {
+        self.socket.receive_within(most);
     }
 
     /// Puts a frame, sealed, into the buffer for it.
@@ -87,9 +92,9 @@ impl Channel {
     }
 
     /// Sends a frame.
-    pub(super) fn send(&mut self, frame: &[u8]) -> Result<(), Broken> {
+    pub(super) async fn send(&mut self, frame: &[u8]) -> Result<(), Broken> {
         self.put(frame);
-        socket::send_bytes(&self.stream, &self.frame).map_err(Broken::from)
+        Ok(self.socket.send([&self.frame]).await?)
     }
 
     /// Sends a frame and the bytes of spans.
@@ -97,13 +102,16 @@ impl Channel {
     /// # Safety
     ///
     /// The spans are memory that may be read by anyone, at any time, until this returns.
-    pub(super) unsafe fn send_spans(&mut self, frame: &[u8], spans: &[Span]) -> Result<(), Broken> {
+    pub(super) async unsafe fn send_spans(
+        &mut self,
+        frame: &[u8],
+        spans: &[Span],
+    ) -> Result<(), Broken> {
         self.put(frame);
         if !self.seals_content {
-            let spans = spans.iter().map(|&(at, bytes)| socket::entry(at, bytes));
-            let mut entries: Vec<_> = once(socket::entry_of(&self.frame)).chain(spans).collect();
+            let entries = Entries::of(once(place(&self.frame)).chain(spans.iter().copied()));
             // SAFETY: of the spans, the caller's promise; the frame is our own.
-            return unsafe { socket::send_all(&self.stream, &mut entries) }.map_err(Broken::from);
+            return unsafe { self.socket.send_all(entries) }.await.map_err(Broken::from);
         }
         self.piece.resize(PIECE, 0);
         let mut spans = Spans { spans: spans.iter().copied(), left: (0, 0) };
@@ -119,41 +127,39 @@ impl Channel {
                 return Ok(());
             }
             let tag = self.sends.seal(&mut self.piece[..bytes]);
-            let mut parts = [&self.frame[..], &self.piece[..bytes], &tag].map(socket::entry_of);
-            // SAFETY: all of it is our own.
-            unsafe { socket::send_all(&self.stream, &mut parts)? };
+            self.socket.send([&self.frame, &self.piece[..bytes], &tag]).await?;
             self.frame.clear();
         }
     }
 
     /// Sends a frame and bytes of our own, which are lost for it.
-    pub(super) fn send_own(&mut self, frame: &[u8], bytes: &mut [u8]) -> Result<(), Broken> {
+    pub(super) async fn send_own(&mut self, frame: &[u8], bytes: &mut [u8]) -> Result<(), Broken> {
         if self.seals_content {
-            return self.send_sealed(frame, bytes);
+            return self.send_sealed(frame, bytes).await;
         }
         self.put(frame);
-        let mut parts = [&self.frame[..], bytes].map(socket::entry_of);
-        // SAFETY: all of it is our own.
-        unsafe { socket::send_all(&self.stream, &mut parts) }.map_err(Broken::from)
+        Ok(self.socket.send([&self.frame, bytes]).await?)
     }
 
     /// The same, sealed whatever was agreed.
-    pub(super) fn send_sealed(&mut self, frame: &[u8], bytes: &mut [u8]) -> Result<(), Broken> {
+    pub(super) async fn send_sealed(
+        &mut self,
+        frame: &[u8],
+        bytes: &mut [u8],
+    ) -> Result<(), Broken> {
         self.put(frame);
         for piece in bytes.chunks_mut(PIECE) {
             let tag = self.sends.seal(piece);
-            let mut parts = [&self.frame[..], piece, &tag].map(socket::entry_of);
-            // SAFETY: all of it is our own.
-            unsafe { socket::send_all(&self.stream, &mut parts)? };
+            self.socket.send([&self.frame, piece, &tag]).await?;
             self.frame.clear();
         }
         Ok(())
     }
 
     /// Puts the next frame in place of another. Whether there is one, or the other end has hung up.
-    pub(super) fn receive(&mut self, frame: &mut Vec<u8>) -> Result<bool, Broken> {
+    pub(super) async fn receive(&mut self, frame: &mut Vec<u8>) -> Result<bool, Broken> {
         let mut length = [0; LENGTH];
-        match socket::receive_bytes(&self.stream, &mut length) {
+        match self.socket.receive([&mut length]).await {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
             other => other?,
         }
@@ -164,7 +170,7 @@ impl Channel {
         }
         frame.resize(length, 0);
         let mut tag = [0; TAG];
-        receive_with_tag(&self.stream, frame, &mut tag)?;
+        self.socket.receive([frame, &mut tag]).await?;
         self.receives.open(frame, tag)?;
         Ok(true)
     }
@@ -174,15 +180,14 @@ impl Channel {
     /// # Safety
     ///
     /// The spans are memory that may be written by anyone, at any time, until this returns.
-    pub(super) unsafe fn receive_spans(
+    pub(super) async unsafe fn receive_spans(
         &mut self,
         spans: impl Iterator<Item = Span> + Clone,
     ) -> Result<(), Broken> {
         if !self.seals_content {
-            let mut entries: Vec<_> = spans.map(|(at, bytes)| socket::entry(at, bytes)).collect();
+            let entries = Entries::of(spans);
             // SAFETY: the caller's promise.
-            return unsafe { socket::receive_all(&self.stream, &mut entries) }
-                .map_err(Broken::from);
+            return unsafe { self.socket.receive_all(entries) }.await.map_err(Broken::from);
         }
         self.piece.resize(PIECE, 0);
         let mut left: u64 = spans.clone().map(|(_, bytes)| bytes).sum();
@@ -190,7 +195,7 @@ impl Channel {
         while left > 0 {
             let bytes = left.min(PIECE as u64) as usize;
             let (piece, mut tag) = (&mut self.piece[..bytes], [0; TAG]);
-            receive_with_tag(&self.stream, piece, &mut tag)?;
+            self.socket.receive([piece, &mut tag]).await?;
             self.receives.open(piece, tag)?;
             let mut done = 0;
             while let Some((to, some)) = spans.next(bytes - done) {
@@ -205,33 +210,22 @@ impl Channel {
     }
 
     /// Receives bytes to memory of our own.
-    pub(super) fn receive_own(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
+    pub(super) async fn receive_own(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
         match self.seals_content {
-            true => self.receive_sealed(bytes),
-            false => socket::receive_bytes(&self.stream, bytes).map_err(Broken::from),
+            true => self.receive_sealed(bytes).await,
+            false => Ok(self.socket.receive([bytes]).await?),
         }
     }
 
     /// The same, sealed whatever was agreed.
-    pub(super) fn receive_sealed(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
+    pub(super) async fn receive_sealed(&mut self, bytes: &mut [u8]) -> Result<(), Broken> {
         for piece in bytes.chunks_mut(PIECE) {
             let mut tag = [0; TAG];
-            receive_with_tag(&self.stream, piece, &mut tag)?;
+            self.socket.receive([piece, &mut tag]).await?;
             self.receives.open(piece, tag)?;
         }
         Ok(())
     }
-}
-
-fn receive_with_tag(
-    stream: &TcpStream,
-    bytes: &mut [u8],
-    tag: &mut [u8; TAG],
-) -> Result<(), Broken> {
-    let entries =
-        [bytes, tag].map(|part| socket::entry(part.as_mut_ptr() as u64, part.len() as u64));
-    // SAFETY: both name live slices that are ours to write.
-    unsafe { socket::receive_all(stream, &mut { entries }) }.map_err(Broken::from)
 }
 
 /// Spans, cut where a piece ends.

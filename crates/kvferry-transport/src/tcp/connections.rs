@@ -1,26 +1,29 @@
-//! The connections that are served, each by a thread of its own.
+//! The connections that are served, each by a task of the I/O threads: one that is slow, or asks for much, keeps none of
+//! them from the others.
 
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{Loops, Place};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
+use tokio::task::yield_now;
 
 use super::bounds::Bounds;
 use super::channel::{Broken, Channel};
 use super::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
+use super::gather;
 use super::proof::{End, Said, Secret};
 use super::seal::Encrypt;
-use super::{gather, socket};
+use super::socket::{self, Socket};
 use crate::contract::{Error, InvalidFrame};
+use crate::shared::io::{IoThreads, Pauses};
 use crate::shared::packing_area::{Moving, PackingArea, PackingAreas};
 use crate::shared::region::{Hold, Regions};
-use crate::shared::staging::{Full, Slot, Use};
+use crate::shared::staging::{Full, Slot, Use, Waiting};
 use crate::strangers::{Mentions, Origin};
 
 /// How long a connection may wait for memory to pack into before its peer is told to ask again. It is deaf until
@@ -38,9 +41,12 @@ pub(super) struct Shared {
     pub(super) generation: Arc<dyn Generation>,
     pub(super) areas: Arc<PackingAreas>,
     pub(super) delivery: Delivery,
+    pub(super) io: Weak<IoThreads>,
     pub(super) turned_away: AtomicU64,
     pub(super) mentions: Mutex<Mentions>,
     pub(super) state: Mutex<State>,
+    /// Notified when a connection has ended.
+    pub(super) ended: Condvar,
 }
 
 /// How what was gathered gets to the peer.
@@ -82,10 +88,9 @@ impl Generation for AtomicU64 {
 pub(super) struct State {
     pub(super) closing: bool,
     next: u64,
-    pub(super) connections: HashMap<u64, Connection>,
+    pub(super) connections: HashMap<u64, Arc<TcpStream>>,
     /// How many of them each origin has.
     held: HashMap<Origin, usize>,
-    pub(super) finished: Vec<JoinHandle<()>>,
 }
 
 impl State {
@@ -112,32 +117,54 @@ impl State {
     }
 }
 
-#[derive(Debug)]
-pub(super) struct Connection {
-    pub(super) stream: Arc<TcpStream>,
-    pub(super) thread: Option<JoinHandle<()>>,
-}
-
 /// What a peer has asked for, on its way to a slot.
 struct Gathering<'a> {
     answer: Answer,
-    slot: Slot,
-    moving: Moving,
-    /// What is read.
-    holds: Vec<Hold>,
     place: Place,
     area: &'a PackingArea,
+    /// And what is read.
+    under_way: Option<(Moving, Slot, Vec<Hold>)>,
+}
+
+impl Gathering<'_> {
+    /// How it ended; `None` while the card may still be at it.
+    fn outcome(&self) -> Option<Result<(), Error>> {
+        self.under_way.as_ref().and_then(|(moving, ..)| moving.outcome())
+    }
+}
+
+impl Drop for Gathering<'_> {
+    fn drop(&mut self) {
+        if let Some((moving, slot, holds)) = self.under_way.take()
+            && moving.outcome().is_none()
+        {
+            self.area.keep(moving, Box::new((slot, holds)));
+        }
+    }
+}
+
+/// Takes a connection off the list, however its task ends.
+struct Served {
+    shared: Arc<Shared>,
+    id: u64,
+    from: Origin,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        if let Some(stream) = state.connections.remove(&self.id) {
+            let _ = stream.shutdown(Shutdown::Both);
+            state.let_go(self.from);
+        }
+        drop(state);
+        self.shared.ended.notify_all();
+    }
 }
 
 impl Shared {
-    /// Lets go of the threads of connections that have ended. Whether the server is closing.
-    pub(super) fn tidy_up(&self) -> bool {
-        let mut state = self.state.lock();
-        for thread in state.finished.drain(..) {
-            // It has ended, or is about to: it put itself here as its last act.
-            let _ = thread.join();
-        }
-        state.closing
+    pub(super) fn is_closing(&self) -> bool {
+        self.state.lock().closing
     }
 
     /// Whether a connection from there may be served, too. Otherwise why not.
@@ -145,7 +172,7 @@ impl Shared {
         self.state.lock().has_room(peer.ip().into(), self.bounds.connections)
     }
 
-    /// Gives a connection that has proven itself a thread of its own.
+    /// Serves a connection that has proven itself, by a task of its own.
     pub(super) fn serve_from_now_on(
         self: &Arc<Self>,
         stream: TcpStream,
@@ -153,6 +180,7 @@ impl Shared {
         said: Said,
     ) {
         let from = Origin::from(peer.ip());
+        let Some(io) = self.io.upgrade() else { return };
         let mut state = self.state.lock();
         if state.closing {
             return;
@@ -164,19 +192,30 @@ impl Shared {
         let stream = Arc::new(stream);
         let id = state.next;
         state.next += 1;
-        let spawned = std::thread::Builder::new().name("kvferry-serve".to_owned()).spawn({
-            let shared = self.clone();
-            let stream = stream.clone();
-            let secrets = self.secret.secrets(&said);
-            move || shared.run(id, Channel::new(stream, End::Server, said.terms, &secrets), peer)
-        });
-        match spawned {
-            Ok(thread) => {
-                state.connections.insert(id, Connection { stream, thread: Some(thread) });
-                *state.held.entry(from).or_default() += 1;
+        state.connections.insert(id, stream.clone());
+        *state.held.entry(from).or_default() += 1;
+        drop(state);
+        let served = Served { shared: self.clone(), id, from };
+        let secrets = self.secret.secrets(&said);
+        io.next().spawn(async move {
+            let shared = &served.shared;
+            let socket =
+                socket::set_up(&stream).and_then(|()| Socket::new(stream, shared.bounds.sending));
+            let ended = match socket {
+                Ok(socket) => {
+                    let channel = Channel::new(socket, End::Server, said.terms, &secrets);
+                    shared.serve(channel).await
+                }
+                Err(error) => Err(error.into()),
+            };
+            match ended {
+                Ok(()) => {}
+                Err(Broken::Io(error)) => {
+                    tracing::debug!("the connection from {peer} ended: {error}");
+                }
+                Err(Broken::Invalid(error)) => shared.turn_away(peer, &error),
             }
-            Err(error) => tracing::warn!("starting a thread for a connection: {error}"),
-        }
+        });
     }
 
     /// A connection is not served, or no longer: counts it, and says so now and then.
@@ -190,57 +229,38 @@ impl Shared {
         }
     }
 
-    fn run(&self, id: u64, mut channel: Channel, peer: SocketAddr) {
-        match self.serve(&mut channel) {
-            Ok(()) => {}
-            Err(Broken::Io(error)) => tracing::debug!("the connection from {peer} ended: {error}"),
-            Err(Broken::Invalid(error)) => self.turn_away(peer, &error),
-        }
-        let _ = channel.stream().shutdown(Shutdown::Both);
-        let mut state = self.state.lock();
-        if let Some(connection) = state.connections.remove(&id) {
-            state.finished.extend(connection.thread);
-            state.let_go(peer.ip().into());
-        }
-    }
-
     /// Serves one connection until it ends.
-    fn serve(&self, channel: &mut Channel) -> Result<(), Broken> {
+    async fn serve(&self, mut channel: Channel) -> Result<(), Broken> {
         let mut next = None;
-        let ended = self.serve_until(channel, &mut next);
-        // A card may still be at it.
-        next.map(|gathering| self.gathered(gathering));
+        let ended = self.serve_until(&mut channel, &mut next).await;
+        if let Some(gathering) = next {
+            // A card may still be at it.
+            _ = self.gathered(gathering).await;
+        }
         ended
     }
 
     /// The same. `next` is what a card gathers while what comes before it is sent.
-    fn serve_until<'a>(
+    async fn serve_until<'a>(
         &'a self,
         channel: &mut Channel,
         next: &mut Option<Gathering<'a>>,
     ) -> Result<(), Broken> {
-        socket::set_up(channel.stream())?;
-        // Who asks and never reads is let go: a send that moves nothing for so long is an error.
-        channel.stream().set_write_timeout(Some(self.bounds.sending))?;
         let (mut asked, mut spans) = (vec![], Vec::with_capacity(frame::MAX_SPANS));
         // What the peer has not read yet; it comes back when the connection ends.
         let mut kept: Vec<Slot> = Vec::new();
         loop {
             // Answers go in the order of the requests. One that is not ready yet is put off while there are more.
             if next.is_some() && !socket::has_input(channel.stream()) {
-                self.send_gathered(channel, next.take())?;
+                self.send_gathered(channel, next.take()).await?;
             }
             // Who stops in the middle of a request must not keep a slot for ever.
-            let keeps_a_slot = next.is_some();
-            if keeps_a_slot {
-                channel.stream().set_read_timeout(Some(self.bounds.sending))?;
-            }
-            if !channel.receive(&mut asked)? {
+            channel.receive_within(next.as_ref().map(|_| self.bounds.sending));
+            if !channel.receive(&mut asked).await? {
                 return Ok(());
             }
-            if keeps_a_slot {
-                channel.stream().set_read_timeout(None)?;
-            }
+            // However fast its requests come, others have their turn.
+            yield_now().await;
             let (header, body) = asked.split_first_chunk().ok_or(InvalidFrame::Cut)?;
             let request = Request::decode(header)?;
             if body.len() != request.body_bytes() {
@@ -249,7 +269,7 @@ impl Shared {
             let mut answer =
                 Answer { verdict: Verdict::Done, id: request.id, bytes: request.bytes };
             if request.verb != Verb::Gather {
-                self.send_gathered(channel, next.take())?;
+                self.send_gathered(channel, next.take()).await?;
             }
             match request.verb {
                 Verb::Read => {
@@ -260,13 +280,15 @@ impl Shared {
                         Err(address) => {
                             let refused =
                                 Answer { verdict: Verdict::Outside, bytes: address, ..answer };
-                            channel.send(&refused.encode())?;
+                            channel.send(&refused.encode()).await?;
                             continue;
                         }
                     };
+                    let header = answer.encode();
                     // SAFETY: the spans lie in registered regions, which may be read at any time
                     // (`Transport::register`) and are held while they are served.
-                    unsafe { channel.send_spans(&answer.encode(), &spans)? };
+                    let sent = unsafe { channel.send_spans(&header, &spans) };
+                    sent.await?;
                 }
                 Verb::Gather if self.delivery == Delivery::Fetched => {
                     let loops = self.decode(&request, body)?;
@@ -275,8 +297,10 @@ impl Shared {
                             // What its peer gives back is behind this request.
                             let patience =
                                 if kept.is_empty() { STAGING_PATIENCE } else { Duration::ZERO };
-                            let begun = self.gather(&request, &loops, patience)?;
-                            begun.and_then(|gathering| self.gathered(gathering))
+                            match self.gather(&request, &loops, patience).await? {
+                                Ok(gathering) => self.gathered(gathering).await,
+                                Err(answer) => Err(answer),
+                            }
                         }
                         false => Err(Answer { verdict: Verdict::Busy, bytes: 0, ..answer }),
                     };
@@ -288,26 +312,26 @@ impl Shared {
                         }
                         Err(answer) => answer,
                     };
-                    channel.send(&answer.encode())?;
+                    channel.send(&answer.encode()).await?;
                 }
                 Verb::Gather => {
                     let loops = self.decode(&request, body)?;
                     // With a slot in hand nobody waits for another.
                     let patience = if next.is_none() { STAGING_PATIENCE } else { Duration::ZERO };
-                    let mut begun = self.gather(&request, &loops, patience)?;
+                    let mut begun = self.gather(&request, &loops, patience).await?;
                     let before = next.take();
                     if before.is_some() {
-                        self.send_gathered(channel, before)?;
+                        self.send_gathered(channel, before).await?;
                         if matches!(begun, Err(Answer { verdict: Verdict::Busy, .. })) {
-                            begun = self.gather(&request, &loops, STAGING_PATIENCE)?;
+                            begun = self.gather(&request, &loops, STAGING_PATIENCE).await?;
                         }
                     }
                     match begun {
-                        Ok(gathering) if gathering.moving.outcome().is_none() => {
+                        Ok(gathering) if gathering.outcome().is_none() => {
                             *next = Some(gathering);
                         }
-                        Ok(gathering) => self.send_gathered(channel, Some(gathering))?,
-                        Err(answer) => channel.send(&answer.encode())?,
+                        Ok(gathering) => self.send_gathered(channel, Some(gathering)).await?,
+                        Err(answer) => channel.send(&answer.encode()).await?,
                     }
                 }
                 Verb::Release => {
@@ -315,7 +339,7 @@ impl Shared {
                     let slot = slot.ok_or(InvalidFrame::Answer)?;
                     kept.swap_remove(slot);
                     answer.bytes = 0;
-                    channel.send(&answer.encode())?;
+                    channel.send(&answer.encode()).await?;
                 }
                 Verb::Regions => {
                     // The generation first: a list that changes meanwhile is newer than it says.
@@ -323,7 +347,7 @@ impl Shared {
                     let regions = self.regions.spans().0;
                     let mut listing = Listing { generation, regions }.encode();
                     answer.bytes = listing.len() as u64;
-                    channel.send_sealed(&answer.encode(), &mut listing)?;
+                    channel.send_sealed(&answer.encode(), &mut listing).await?;
                 }
             }
         }
@@ -348,7 +372,7 @@ impl Shared {
     }
 
     /// Begins to gather what a request asks for into a slot, or answers why not.
-    fn gather(
+    async fn gather(
         &self,
         request: &Request,
         loops: &Loops,
@@ -371,7 +395,7 @@ impl Shared {
         };
         let refused = self.not_packed(place, answer);
         let Some(area) = self.areas.of(place) else { return Ok(Err(refused)) };
-        let slot = match area.staging.take(Use::Peer, patience) {
+        let slot = match slot(area, patience).await {
             Ok(slot) => slot,
             // What cannot be read in another way has all the time that its reader gives it.
             Err(full) if full == Full::Moving || refused.verdict == Verdict::Unable => {
@@ -387,7 +411,9 @@ impl Shared {
         // time, and is held; what is written lies in the slot, which is long enough and has no other user.
         // Both are kept until the bytes have been moved.
         Ok(match unsafe { area.start(&gathered) } {
-            Ok(moving) => Ok(Gathering { answer, slot, moving, holds, place, area }),
+            Ok(moving) => {
+                Ok(Gathering { answer, place, area, under_way: Some((moving, slot, holds)) })
+            }
             Err(_) => Err(refused),
         })
     }
@@ -402,31 +428,52 @@ impl Shared {
     }
 
     /// Waits until it is gathered, or answers why it is not.
-    fn gathered(&self, gathering: Gathering<'_>) -> Result<(Slot, Answer), Answer> {
-        let Gathering { answer, slot, moving, holds, place, area } = gathering;
-        match moving.wait(Instant::now() + GATHER_PATIENCE) {
-            Some(Ok(())) => return Ok((slot, answer)),
-            Some(Err(_)) => {}
-            None => area.keep(moving, Box::new((slot, holds))),
+    async fn gathered(&self, mut gathering: Gathering<'_>) -> Result<(Slot, Answer), Answer> {
+        let until = Instant::now() + GATHER_PATIENCE;
+        let mut pauses = Pauses::default();
+        let outcome = loop {
+            match gathering.outcome() {
+                None if Instant::now() < until => {}
+                outcome => break outcome,
+            }
+            pauses.pause().await;
+        };
+        match (outcome, gathering.under_way.take()) {
+            (Some(Ok(())), Some((_, slot, _))) => Ok((slot, gathering.answer)),
+            (_, under_way) => {
+                // Where the card is still at it, all that it touches is kept.
+                gathering.under_way = under_way;
+                Err(self.not_packed(gathering.place, gathering.answer))
+            }
         }
-        Err(self.not_packed(place, answer))
     }
 
     /// Sends what is gathered, if anything is.
-    fn send_gathered(
+    async fn send_gathered(
         &self,
         channel: &mut Channel,
         next: Option<Gathering<'_>>,
     ) -> Result<(), Broken> {
         let Some(gathering) = next else { return Ok(()) };
-        match self.gathered(gathering) {
-            Err(answer) => channel.send(&answer.encode())?,
+        match self.gathered(gathering).await {
+            Err(answer) => channel.send(&answer.encode()).await?,
             Ok((mut slot, answer)) => {
                 // SAFETY: what is sent on a connection is gathered in the host's memory, or has been copied there.
                 let gathered = unsafe { slot.host_bytes(answer.bytes) };
-                channel.send_own(&answer.encode(), gathered)?;
+                channel.send_own(&answer.encode(), gathered).await?;
             }
         }
         Ok(())
+    }
+}
+
+/// A slot to pack into for a peer, as soon as there is one.
+async fn slot(area: &PackingArea, patience: Duration) -> Result<Slot, Full> {
+    let (mut waiting, mut pauses) = (Waiting::new(patience), Pauses::default());
+    loop {
+        match area.staging.take_now(Use::Peer, &mut waiting)? {
+            Some(slot) => return Ok(slot),
+            None => pauses.pause().await,
+        }
     }
 }

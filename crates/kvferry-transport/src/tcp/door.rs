@@ -1,5 +1,5 @@
 //! Who comes to a server's port. One thread accepts, and hears out all who have proven nothing yet; whoever has proven
-//! itself is handed on, to be served by a thread of its own.
+//! itself is handed on, to be served by a task of the I/O threads.
 //!
 //! A stranger has one deadline for all that it has to say, however it trickles in, and a place among a bounded number
 //! of them ([`Strangers`]), which are apart from those of the connections that are served.
@@ -84,7 +84,7 @@ impl Door {
         let mut events = Events::with_capacity(1024);
         loop {
             let waited = self.poll.poll(&mut events, self.patience());
-            if self.shared.tidy_up() {
+            if self.shared.is_closing() {
                 return;
             }
             if let Err(error) = waited {

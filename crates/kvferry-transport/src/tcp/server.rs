@@ -9,11 +9,12 @@ use std::thread::JoinHandle;
 use socket2::SockRef;
 
 use super::bounds::Bounds;
-use super::connections::{Delivery, Generation, Shared, State};
+use super::connections::{Delivery, Generation, Shared};
 use super::door::Door;
 use super::proof::Secret;
 use crate::contract::Error;
 use crate::ports;
+use crate::shared::io::IoThreads;
 use crate::shared::packing_area::PackingAreas;
 use crate::shared::region::Regions;
 
@@ -22,6 +23,8 @@ use crate::shared::region::Regions;
 pub struct Server {
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
+    /// After all that they serve.
+    _io: Arc<IoThreads>,
 }
 
 impl Server {
@@ -38,7 +41,8 @@ impl Server {
         let listener = ports::listen(bind, ports, TcpListener::bind).map_err(|error| {
             Error::system(format!("listening on {}", ports::place(bind, ports)), &error)
         })?;
-        let (turned_away, mentions, state) = Default::default();
+        let io = IoThreads::of_this_process()?;
+        let (turned_away, mentions, state, ended) = Default::default();
         let shared = Arc::new(Shared {
             listener,
             bounds,
@@ -47,16 +51,18 @@ impl Server {
             generation,
             areas,
             delivery,
+            io: Arc::downgrade(&io),
             turned_away,
             mentions,
             state,
+            ended,
         });
         let door = Door::open(shared.clone())?;
         let acceptor = std::thread::Builder::new()
             .name("kvferry-accept".to_owned())
             .spawn(move || door.attend())
             .map_err(|error| Error::system("starting a thread", &error))?;
-        Ok(Self { shared, acceptor: Some(acceptor) })
+        Ok(Self { shared, acceptor: Some(acceptor), _io: io })
     }
 
     /// Where it listens.
@@ -79,30 +85,25 @@ impl Server {
 
     /// Ends every connection; clients that still want something connect again.
     pub fn cut_all(&self) {
-        for connection in self.shared.state.lock().connections.values() {
-            let _ = connection.stream.shutdown(Shutdown::Both);
+        for stream in self.shared.state.lock().connections.values() {
+            let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let mut threads = {
-            let mut state = self.shared.state.lock();
-            state.closing = true;
-            for connection in state.connections.values() {
-                let _ = connection.stream.shutdown(Shutdown::Both);
-            }
-            let State { connections, finished, .. } = &mut *state;
-            let running = connections.values_mut().filter_map(|c| c.thread.take());
-            finished.drain(..).chain(running).collect::<Vec<_>>()
-        };
+        self.shared.state.lock().closing = true;
+        // The acceptor looks at that under the lock before it adds another.
+        self.cut_all();
         // This wakes the acceptor.
         let _ = SockRef::from(&self.shared.listener).shutdown(Shutdown::Both);
-        threads.extend(self.acceptor.take());
-        // The acceptor may have added a connection meanwhile: it looks at `closing` under the lock.
-        for thread in threads {
-            let _ = thread.join();
+        if let Some(acceptor) = self.acceptor.take() {
+            let _ = acceptor.join();
+        }
+        let mut state = self.shared.state.lock();
+        while !state.connections.is_empty() {
+            self.shared.ended.wait(&mut state);
         }
     }
 }

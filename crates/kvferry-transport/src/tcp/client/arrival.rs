@@ -2,7 +2,7 @@
 //! its way to where it belongs.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvferry_layout::{ByteCopy, Loops, Place};
 use parking_lot::Mutex;
@@ -11,7 +11,7 @@ use crate::contract::{Error, InvalidFrame, Operation};
 use crate::shared::Transfer;
 use crate::shared::chunks::Chunk;
 use crate::shared::packing_area::{Moving, PackingAreas};
-use crate::shared::staging::{Full, Slot, Use};
+use crate::shared::staging::{Full, Slot, Use, Waiting};
 
 /// How what the peer has gathered gets here.
 #[derive(Clone, Debug)]
@@ -24,13 +24,8 @@ pub enum Arrival {
 
 /// Another transport, which moves what the peer has gathered.
 pub trait Fetch: std::fmt::Debug + Send + Sync {
-    /// Takes memory of our own for what the peer is to gather of the loops, as soon as there is some.
-    fn room(
-        &self,
-        loops: &Loops,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Room, Full>;
+    /// Takes memory of our own for what the peer is to gather of the loops, if there is some now.
+    fn room(&self, loops: &Loops, waiting: &mut Waiting) -> Result<Option<Room>, Full>;
     /// Starts to read to it what the peer has gathered of the loops at an address.
     fn begin(
         &self,
@@ -158,15 +153,17 @@ impl Rooms {
         Arc::new(Self { areas, orphans: Mutex::default() })
     }
 
-    /// A slot, as soon as there is one. `None` where our memory is the host's: bytes are put into it as they arrive.
-    pub(super) fn take(
-        &self,
-        patience: Duration,
-        is_wanted: &dyn Fn() -> bool,
-    ) -> Result<Option<Room>, Full> {
-        let Some((gpu, area)) = self.areas.card() else { return Ok(None) };
-        let slot = area.staging.take_while(Use::Own, patience, is_wanted)?;
-        Ok(Some(Room { slot, areas: self.areas.clone(), place: Place::Gpu(gpu) }))
+    /// Whether bytes go to slots first: where our memory is a card's.
+    pub(super) fn are_needed(&self) -> bool {
+        self.areas.card().is_some()
+    }
+
+    /// A slot, if there is one now.
+    pub(super) fn take(&self, waiting: &mut Waiting) -> Result<Option<Room>, Full> {
+        let Some((gpu, area)) = self.areas.card() else { return Err(Full::Stalled) };
+        let slot = area.staging.take_now(Use::Own, waiting)?;
+        let room = |slot| Room { slot, areas: self.areas.clone(), place: Place::Gpu(gpu) };
+        Ok(slot.map(room))
     }
 
     pub(super) fn adopt(&self, orphan: Orphan) {

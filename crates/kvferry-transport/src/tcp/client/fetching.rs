@@ -11,11 +11,10 @@ use super::state::{Lane, State};
 use crate::contract::{Error, Operation, Status};
 use crate::shared::chunks::{Chunk, Chunked};
 use crate::shared::custody::Custody;
+use crate::shared::io::Pauses;
 use crate::shared::packing_area::Moving;
 use crate::shared::staging::Slot;
 
-/// How long a lane waits for what is being fetched before it looks whether it is still wanted.
-const GLANCE: Duration = Duration::from_millis(1);
 /// How long a card may take to put a part where it belongs.
 const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -30,15 +29,20 @@ pub(super) struct Landing {
 impl Landing {
     /// Waits until it is where it belongs, and how that ended. `None` where that takes too long: then its
     /// operation has failed, and all that may still be touched is kept.
-    pub(super) fn wait(
+    pub(super) async fn wait(
         self,
         state: &State,
         lane: &Lane,
     ) -> Option<(Arc<Chunked>, Chunk, Result<(), Error>)> {
         let Self { operation, chunk, moving, slot } = self;
         lane.forget(operation.custody().id());
-        if let Some(outcome) = moving.wait(Instant::now() + SCATTER_PATIENCE) {
-            return Some((operation, chunk, outcome));
+        let until = Instant::now() + SCATTER_PATIENCE;
+        let mut pauses = Pauses::default();
+        while Instant::now() < until {
+            if let Some(outcome) = moving.outcome() {
+                return Some((operation, chunk, outcome));
+            }
+            pauses.pause().await;
         }
         let late = format!("a kernel has not ended within {} s", SCATTER_PATIENCE.as_secs());
         operation.custody().stop(Error::Library(late));
@@ -50,7 +54,7 @@ impl Landing {
 
 /// Fetches what the peer has gathered at an address, and starts to put it where it belongs. `None` where there is
 /// nobody to do that.
-pub(super) fn fetch(
+pub(super) async fn fetch(
     state: &State,
     lane: &Lane,
     fetch: &dyn Fetch,
@@ -59,11 +63,14 @@ pub(super) fn fetch(
     (address, room): (u64, Room),
 ) -> Result<Option<(Moving, Slot)>, Error> {
     let fetched = fetch.begin(room, loops, address, custody.deadline())?;
+    let mut pauses = Pauses::default();
     loop {
-        match fetched.operation.wait(Instant::now() + GLANCE) {
+        match fetched.operation.poll() {
             Status::Done(_) => break,
             Status::Failed(error) => return Err(error),
-            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {}
+            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {
+                pauses.pause().await;
+            }
             status @ (Status::InProgress | Status::Quarantined(_)) => {
                 if custody.is_stopped() {
                     // Whatever else is on the way here is none the worse for it.
@@ -90,7 +97,7 @@ pub(super) fn fetch(
 }
 
 /// Reads a chunk by the other transport, straight to where it belongs.
-pub(super) fn read_otherwise(
+pub(super) async fn read_otherwise(
     state: &State,
     lane: &Lane,
     fetch: &dyn Fetch,
@@ -106,11 +113,14 @@ pub(super) fn read_otherwise(
             return;
         }
     };
+    let mut pauses = Pauses::default();
     let error = loop {
-        match inner.wait(Instant::now() + GLANCE) {
+        match inner.poll() {
             Status::Done(_) => break None,
             Status::Failed(error) => break Some(error),
-            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {}
+            Status::InProgress if !custody.is_stopped() && !state.queue.lock().closing => {
+                pauses.pause().await;
+            }
             status @ (Status::InProgress | Status::Quarantined(_)) => {
                 custody.stop(match status {
                     Status::Quarantined(error) => error,

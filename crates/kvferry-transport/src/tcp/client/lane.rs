@@ -1,7 +1,8 @@
-//! The thread of one connection: it sends chunks, and settles what a broken connection leaves open.
+//! One connection: its task sends chunks, and settles what a broken connection leaves open.
 
 use std::collections::VecDeque;
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,13 +14,15 @@ use super::fetching::{self, Landing};
 use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
 use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
+use crate::shared::io::Pauses;
 use crate::shared::packing_area::Moving;
 use crate::shared::spans::Spans;
-use crate::shared::staging::{Full, Slot};
+use crate::shared::staging::{Full, Slot, Waiting};
 use crate::shared::walk;
 use crate::tcp::channel::{Broken, Channel};
 use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
-use crate::tcp::{gather, socket};
+use crate::tcp::gather;
+use crate::tcp::socket;
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
@@ -56,7 +59,7 @@ enum Work {
     Closing,
 }
 
-pub(super) struct LaneThread<'a> {
+pub(super) struct LaneTask<'a> {
     state: &'a State,
     number: usize,
     channel: Option<Channel>,
@@ -69,12 +72,12 @@ pub(super) struct LaneThread<'a> {
     packed: Vec<u8>,
 }
 
-impl<'a> LaneThread<'a> {
-    pub(super) fn new(state: &'a State, number: usize, channel: Option<Channel>) -> Self {
+impl<'a> LaneTask<'a> {
+    pub(super) fn new(state: &'a State, number: usize) -> Self {
         Self {
             state,
             number,
-            channel,
+            channel: None,
             on_the_way: VecDeque::with_capacity(DEPTH),
             landings: VecDeque::with_capacity(LANDINGS),
             next_request: 1,
@@ -87,22 +90,22 @@ impl<'a> LaneThread<'a> {
         &self.state.lanes[self.number]
     }
 
-    pub(super) fn run(&mut self) {
+    pub(super) async fn run(&mut self) {
         loop {
-            self.settle_landings(false);
-            let work = if self.has_room() { self.next_work() } else { Work::Answer };
+            self.settle_landings(false).await;
+            let work = if self.has_room() { self.next_work().await } else { Work::Answer };
             let done = match work {
                 Work::Closing => {
-                    self.broken(&Error::Disconnected);
+                    self.broken(&Error::Disconnected).await;
                     return;
                 }
-                Work::Answer => self.receive(),
+                Work::Answer => self.receive().await,
                 Work::Land => {
-                    self.settle_landings(true);
+                    self.settle_landings(true).await;
                     Ok(())
                 }
-                other => match self.connect() {
-                    Ok(()) => self.send(other),
+                other => match self.connect().await {
+                    Ok(()) => self.send(other).await,
                     Err(error) => {
                         decline(other, &error);
                         Ok(())
@@ -110,7 +113,7 @@ impl<'a> LaneThread<'a> {
                 },
             };
             if let Err(error) = done {
-                self.broken(&self.state.why(error));
+                self.broken(&self.state.why(error)).await;
             }
         }
     }
@@ -128,17 +131,17 @@ impl<'a> LaneThread<'a> {
     }
 
     /// Settles what is in place, and waits for it where that is `all`, or more than may be under way.
-    fn settle_landings(&mut self, all: bool) {
+    async fn settle_landings(&mut self, all: bool) {
         while let Some(first) = self.landings.front()
             && (all || self.landings.len() > LANDINGS || first.moving.outcome().is_some())
         {
             let Some(landing) = self.landings.pop_front() else { return };
-            self.settle(landing);
+            self.settle(landing).await;
         }
     }
 
-    fn settle(&self, landing: Landing) {
-        if let Some((_, chunk, outcome)) = landing.wait(self.state, self.lane()) {
+    async fn settle(&self, landing: Landing) {
+        if let Some((_, chunk, outcome)) = landing.wait(self.state, self.lane()).await {
             match outcome {
                 Ok(()) => chunk.in_place(),
                 Err(error) => chunk.fail(error),
@@ -147,42 +150,57 @@ impl<'a> LaneThread<'a> {
     }
 
     /// Waits for something to do; does not wait while answers are due.
-    fn next_work(&mut self) -> Work {
-        let mut queue = self.state.queue.lock();
+    async fn next_work(&mut self) -> Work {
         loop {
-            if queue.closing {
-                return Work::Closing;
+            // What is notified from here on is not missed.
+            let mut notified = pin!(self.state.work.notified());
+            notified.as_mut().enable();
+            if let Some(work) = self.work_at_hand() {
+                return work;
             }
-            let waiting = !(queue.operations.is_empty() && queue.questions.is_empty());
-            if self.channel.is_none() && waiting {
-                // A lane without a connection takes nothing before it has one: opening it may take
-                // long when the peer is slow, and other lanes may have theirs.
-                self.state.work.notify_one();
-                return Work::Connect;
-            }
-            if let Some(question) = queue.questions.pop_front() {
-                return Work::Question(question);
-            }
-            if let Some(operation) = queue.operations.pop_front() {
-                return Work::Operation(operation);
-            }
-            if !self.on_the_way.is_empty() {
-                return Work::Answer;
-            }
-            if !self.landings.is_empty() {
-                return Work::Land;
-            }
-            self.state.work.wait(&mut queue);
+            notified.await;
         }
+    }
+
+    /// What there is to do now.
+    fn work_at_hand(&self) -> Option<Work> {
+        let mut queue = self.state.queue.lock();
+        if queue.closing {
+            return Some(Work::Closing);
+        }
+        let waiting = !(queue.operations.is_empty() && queue.questions.is_empty());
+        if self.channel.is_none() && waiting {
+            // A lane without a connection takes nothing before it has one: opening it may take
+            // long when the peer is slow, and other lanes may have theirs.
+            self.state.work.notify_one();
+            return Some(Work::Connect);
+        }
+        if let Some(question) = queue.questions.pop_front() {
+            return Some(Work::Question(question));
+        }
+        if let Some(operation) = queue.operations.pop_front() {
+            return Some(Work::Operation(operation));
+        }
+        match (self.on_the_way.is_empty(), self.landings.is_empty()) {
+            (false, _) => Some(Work::Answer),
+            (true, false) => Some(Work::Land),
+            (true, true) => None,
+        }
+    }
+
+    /// Opens the first connection of all.
+    pub(super) async fn begin(&mut self, patience: Duration) -> Result<(), Error> {
+        self.channel = Some(self.state.open(self.number, patience).await?);
+        Ok(())
     }
 
     /// Opens the connection anew where it was lost. A peer that cannot be reached fails all
     /// operations that wait for it.
-    fn connect(&mut self) -> Result<(), Error> {
+    async fn connect(&mut self) -> Result<(), Error> {
         if self.channel.is_some() {
             return Ok(());
         }
-        match self.state.open(self.number, HELLO_PATIENCE) {
+        match self.state.open(self.number, HELLO_PATIENCE).await {
             Ok(channel) => {
                 self.channel = Some(channel);
                 self.lane().cut_by_us.store(false, Ordering::SeqCst);
@@ -197,21 +215,22 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    fn send(&mut self, work: Work) -> Result<(), Error> {
+    async fn send(&mut self, work: Work) -> Result<(), Error> {
         match work {
-            Work::Operation(operation) => self.send_chunk(operation),
+            Work::Operation(operation) => self.send_chunk(operation).await,
             Work::Question(question) => {
                 let id = self.number_request();
                 let header = Request { verb: Verb::Regions, spans: 0, id, bytes: 0 };
                 self.on_the_way.push_back(OnTheWay::Question(question, id));
-                self.tell(&header.encode())
+                self.tell(&header.encode()).await
             }
             Work::Connect | Work::Answer | Work::Land | Work::Closing => Ok(()),
         }
     }
 
-    fn tell(&mut self, frame: &[u8]) -> Result<(), Error> {
-        self.channel.as_mut().ok_or(Error::Disconnected)?.send(frame).map_err(lost)
+    async fn tell(&mut self, frame: &[u8]) -> Result<(), Error> {
+        let channel = self.channel.as_mut().ok_or(Error::Disconnected)?;
+        channel.send(frame).await.map_err(lost)
     }
 
     fn number_request(&mut self) -> u64 {
@@ -220,7 +239,7 @@ impl<'a> LaneThread<'a> {
         id
     }
 
-    fn send_chunk(&mut self, operation: Arc<Chunked>) -> Result<(), Error> {
+    async fn send_chunk(&mut self, operation: Arc<Chunked>) -> Result<(), Error> {
         // First the note, then the chunk: whoever stops the operation looks the other way round,
         // and so sees the note or keeps us from taking the chunk.
         let operation_id = operation.custody().id();
@@ -236,10 +255,10 @@ impl<'a> LaneThread<'a> {
         let room = match (&chunk.piece, self.state.fetch()) {
             (Piece::Copies(_), None) => None,
             (Piece::Copies(_), Some(fetch)) => {
-                fetching::read_otherwise(self.state, self.lane(), fetch, &operation, chunk);
+                fetching::read_otherwise(self.state, self.lane(), fetch, &operation, chunk).await;
                 return Ok(());
             }
-            (Piece::Packed(loops), fetch) => match self.room(&operation, loops) {
+            (Piece::Packed(loops), fetch) => match self.room(&operation, loops).await {
                 Ok(room) => room,
                 Err(Full::Stalled) if fetch.is_some() => {
                     self.read_directly(operation, chunk);
@@ -248,7 +267,7 @@ impl<'a> LaneThread<'a> {
                 Err(Full::Moving | Full::Stalled) => {
                     self.put_back(operation, chunk);
                     // What is on the way here is what others wait for.
-                    return if self.on_the_way.is_empty() { Ok(()) } else { self.receive() };
+                    return if self.on_the_way.is_empty() { Ok(()) } else { self.receive().await };
                 }
             },
         };
@@ -274,38 +293,48 @@ impl<'a> LaneThread<'a> {
         }
         self.on_the_way.push_back(OnTheWay::Chunk(operation, chunk, room, id));
         let channel = self.channel.as_mut().ok_or(Error::Disconnected)?;
-        channel.send(&self.frame).map_err(lost)
+        channel.send(&self.frame).await.map_err(lost)
     }
 
     /// Takes memory of our own for a chunk, before the peer is asked for it. A lane waits for some only while it
     /// has none in hand, nor any of the peer's.
-    fn room(&mut self, operation: &Chunked, loops: &Loops) -> Result<Option<Room>, Full> {
+    async fn room(&mut self, operation: &Chunked, loops: &Loops) -> Result<Option<Room>, Full> {
         if self.on_the_way.is_empty() {
-            self.settle_landings(true);
+            self.settle_landings(true).await;
         }
         let custody = operation.custody();
         let patience = match self.on_the_way.is_empty() {
             true => custody.deadline().saturating_duration_since(Instant::now()),
             false => Duration::ZERO,
         };
-        let is_wanted = || !custody.is_stopped() && !self.state.queue.lock().closing;
-        match &self.state.arrival {
-            Arrival::Fetched(fetch) => fetch.room(loops, patience, &is_wanted).map(Some),
-            Arrival::Sent(rooms) => rooms.take(patience, &is_wanted),
+        let (mut waiting, mut pauses) = (Waiting::new(patience), Pauses::default());
+        loop {
+            let room = match &self.state.arrival {
+                Arrival::Fetched(fetch) => fetch.room(loops, &mut waiting)?,
+                Arrival::Sent(rooms) if rooms.are_needed() => rooms.take(&mut waiting)?,
+                Arrival::Sent(_) => return Ok(None),
+            };
+            if room.is_some() {
+                return Ok(room);
+            }
+            if custody.is_stopped() || self.state.queue.lock().closing {
+                return Err(Full::Moving);
+            }
+            pauses.pause().await;
         }
     }
 
     /// Takes in the answer to the oldest request.
-    fn receive(&mut self) -> Result<(), Error> {
+    async fn receive(&mut self) -> Result<(), Error> {
         let lane = self.lane();
         // While nothing comes, what has come is settled: its operation may be waiting for nothing else.
         let is_silent = |channel: &Channel| !socket::has_input(channel.stream());
         if !self.landings.is_empty() && self.channel.as_ref().is_some_and(is_silent) {
-            self.settle_landings(true);
+            self.settle_landings(true).await;
         }
         let Some(request) = self.on_the_way.front_mut() else { return Err(Error::Disconnected) };
         let Some(channel) = &mut self.channel else { return Err(Error::Disconnected) };
-        let answer = receive_answer(channel, &mut self.frame)?;
+        let answer = receive_answer(channel, &mut self.frame).await?;
         let (OnTheWay::Chunk(_, _, _, id) | OnTheWay::Release(_, id) | OnTheWay::Question(_, id)) =
             request;
         if answer.id != *id {
@@ -322,19 +351,20 @@ impl<'a> LaneThread<'a> {
                     (Piece::Packed(loops), Some(fetch), Some(room)) => {
                         let (state, custody) = (self.state, operation.custody());
                         let from = (answer.bytes, room);
-                        let landing = fetching::fetch(state, lane, fetch, custody, loops, from)?;
-                        fetched = Some(landing);
+                        let fetching = fetching::fetch(state, lane, fetch, custody, loops, from);
+                        fetched = Some(fetching.await?);
                     }
                     (Piece::Packed(loops), None, Some(room)) => {
                         let stopped = operation.custody().is_stopped();
-                        landing = Some(take_to_slot(channel, loops, room, answer.bytes, stopped)?);
+                        let taken = take_to_slot(channel, loops, room, answer.bytes, stopped);
+                        landing = Some(taken.await?);
                     }
-                    _ => take_in(channel, &mut self.packed, operation, chunk, answer.bytes)?,
+                    _ => take_in(channel, &mut self.packed, operation, chunk, answer.bytes).await?,
                 }
             }
             (OnTheWay::Release(..), Verdict::Done) if answer.bytes == 0 => {}
             (OnTheWay::Question(..), Verdict::Done) => {
-                regions = Some(receive_regions(channel, answer.bytes)?);
+                regions = Some(receive_regions(channel, answer.bytes).await?);
             }
             (OnTheWay::Chunk(..), Verdict::Outside) => {}
             (
@@ -360,9 +390,9 @@ impl<'a> LaneThread<'a> {
                 let verb = Verb::Release;
                 let header = Request { verb, spans: 0, id, bytes: answer.bytes };
                 self.on_the_way.push_back(OnTheWay::Release(kept, id));
-                self.tell(&header.encode())?;
+                self.tell(&header.encode()).await?;
             }
-            Some(OnTheWay::Release(Some(landing), _)) => self.settle(landing),
+            Some(OnTheWay::Release(Some(landing), _)) => self.settle(landing).await,
             Some(OnTheWay::Release(None, _)) => {}
             Some(OnTheWay::Chunk(operation, chunk, ..)) if landing.is_some() => match landing {
                 Some(Ok((moving, slot))) => {
@@ -429,11 +459,11 @@ impl<'a> LaneThread<'a> {
         }
     }
 
-    /// The connection is no more: whatever was on it is sorted out. Only this thread puts bytes into
+    /// The connection is no more: whatever was on it is sorted out. Only this task puts bytes into
     /// the destinations, and a card for it; both have stopped, so all of it may be tried again.
-    pub(super) fn broken(&mut self, error: &Error) {
+    pub(super) async fn broken(&mut self, error: &Error) {
         // What has come is none the worse for it.
-        self.settle_landings(true);
+        self.settle_landings(true).await;
         let by_us = self.lane().cut_by_us.swap(false, Ordering::SeqCst);
         let error = (!by_us).then_some(error);
         self.lane().cut();
@@ -458,7 +488,7 @@ impl<'a> LaneThread<'a> {
                 OnTheWay::Release(None, _) => {}
                 // Whether the peer kept the slot will never be known.
                 OnTheWay::Release(Some(landing), _) => {
-                    let landed = landing.wait(self.state, self.lane());
+                    let landed = landing.wait(self.state, self.lane()).await;
                     let Some((operation, chunk, outcome)) = landed else { continue };
                     if let Err(error) = outcome {
                         chunk.fail(error);
@@ -478,7 +508,7 @@ impl<'a> LaneThread<'a> {
 }
 
 /// Takes in the bytes of a chunk, and puts them where they belong.
-fn take_in(
+async fn take_in(
     channel: &mut Channel,
     packed: &mut Vec<u8>,
     operation: &Chunked,
@@ -497,14 +527,14 @@ fn take_in(
             let ours = copies.iter().map(|copy| (copy.destination, copy.bytes));
             // SAFETY: the destinations lie in registered regions (`Regions::admit`), which may
             // be written at any time and which the operation holds until its chunks are settled.
-            unsafe { channel.receive_spans(ours) }.map_err(lost)
+            unsafe { channel.receive_spans(ours) }.await.map_err(lost)
         }
         Piece::Packed(loops) => {
             // The peer's slots are longer where a card fills them.
             let least = bytes.max(gather::SLOT_BYTES) as usize;
             packed.resize(packed.len().max(least), 0);
             let packed = &mut packed[..bytes as usize];
-            channel.receive_own(packed).map_err(lost)?;
+            channel.receive_own(packed).await.map_err(lost)?;
             if operation.custody().is_stopped() {
                 return Ok(());
             }
@@ -519,8 +549,8 @@ fn take_in(
     }
 }
 
-fn receive_answer(channel: &mut Channel, frame: &mut Vec<u8>) -> Result<Answer, Error> {
-    if !channel.receive(frame).map_err(lost)? {
+async fn receive_answer(channel: &mut Channel, frame: &mut Vec<u8>) -> Result<Answer, Error> {
+    if !channel.receive(frame).await.map_err(lost)? {
         return Err(lost(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
     }
     let answer = frame[..].try_into().map_err(|_| InvalidFrame::Length(frame.len() as u64));
@@ -528,7 +558,7 @@ fn receive_answer(channel: &mut Channel, frame: &mut Vec<u8>) -> Result<Answer, 
 }
 
 /// Takes in the bytes of a chunk to a slot, and starts to put them where they belong. An error of the card's is its own.
-fn take_to_slot(
+async fn take_to_slot(
     channel: &mut Channel,
     loops: &Loops,
     mut room: Room,
@@ -540,7 +570,7 @@ fn take_to_slot(
     }
     // SAFETY: slots for what comes on a connection are in the host's memory, too, and no card has been told of this one.
     let slot = unsafe { room.slot.host_bytes(bytes) };
-    channel.receive_own(slot).map_err(lost)?;
+    channel.receive_own(slot).await.map_err(lost)?;
     if stopped {
         return Ok(Ok((Moving::nothing(), room.slot)));
     }
@@ -583,10 +613,10 @@ fn outside(chunk: &Chunk, address: u64) -> Error {
     Error::OutsideRegion { side: Side::Peer, address, bytes }
 }
 
-fn receive_regions(channel: &mut Channel, bytes: u64) -> Result<PeerRegions, Error> {
+async fn receive_regions(channel: &mut Channel, bytes: u64) -> Result<PeerRegions, Error> {
     Listing::check_length(bytes).map_err(Error::PeerMisbehaved)?;
     let mut body = vec![0; bytes as usize];
-    channel.receive_sealed(&mut body).map_err(lost)?;
+    channel.receive_sealed(&mut body).await.map_err(lost)?;
     let Listing { generation, regions } = Listing::decode(&body).map_err(Error::PeerMisbehaved)?;
     Ok(PeerRegions { generation, spans: Spans::from_peer(regions)? })
 }

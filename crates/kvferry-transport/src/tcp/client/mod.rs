@@ -1,6 +1,6 @@
-//! One peer, seen from the side that asks: a few connections, each with its thread.
+//! One peer, seen from the side that asks: a few connections, each with its task on the I/O threads.
 //!
-//! Each thread (a lane) keeps several requests on the way, so that the server always has the next
+//! Each task (a lane) keeps several requests on the way, so that the server always has the next
 //! one at hand. Bytes that arrive go straight to their destination. A connection that breaks is
 //! opened again and what was on it is asked for again; only a peer that cannot be reached any more
 //! is lost.
@@ -13,22 +13,29 @@ mod state;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use crossbeam_channel::{Sender, bounded};
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::Notify;
+use tokio::time::sleep;
 
 pub use self::arrival::{Arrival, Fetch, Fetched, Orphan, Room, Rooms};
-use self::lane::LaneThread;
+use self::lane::LaneTask;
 pub(crate) use self::state::PeerRegions;
-use self::state::{Lane, Question, State};
+use self::state::{HELLO_PATIENCE, Lane, Question, State};
 pub use self::state::{Lanes, Packs};
 use super::proof::Secret;
 use crate::contract::{Error, Instance};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
+use crate::shared::io::{IoThreads, is_io_thread};
 use crate::shared::rate::RateWatch;
-use crate::shared::thread::outlive;
+use crate::shared::thread::unless_its_task_panics;
+
+/// What panics at once again must not keep a core busy, nor fill the log.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// Connections to one server.
 #[derive(Debug)]
@@ -36,7 +43,7 @@ pub struct Client {
     /// What is said of slow transfers from it.
     pub rate: Arc<RateWatch>,
     state: Arc<State>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    io: Arc<IoThreads>,
 }
 
 /// What a client needs to know of a server.
@@ -63,7 +70,9 @@ impl Client {
             secret: address.secret,
             address: address.at,
             queue: Mutex::default(),
-            work: parking_lot::Condvar::new(),
+            work: Notify::new(),
+            running: Mutex::default(),
+            ended: Condvar::new(),
             lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
             gathers: lanes.gathers,
             packs: Mutex::new(address.packs),
@@ -72,42 +81,49 @@ impl Client {
             arrival,
             mentions: Mutex::default(),
         });
-        let open = || {
-            let patience = deadline.saturating_duration_since(Instant::now());
-            state.open(0, patience).map_err(|error| match error {
+        let client =
+            Arc::new(Self { rate: Arc::new(rate), state, io: IoThreads::of_this_process()? });
+        let (opened, outcome) = bounded(1);
+        let patience = deadline.saturating_duration_since(Instant::now());
+        client.start(0, Some((patience, opened)));
+        // It has the same deadline.
+        outcome
+            .recv_deadline(deadline + HELLO_PATIENCE)
+            .unwrap_or(Err(Error::DeadlinePassed))
+            .map_err(|error| match error {
                 Error::PeerLost(_) if Instant::now() >= deadline => Error::DeadlinePassed,
                 error => error,
-            })
-        };
-        let mut first = Some(open()?);
-        let threads = Mutex::default();
-        let client = Arc::new(Self { rate: Arc::new(rate), state, threads });
-        for lane in 0..client.state.lanes.len() {
-            let thread = std::thread::Builder::new().name(format!("kvferry-lane{lane}")).spawn({
-                let state = client.state.clone();
-                let channel = first.take();
-                move || {
-                    let (mut lane, mut began) = (LaneThread::new(&state, lane, channel), false);
-                    outlive("a connection", || {
-                        // No other thread takes in what this one has asked for.
-                        if std::mem::replace(&mut began, true) {
-                            lane.broken(&Error::Library(
-                                "the thread that reads has panicked".to_owned(),
-                            ));
-                        }
-                        lane.run();
-                    });
-                }
-            });
-            match thread {
-                Ok(thread) => client.threads.lock().push(thread),
-                Err(error) => {
-                    client.close();
-                    return Err(Error::system("starting a thread", &error));
-                }
-            }
+            })?;
+        for lane in 1..client.state.lanes.len() {
+            client.start(lane, None);
         }
         Ok(client)
+    }
+
+    /// Starts a lane; the first connects at once, and says how that went.
+    fn start(&self, number: usize, first: Option<(Duration, Sender<Result<(), Error>>)>) {
+        let running = Running::new(&self.state);
+        self.io.next().spawn(async move {
+            let state = &running.0;
+            let mut lane = LaneTask::new(state, number);
+            if let Some((patience, opened)) = first {
+                let outcome = lane.begin(patience).await;
+                let failed = outcome.is_err();
+                // Nobody may be waiting any more.
+                let _ = opened.send(outcome);
+                if failed {
+                    return;
+                }
+            }
+            let mut pause = FIRST_PAUSE;
+            while unless_its_task_panics("a connection", lane.run()).await.is_none() {
+                // Nobody else takes in what it has asked for.
+                let error = Error::Library("what reads from the peer has panicked".to_owned());
+                unless_its_task_panics("a connection", lane.broken(&error)).await;
+                sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        });
     }
 
     /// Who the server is.
@@ -145,7 +161,7 @@ impl Client {
 
     /// Asks the peer for its regions.
     pub fn regions(&self, deadline: Instant) -> Result<PeerRegions, Error> {
-        let (to, answer) = crossbeam_channel::bounded(1);
+        let (to, answer) = bounded(1);
         {
             let mut queue = self.state.queue.lock();
             if queue.closing {
@@ -159,23 +175,40 @@ impl Client {
         })
     }
 
-    /// Ends all operations, connections and threads. Nothing lands after this.
+    /// Ends all operations, connections and tasks. Nothing lands after this.
     pub fn close(&self) {
         self.state.queue.lock().closing = true;
         self.state.fail_all(&Error::Disconnected);
-        self.state.work.notify_all();
+        self.state.work.notify_waiters();
         for lane in &self.state.lanes {
             lane.cut();
         }
-        let threads = std::mem::take(&mut *self.threads.lock());
-        for thread in threads {
-            // A lane may be the last that let go of what has this client.
-            if thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
+        // A lane may be the last that let go of what has this client.
+        if !is_io_thread() {
+            let mut running = self.state.running.lock();
+            while *running > 0 {
+                self.state.ended.wait(&mut running);
             }
         }
         // A lane may have given something back while it was being told.
         self.state.fail_all(&Error::Disconnected);
+    }
+}
+
+/// A lane that has not ended, however it does.
+struct Running(Arc<State>);
+
+impl Running {
+    fn new(state: &Arc<State>) -> Self {
+        *state.running.lock() += 1;
+        Self(state.clone())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.ended.notify_all();
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the threads of one client share: the queue, the connections, and how to open one.
+//! What the lanes of one client share: the queue, the connections, and how to open one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use parking_lot::{Condvar, Mutex};
+use tokio::sync::Notify;
+use tokio::time::{sleep, timeout, timeout_at};
 
 use super::arrival::{Arrival, Fetch, Orphan};
 use crate::contract::Error;
@@ -20,11 +22,13 @@ use crate::tcp::channel::Channel;
 use crate::tcp::frame::{Challenge, Hello};
 use crate::tcp::proof::{End, Said, Secret};
 use crate::tcp::seal::{Cipher, Encrypt, Terms};
-use crate::tcp::socket;
+use crate::tcp::socket::{self, Socket};
 
 /// How long to wait for a connection, and for the answer to its hello.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
 pub(super) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+/// How long the peer may take nothing of what it is sent: a request fits into what a socket holds.
+const SENDING: Duration = Duration::from_secs(40);
 /// How long to wait before a connection that ended without an answer is opened again: twice as long each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LAST_PAUSE: Duration = Duration::from_millis(200);
@@ -57,7 +61,10 @@ pub(super) struct State {
     pub(super) secret: Secret,
     pub(super) address: SocketAddr,
     pub(super) queue: Mutex<Queue>,
-    pub(super) work: Condvar,
+    pub(super) work: Notify,
+    /// Lanes that have not ended, and what is notified when one has.
+    pub(super) running: Mutex<usize>,
+    pub(super) ended: Condvar,
     pub(super) lanes: Vec<Lane>,
     /// See [`Lanes`].
     pub(super) gathers: usize,
@@ -97,7 +104,7 @@ pub(super) struct Queue {
     pub(super) closing: bool,
 }
 
-/// One connection, as the other threads see it.
+/// One connection, as the others see it.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
     pub(super) stream: Mutex<Option<Arc<TcpStream>>>,
@@ -155,12 +162,12 @@ impl State {
 
     /// Opens the connection of a lane. One that ends before it is answered is opened again: who listens there may have
     /// more strangers than places, and drops some that it has not heard.
-    pub(super) fn open(&self, lane: usize, patience: Duration) -> Result<Channel, Error> {
+    pub(super) async fn open(&self, lane: usize, patience: Duration) -> Result<Channel, Error> {
         let until = Instant::now() + patience;
         let (mut tries, mut pause) = (0, FIRST_PAUSE);
         loop {
             tries += 1;
-            let error = match self.open_once(lane, until) {
+            let error = match self.open_once(lane, until).await {
                 Ok(channel) => return Ok(channel),
                 Err(Unopened::Failed(error)) => return Err(error),
                 // It may be we who ended it.
@@ -176,17 +183,21 @@ impl State {
                     self.address
                 )));
             }
-            std::thread::sleep(pause);
+            sleep(pause).await;
             pause = (pause * 2).min(LAST_PAUSE);
         }
     }
 
-    fn open_once(&self, lane: usize, until: Instant) -> Result<Channel, Unopened> {
+    async fn open_once(&self, lane: usize, until: Instant) -> Result<Channel, Unopened> {
         let address = self.address;
         let patience = until
             .saturating_duration_since(Instant::now())
             .clamp(Duration::from_millis(1), CONNECT_PATIENCE);
-        let stream = TcpStream::connect_timeout(&address, patience)
+        let late = |_| io::Error::new(io::ErrorKind::TimedOut, "connection timed out");
+        let connecting = timeout(patience, tokio::net::TcpStream::connect(address));
+        let connected = connecting.await.map_err(late).flatten();
+        let stream = connected
+            .and_then(tokio::net::TcpStream::into_std)
             .map_err(|error| Error::PeerLost(format!("connecting to {address}: {error}")))?;
         let stream = Arc::new(stream);
         *self.lanes[lane].stream.lock() = Some(stream.clone());
@@ -194,12 +205,16 @@ impl State {
         if self.queue.lock().closing {
             return Err(Error::Disconnected.into());
         }
-        let said = self.greet(&stream, until)?;
+        let (said, socket) = self.greet(stream, until).await?;
         self.seals.store(said.terms.content, Ordering::Relaxed);
-        Ok(Channel::new(stream, End::Client, said.terms, &self.secret.secrets(&said)))
+        Ok(Channel::new(socket, End::Client, said.terms, &self.secret.secrets(&said)))
     }
 
-    fn greet(&self, stream: &TcpStream, until: Instant) -> Result<Said, Unopened> {
+    async fn greet(
+        &self,
+        stream: Arc<TcpStream>,
+        until: Instant,
+    ) -> Result<(Said, Socket), Unopened> {
         let silent = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
@@ -210,13 +225,15 @@ impl State {
             }
         };
         let until = until.min(Instant::now() + HELLO_PATIENCE);
-        socket::set_up(stream).map_err(silent)?;
+        socket::set_up(&stream).map_err(silent)?;
+        let socket = Socket::new(stream, SENDING).map_err(silent)?;
         let content = self.encrypt.with(self.address.ip());
         let terms = Terms { cipher: Cipher::of_this_processor(), content };
         let hello = Hello { nonce: random()?, terms }.encode();
-        socket::send_bytes(stream, &hello).map_err(silent)?;
+        socket.send([&hello]).await.map_err(silent)?;
         let mut bytes = [0; Challenge::BYTES];
-        socket::receive_by(stream, &mut bytes, until).map_err(silent)?;
+        let answered = timeout_at(until.into(), socket.receive([&mut bytes])).await;
+        answered.map_err(|_| io::ErrorKind::TimedOut.into()).flatten().map_err(silent)?;
         let Challenge { nonce, terms, proof } =
             Challenge::decode(&bytes).map_err(Error::PeerMisbehaved)?;
         let said = Said { hello, nonce, terms };
@@ -229,9 +246,8 @@ impl State {
             .into());
         }
         let proof = self.secret.prove(End::Client, &said);
-        socket::send_bytes(stream, &proof).map_err(silent)?;
-        stream.set_read_timeout(None).map_err(silent)?;
-        Ok(said)
+        socket.send([&proof]).await.map_err(silent)?;
+        Ok((said, socket))
     }
 }
 
@@ -257,7 +273,7 @@ impl Lane {
         }
     }
 
-    /// Wakes the lane's thread from whatever it waits for on its connection.
+    /// Wakes the lane from whatever it waits for on its connection.
     pub(super) fn cut(&self) {
         if let Some(stream) = self.stream.lock().as_ref() {
             let _ = stream.shutdown(Shutdown::Both);

@@ -6,7 +6,7 @@ use kvferry_layout::{ByteCopy, Region};
 
 use super::super::proof::Secret;
 use super::super::{Tcp, TcpOptions};
-use super::{OPEN, PAGE, described, let_in, soon};
+use super::{OPEN, PAGE, described, let_in, now, soon};
 use crate::contract::{Error, Instance, Operation, Status, Transport};
 use crate::memory::HostMemory;
 
@@ -31,7 +31,7 @@ fn spoiled_answers_are_errors() {
         for number in 0.. {
             let Ok(mut channel) = let_in(&listener, &secret) else { return };
             let mut request = vec![];
-            if !matches!(channel.receive(&mut request), Ok(true)) {
+            if !matches!(now(channel.receive(&mut request)), Ok(true)) {
                 return;
             }
             let id: [u8; 8] = request[8..16].try_into().unwrap();
@@ -40,7 +40,7 @@ fn spoiled_answers_are_errors() {
             if number % answers.len() != 0 && answer.len() > 16 {
                 answer[8..16].copy_from_slice(&id);
             }
-            channel.send(&answer).unwrap();
+            now(channel.send(&answer)).unwrap();
         }
     });
     let memory = HostMemory::new(PAGE).unwrap();

@@ -9,7 +9,7 @@ use super::super::frame::{Challenge, Hello, VERSION, Verb};
 use super::super::proof::{End, Said, Secret};
 use super::super::seal::{Direction, TAG};
 use super::super::{Tcp, TcpOptions, parse};
-use super::{PAGE, TERMS, Victim, described, let_in, request, rest, soon};
+use super::{PAGE, TERMS, Victim, described, let_in, now, request, rest, soon};
 use crate::contract::{Error, Instance, InvalidFrame, Operation, Status, Transport};
 use crate::memory::HostMemory;
 
@@ -148,7 +148,7 @@ fn what_disconnecting_ends_says_so() {
         let accepted = std::thread::scope(|scope| {
             let server = scope.spawn(|| {
                 let mut open = let_in(&listener, &secret).unwrap();
-                assert!(open.receive(&mut vec![]).unwrap());
+                assert!(now(open.receive(&mut vec![])).unwrap());
                 let (mut silent, _) = listener.accept().unwrap();
                 silent.read_exact(&mut [0; Hello::BYTES]).unwrap();
                 (open, silent)

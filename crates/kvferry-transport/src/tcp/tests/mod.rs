@@ -10,8 +10,8 @@ mod strangers;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::Region;
@@ -20,10 +20,12 @@ use super::channel::Channel;
 use super::frame::{Answer, Challenge, Hello, Request, Verb, Verdict, put_span};
 use super::proof::{End, Said, Secret};
 use super::seal::{Cipher, Terms};
+use super::socket::Socket;
 use super::{Address, Bounds, DESCRIPTION, Tcp, TcpOptions, parse};
 use crate::contract::Transport;
 use crate::memory::HostMemory;
 use crate::shared::bytes::put_block;
+use crate::shared::io::IoThreads;
 use crate::shared::random::random;
 
 const PAGE: usize = 4096;
@@ -34,6 +36,22 @@ const SECRET: u8 = 0xc7;
 
 /// As between two engines of one host.
 const TERMS: Terms = Terms { cipher: Cipher::Aes, content: false };
+
+/// What waits for the sockets of these tests.
+static IO: LazyLock<Arc<IoThreads>> = LazyLock::new(|| IoThreads::of_this_process().unwrap());
+
+fn socket(stream: TcpStream) -> Socket {
+    let _tasks = IO.next().enter();
+    let patience = Duration::from_secs(20);
+    let mut socket = Socket::new(Arc::new(stream), patience).unwrap();
+    socket.receive_within(Some(patience));
+    socket
+}
+
+/// Waits here for what a task would wait for.
+fn now<T>(future: impl Future<Output = T>) -> T {
+    IO.next().block_on(future)
+}
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(30)
@@ -133,7 +151,7 @@ impl Guest {
         let Challenge { nonce, terms, .. } = Challenge::decode(&challenge).unwrap();
         let said = Said { hello, nonce, terms };
         stream.write_all(&secret.prove(End::Client, &said))?;
-        Ok(Self(Channel::new(stream.into(), End::Client, terms, &secret.secrets(&said))))
+        Ok(Self(Channel::new(socket(stream), End::Client, terms, &secret.secrets(&said))))
     }
 
     fn stream(&self) -> &TcpStream {
@@ -142,30 +160,30 @@ impl Guest {
 
     fn ask(&mut self, request: &[u8]) {
         // It may have been let go already.
-        let _ = self.0.send(request);
+        let _ = now(self.0.send(request));
     }
 
     /// The next answer, and the bytes behind it. `None` where the server has hung up.
     fn hear(&mut self) -> Option<(Answer, Vec<u8>)> {
         let mut frame = vec![];
-        if !self.0.receive(&mut frame).ok()? {
+        if !now(self.0.receive(&mut frame)).ok()? {
             return None;
         }
         let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
         let sent = if answer.verdict == Verdict::Done { answer.bytes } else { 0 };
         let mut bytes = vec![0; sent as usize];
-        self.0.receive_own(&mut bytes).ok()?;
+        now(self.0.receive_own(&mut bytes)).ok()?;
         Some((answer, bytes))
     }
 
     fn is_served(&mut self) -> bool {
         self.ask(&request(Verb::Regions, 1, &[]));
         let mut frame = vec![];
-        if !matches!(self.0.receive(&mut frame), Ok(true)) {
+        if !matches!(now(self.0.receive(&mut frame)), Ok(true)) {
             return false;
         }
         let answer = Answer::decode(frame[..].try_into().unwrap()).unwrap();
-        self.0.receive_sealed(&mut vec![0; answer.bytes as usize]).is_ok()
+        now(self.0.receive_sealed(&mut vec![0; answer.bytes as usize])).is_ok()
     }
 }
 
@@ -190,7 +208,7 @@ fn let_in(listener: &TcpListener, secret: &Secret) -> io::Result<Channel> {
     let proof = secret.prove(End::Server, &said);
     stream.write_all(&Challenge { nonce: said.nonce, terms: TERMS, proof }.encode())?;
     stream.read_exact(&mut [0; 32])?;
-    Ok(Channel::new(stream.into(), End::Server, TERMS, &secret.secrets(&said)))
+    Ok(Channel::new(socket(stream), End::Server, TERMS, &secret.secrets(&said)))
 }
 
 fn request(verb: Verb, id: u64, spans: &[(u64, u64)]) -> Vec<u8> {
