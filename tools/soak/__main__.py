@@ -32,7 +32,7 @@ import openai
 import questions
 import serving  # noqa: F401
 
-from . import ROOT
+from . import ROOT, judge
 from .plot import plot
 from .servers import BLOCKS, DECODE, LEASE, PREFILL, SERVERS, Fleet, text
 
@@ -135,55 +135,10 @@ class Soak:
     def audited(self, who):
         """What its audits have found since it was started."""
         found = {}
-        for result in ("matched", "mismatch", "unable"):
+        for result in judge.AUDITS:
             with contextlib.suppress(AssertionError):
-                found[result] = int(self.fleet.metric(who, "kvferry_audits_total", result=result))
+                found[result] = int(self.fleet.metric(who, f"kvferry_audits_{result}_total"))
         return found
-
-    def audits(self):
-        """Of all that were made: a server that was started again counts anew."""
-        found = collections.Counter()
-        for who in DECODE:
-            lives = [line["servers"].get(who, {}).get("audits", {}) for line in self.samples]
-            for result in ("matched", "mismatch", "unable"):
-                counts = [one[result] for one in lives if result in one]
-                ends = [before for before, after in zip(counts, counts[1:]) if after < before]
-                found[result] += sum(ends) + (counts[-1] if counts else 0)
-        return dict(found)
-
-
-def flat(soak):
-    """By server: what it took when it had been up for a while, and in the end, without requests. Memory is said, and judged by
-    who reads the plot: an allocator keeps what it has had."""
-    starts = {who: 0.0 for who in SERVERS}
-    for event in soak.events:
-        if event["what"].endswith("is back"):
-            starts[event["what"].split()[0]] = event["at"]
-    last, found = soak.samples[-1], {}
-    for who in SERVERS:
-        after = [line for line in soak.samples if who in line["servers"] and line["at"] > starts[who] + 20]
-        if len(after) < 2 or who not in last["servers"]:
-            continue
-        found[who] = {"from": after[0]["at"], "to": last["at"], "first": after[0]["servers"][who], "last": last["servers"][who]}
-    return found
-
-
-def verdict(run):
-    wrong = []
-    if run["answers"].get("wrong"):
-        wrong.append(f"{run['answers']['wrong']} wrong answers")
-    if run["audits"].get("mismatch"):
-        wrong.append(f"{run['audits']['mismatch']} audits found a difference")
-    for who, one in run["flat"].items():
-        if one["last"].get("blocks"):
-            wrong.append(f"{who} holds {one['last']['blocks']} blocks")
-        for what, most in (("threads", 2), ("files", 8)):
-            # Idle, it has no more of either than under load.
-            if one["last"][what] > one["first"][what] + most:
-                wrong.append(f"{who} has {one['last'][what]} {what}, and had {one['first'][what]}")
-    if not run["answers"].get("right"):
-        wrong.append("no answer at all")
-    return wrong
 
 
 def show(run):
@@ -237,7 +192,7 @@ def main():
     (arguments.into / "soak.svg").write_text(plot(run))
     if soak.wrong:
         print("the first wrong answer:", soak.wrong[0], file=sys.stderr)
-    if wrong := verdict(run):
+    if wrong := judge.verdict(run):
         sys.exit("error: " + "; ".join(wrong))
 
 
@@ -253,7 +208,8 @@ def soaked(fleet, arguments, run):
     def keep():
         run.update(
             seconds=soak.now(), answers=dict(soak.counts), failed=dict(soak.said), events=soak.events,
-            samples=soak.samples, audits=soak.audits(), flat=flat(soak) if soak.samples else {}, known=[known, len(every)],
+            samples=soak.samples, audits=judge.audits(soak.samples), flat=judge.flat(soak.samples, soak.events),
+            known=[known, len(every)],
         )  # fmt: skip
         part = arguments.into / "soak.part"
         part.write_text(json.dumps(run) + "\n")
