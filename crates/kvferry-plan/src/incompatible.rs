@@ -238,7 +238,7 @@ fn stated(value: &Option<String>) -> String {
 }
 
 fn written(writer: &Option<Box<Writer>>) -> String {
-    writer.as_ref().map_or_else(|| "what it does not say".to_owned(), |it| it.to_string())
+    writer.as_ref().map_or_else(|| "what it does not say".to_owned(), ToString::to_string)
 }
 
 fn missing(format: &Format, instead: &[(String, Format)]) -> String {
