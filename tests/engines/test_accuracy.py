@@ -35,7 +35,7 @@ KEPT = {
     "qwen3.5": MAMBA,
 }
 #: What a model was trained to answer without: docs/trained.md says so, and no hand-over is tested by it.
-UNUSED = [("lfm2", "convolution"), ("kimi-linear", "latents"), ("qwen3.5", "keys"), ("qwen3.5", "values")]
+UNUSED = [("kimi-linear", "latents"), ("qwen3.5", "keys"), ("qwen3.5", "values")]
 
 
 def always(family, cell, kind=None):

@@ -212,8 +212,10 @@ def real_weights(arguments, keep):
     try:
         with Engines("smollm2", site) as engines:
             texts = real.Texts(engines.folder, 6, arguments.prompts)
-            progress = Progress(alone_of(cells) + len(cells))
-            found = real.measure(engines, cells, texts, progress, lambda found: keep(found, []), pair_of)
+            # What is spoiled is compared with what one engine says by itself with a cache as usual.
+            spoils = arguments.spoil > 0 and OURS in arguments.through and not arguments.only
+            progress = Progress(alone_of(cells) + len(cells) + spoils)
+            found = real.measure(engines, cells, texts, progress, lambda found: keep(found, []), pair_of, spoils)
     except (smollm2.Missing, Failed, OSError) as error:
         sys.exit(f"error: {error}")
     print(*real.rows(found), sep="\n")
