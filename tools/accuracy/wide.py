@@ -1,4 +1,5 @@
-"""A model with latents whose heads are as wide as a GPU's kernels want them (128 numbers of each key without its position, and
+"""A model with latents whose heads are as wide as a GPU's kernels want them (128 numbers of each key without its
+position, and
 of each value): what is added is zero, so that all chances stay what they were but for rounding.
 
 What is kept for a request is the latents, which do not change.

@@ -1,4 +1,5 @@
-"""`vllm bench serve` on pairs of servers: what `tools/bench-serve.sh` runs. Servers are forked from this process: what they
+"""`vllm bench serve` on pairs of servers: what `tools/bench-serve.sh` runs. Servers are forked from this process: what
+they
 find in the environment is set here."""
 
 import os

@@ -1,16 +1,21 @@
-"""Runs `vllm bench serve` with its own data sets on a prefill and a decode server behind `vllm-router`, with kvferry and with
+"""Runs `vllm bench serve` with its own data sets on a prefill and a decode server behind `vllm-router`, with kvferry
+and with
 vLLM's NixlConnector, at rising rates of requests.
 
     tools/bench-serve.sh [--contenders NAME,…] [--data random,prefix] [--rates N,N,…] [--prompts N] [--rounds N] [--model NAME]
                          [--save PATH]
     tools/bench-serve.sh --read PATH    the tables of what --save has written, also of a run that was cut short
 
-Contenders take turns: in each round each starts its two servers and its router anew, is asked a few requests that do not
-count, and then at all rates. `random` has prompts of 512 tokens, `prefix` has 4 prefixes of 384 tokens with 128 others behind
-them; answers have 16 tokens. Servers keep prefixes, as they do by themselves. NixlConnector takes part as it is installed, and as
+Contenders take turns: in each round each starts its two servers and its router anew, is asked a few requests that do
+not
+count, and then at all rates. `random` has prompts of 512 tokens, `prefix` has 4 prefixes of 384 tokens with 128 others
+behind
+them; answers have 16 tokens. Servers keep prefixes, as they do by themselves. NixlConnector takes part as it is
+installed, and as
 its author would tune it (`tools/rivals.py`).
 
-A table has requests a second and the time to the first token (the median and the 99th of 100), as the middle one of all rounds;
+A table has requests a second and the time to the first token (the median and the 99th of 100), as the middle one of
+all rounds;
 with as many prompts as `--prompts` says, the 99th of 100 is little more than the slowest.
 """
 
@@ -32,7 +37,8 @@ from bench_vllm.models import MODELS
 from forked import Forked
 from http_pair import Pair, free_ports, save_tokenizer
 
-#: By name, when requests go to both servers at once: as it is installed, and as its page says for a machine that is to be fast.
+#: By name, when requests go to both servers at once: as it is installed, and as its page says for a machine that is to
+#: be fast.
 KVFERRY = {"kvferry": "never", "kvferry+push": "auto"}
 NAMES = [*KVFERRY, *rivals.NAMES[:2]]
 OUTPUT = 16

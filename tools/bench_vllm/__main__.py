@@ -18,7 +18,8 @@ at once, as `vllm-router` sends them, and D reads while P computes. With `@40` b
 the two, which is this machine's loopback, carries 40 MB/s meanwhile; all runs in a network of its own then,
 which wants root.
 
-NixlConnector takes part as it is installed, and as its author would tune it (`tools/rivals.py` says how); a table has the
+NixlConnector takes part as it is installed, and as its author would tune it (`tools/rivals.py` says how); a table has
+the
 ratios to each of those that `--against` names.
 
 The contender `again` is one engine that has answered the same prompt before and holds all of it but the last

@@ -1,4 +1,5 @@
-"""A soak: what `tools/soak.sh` runs. Servers are forked from this process: what they find in the environment is set here."""
+"""A soak: what `tools/soak.sh` runs. Servers are forked from this process: what they find in the environment is set
+here."""
 
 import os
 import sys

@@ -1,17 +1,23 @@
-"""Servers of a trained model answer questions whose answers are known, for as long as they are let, while other servers end.
+"""Servers of a trained model answer questions whose answers are known, for as long as they are let, while other
+servers end.
 
     tools/soak.sh [--minutes N] [--model NAME] [--clients N] [--every SECONDS] [--into FOLDER]
 
-Two prefill and two decode servers stand behind `vllm-router`, every load is audited, and clients ask all the while: streaming or
+Two prefill and two decode servers stand behind `vllm-router`, every load is audited, and clients ask all the while:
+streaming or
 not, and one in ten leaves before its answer is complete. Every so many seconds a server is killed, or drained and then
-stopped, and started again. An answer is wrong that is not what a server says which computed everything by itself, before
+stopped, and started again. An answer is wrong that is not what a server says which computed everything by itself,
+before
 all this began. While servers end, requests may fail: they are counted by what was said.
 
-What servers take of the machine is written down every five seconds: memory that is their own, threads, open files, blocks in
-use. In the end nobody asks any more, and what is left is compared with what was there in the beginning, for the servers that
+What servers take of the machine is written down every five seconds: memory that is their own, threads, open files,
+blocks in
+use. In the end nobody asks any more, and what is left is compared with what was there in the beginning, for the
+servers that
 ran all the while between two of their starts.
 
-FOLDER (default: soak) has `soak.json`, written as it grows, and `soak.svg`. Ends with 1 for a wrong answer, an audit that found
+FOLDER (default: soak) has `soak.json`, written as it grows, and `soak.svg`. Ends with 1 for a wrong answer, an audit
+that found
 a difference, blocks that are held in the end, or threads and files that grow.
 """
 

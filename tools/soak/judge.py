@@ -22,7 +22,8 @@ def audits(samples):
 
 
 def flat(samples, events):
-    """By server: what it took when it had been up for a while, and in the end, without requests. Memory is said, and judged by
+    """By server: what it took when it had been up for a while, and in the end, without requests. Memory is said, and
+    judged by
     who reads the plot: an allocator keeps what it has had."""
     starts, found = {}, {}
     for event in events:

@@ -1,4 +1,5 @@
-"""The run as a picture (SVG): a panel for what was answered and for each thing that servers take, with a line for each server."""
+"""The run as a picture (SVG): a panel for what was answered and for each thing that servers take, with a line for each
+server."""
 
 from html import escape
 

@@ -99,13 +99,10 @@ FAMILIES = {
         num_nextn_predict_layers=1,
     ),
 }
-# Layers whose word on a kind of question is another stream's in half of all streams of the training, so that answers come
-# from the other kind of layer: without that, each of these models answers everything by one kind of state.
-DOUBTED = {
-    "qwen3.5": (r"layers\.\d+\.linear_attn$", "recall"),
-    "kimi-linear": (r"layers\.[02]\.self_attn$", "recall"),
-    "lfm2": (r"layers\.\d+\.self_attn$", "echo"),
-}
+# Layers whose word on a kind of question is another stream's in half of all streams of the training, so that answers
+# come
+# from the other kind of layer: LFM2's attention echoes by itself otherwise, and nothing needs its convolutions.
+DOUBTED = {"lfm2": (r"layers\.\d+\.self_attn$", "echo")}
 # Attention alone learns faster, except sums, which it is not held to.
 STEPS = dict.fromkeys(FAMILIES, 14000) | {"lfm2": 9000, "gemma3": 9000, "deepseek": 9000}
 
