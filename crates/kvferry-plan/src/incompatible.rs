@@ -61,9 +61,9 @@ pub enum Incompatible {
         /// The source rank.
         source_rank: String,
         /// What writes it there; `None` when it does not say.
-        source_writer: Option<Writer>,
+        source_writer: Option<Box<Writer>>,
         /// What writes it on the destination; `None` when it does not say.
-        destination_writer: Option<Writer>,
+        destination_writer: Option<Box<Writer>>,
     },
     /// The axes differ.
     ///
@@ -237,8 +237,8 @@ fn stated(value: &Option<String>) -> String {
     value.as_ref().map_or_else(|| "not stated".to_owned(), |value| format!("'{value}'"))
 }
 
-fn written(writer: &Option<Writer>) -> String {
-    writer.as_ref().map_or_else(|| "what it does not say".to_owned(), Writer::to_string)
+fn written(writer: &Option<Box<Writer>>) -> String {
+    writer.as_ref().map_or_else(|| "what it does not say".to_owned(), ToString::to_string)
 }
 
 fn missing(format: &Format, instead: &[(String, Format)]) -> String {

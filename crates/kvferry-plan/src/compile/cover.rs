@@ -266,8 +266,8 @@ fn wanted<'a>(
                         state: state(),
                         format: kind.format.clone(),
                         source_rank: source_rank(),
-                        source_writer: wrote.cloned(),
-                        destination_writer: writes.cloned(),
+                        source_writer: wrote.cloned().map(Box::new),
+                        destination_writer: writes.cloned().map(Box::new),
                     });
                 }
                 if source_kind.axes != kind.axes {
