@@ -129,7 +129,8 @@ class Asking:
             )
         for name, why in sorted(self._not_asked.items()):
             logger.warning(
-                "kvferry: %s could not be asked where it writes: %s; it is served between engines with the same code alone",
+                "kvferry: %s could not be asked where it writes: %s; it is served between engines with the "
+                "same code alone",
                 name,
                 why,
             )
