@@ -36,7 +36,8 @@ def cases(version):
         scale = exponents if is_mx else floats
         lengths = {"indexer": (ENTRIES, 128), "indexer.scale": (ENTRIES, 1)}
         store = indexer_store(version, exponents=is_mx)
-        yield deepseek.Keys(store, None, lengths), keys, cards, 132, {"indexer": ("fp8_e4m3", 1), "indexer.scale": scale}
+        states = {"indexer": ("fp8_e4m3", 1), "indexer.scale": scale}
+        yield deepseek.Keys(store, None, lengths), keys, cards, 132, states
     lengths = {"ring": (1, ENTRIES, 1024)}
     layer = running("it", fused_save_compress_norm=ring_store(version))
     ring = known.BY_LAYER["models.deepseek_v41.compressor", "ring"]
@@ -64,12 +65,12 @@ def rows(version, called):
 def page(told):
     text = """# Fingerprints
 
-*Made by `tools/fingerprints.sh`.* A name (of a record, or of a scale's encoding) means what the code that writes it makes of it.
-[Versions of vLLM](vllm.md#versions-of-vllm) has the rules. Here is what was found.
+*Made by `tools/fingerprints.sh`.* A name (of a record, or of a scale's encoding) means what the code that writes it
+makes of it. [Versions of vLLM](vllm.md#versions-of-vllm) has the rules. Here is what was found.
 
 ## What kernels wrote
-DeepSeek-V4.1's kernels of both versions, carried out by Triton's interpreter on a CPU: a fixed input, a page of 4 entries that was
-poisoned, and where the bytes of each state were found. Equal digests mean that the plan only has to move bytes.
+DeepSeek-V4.1's kernels of both versions, carried out by Triton's interpreter on a CPU: a fixed input, a page of 4
+entries that was poisoned, and where the bytes of each state were found. Equal digests mean that the plan only has to move bytes.
 
 | kernel | cards | state | vLLM | where the first byte of each is | what it wrote |
 |---|---|---|---|---|---|
@@ -82,10 +83,10 @@ poisoned, and where the bytes of each state were found. Equal digests mean that 
         )
     text += """
 ## Each kind in each pair
-What holds where one side is the first and the other the second, in either direction. *Asked*: each engine asks its own kernel when
-it starts, and the pair is served where both wrote the same. *Code*: the text of what writes it, and of all that it calls, stands in,
-on one family of cards. *Version*: what writes it is compiled, or fused with the model's arithmetic, and served between equal versions,
-cards and switches alone. In brackets: where it ran, and *never* where it did not.
+What holds where one side is the first and the other the second, in either direction. *Asked*: each engine asks its own
+kernel when it starts, and the pair is served where both wrote the same. *Code*: the text of what writes it, and of all
+that it calls, stands in, on one family of cards. *Version*: what writes it is compiled, or fused with the model's
+arithmetic, and served between equal versions, cards and switches alone. In brackets: where it ran, and *never* where it did not.
 
 | kind | 0.32 and 0.32, one family of cards | 0.32 and 0.33, one family | 0.33 and 0.33, one family | two families |
 |---|---|---|---|---|
@@ -103,8 +104,8 @@ cards and switches alone. In brackets: where it ran, and *never* where it did no
             cells = ["version: served", "refused", "version: served", "refused"]
         text += f"| {kind} | {' | '.join(cells)} |\n"
     return text + """
-Beside these, Blackwell's scales of 8-bit indexers have a format of their own with 0.33, so that 0.33 there is refused with any other
-card and with 0.32, whatever its kernels answer.
+Beside these, Blackwell's scales of 8-bit indexers have a format of their own with 0.33, so that 0.33 there is refused
+with any other card and with 0.32, whatever its kernels answer.
 """
 
 
@@ -116,7 +117,7 @@ H200 = ("0.32 on the H200", "never", "never", "never")
 KINDS = (
     ("keys and values, of back ends that offer an update", "asked", CPU),
     ("the same with 8 bits and scales of the layer", "asked", H200),
-    ("records with scales of their own (INT4, INT8, FP8 per token and head, NVFP4, TurboQuant, UltraQuant)", "asked", NEVER),
+    ("records with their scales (INT4, INT8, FP8 per token and head, NVFP4, TurboQuant, UltraQuant)", "asked", NEVER),
     ("keys and values of HPC_ATTN and MiniMax-M3, written in the midst of attention", "version", ()),
     ("latents of MLA (plain, and 8 bits)", "asked", CPU),
     ("latents of 656 and 352 bytes (`fp8_ds_mla`, `nvfp4_ds_mla`)", "asked", NEVER),
@@ -128,7 +129,7 @@ KINDS = (
     ("V4.1's indexers", "asked", TRITON),
     ("V4's indexers", ("code", "compress_norm_rope_store_triton"), ()),
     ("indexers of DeepSeek-V3.2 and GLM-5 where vLLM's own operator stores them", "asked", H200),
-    ("latents and indexers of DeepSeek-V3.2 and GLM-5 where the model's fused kernel does", ("code", "fused_norm_rope"), ()),
+    ("the same, and its latents, where the model's fused kernel does", ("code", "fused_norm_rope"), ()),
     ("Mamba, Mamba2, gated delta rule, KDA, short convolutions", "asked", CPU),
     ("linear attention", "version", ()),
     ("hidden states", ("code", "basic_cache"), ()),

@@ -150,7 +150,10 @@ def page(folder: Path) -> tuple[str, bool]:
     )
     text += listed(
         "Kernels that write other bytes for the same input, or elsewhere (docs/fingerprints.md has all that ran)",
-        [f"{it}: `{old['fingerprints'][it]}`; now `{new['fingerprints'][it]}`" for it in moved("fingerprints", old, new)],
+        [
+            f"{it}: `{old['fingerprints'][it]}`; now `{new['fingerprints'][it]}`"
+            for it in moved("fingerprints", old, new)
+        ],
     )
 
     text += "\n## What must be decided\n"

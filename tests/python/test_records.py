@@ -137,7 +137,8 @@ class TestAWriterThatChanges:
         move(source, target, 9)
 
     def test_another_order_inside_a_record_is_refused_with_both_writers(self, monkeypatch):
-        source, target = self.pair(monkeypatch, "tl.store(values + d, tl.reshape(fp8", "tl.store(values + (d ^ 1), tl.reshape(fp8")
+        store = "tl.store(values + d, tl.reshape(fp8"
+        source, target = self.pair(monkeypatch, store, store.replace("+ d", "+ (d ^ 1)"))
         with pytest.raises(kvferry.Incompatible, match="both sides call its elements fp8_ds_mla 528") as caught:
             kvferry.compile(target.ranks[0].manifest, [source.ranks[0].manifest])
         assert caught.value.kind == "writer" and caught.value.state.endswith("/latent")
@@ -155,10 +156,13 @@ def indexed(name, version, exponents, monkeypatch):
     monkeypatch.setattr(versions, "build", lambda: version or "0.32.0")
     it = v4_indexer()
     store = indexer_store(version, exponents=exponents)
-    return v4(name, SIDE, (4,), {4: {"k_cache": Keys(it.make, "DEEPSEEK_V41_INDEXER", 4, 4, indexes=True, insert=store)}})
+    keys = Keys(it.make, "DEEPSEEK_V41_INDEXER", 4, 4, indexes=True, insert=store)
+    return v4(name, SIDE, (4,), {4: {"k_cache": keys}})
 
 
-@pytest.mark.parametrize("p, d", [((OLD, False), (NEW, False)), ((NEW, True), (NEW, True)), ((OLD, False), (NEW, True))])
+@pytest.mark.parametrize(
+    "p, d", [((OLD, False), (NEW, False)), ((NEW, True), (NEW, True)), ((OLD, False), (NEW, True))]
+)
 def test_keys_of_an_indexer_move_where_their_scales_are_alike(p, d, monkeypatch):
     source, target = (indexed(name, *it, monkeypatch) for name, it in (("prefill", p), ("decode", d)))
     if p[1] == d[1]:

@@ -34,7 +34,7 @@ def test_it_finds_this_environment_ready(said):
     (kernels,) = [one["details"] for one in said["findings"] if one["what"] == "kernels"]
     # Known to be side by side, and not to be asked; states that nobody knows how to ask.
     assert "HPC_ATTN (its cache is written in the midst" in kernels
-    assert "LINEAR (its kernels cannot be called alone; taken for granted)" in kernels
+    assert "LINEAR (its kernels cannot be called alone; known by their code)" in kernels
     assert "CPU_ATTN" not in kernels
 
 
@@ -149,3 +149,11 @@ def test_a_transport_that_fails_only_matters_where_it_is_needed(monkeypatch):
     optional, needed = (selfcheck.moved("nixl", "cpu", 1, needed) for needed in (False, True))
     assert (optional.fits, needed.fits) == ("-", "no")
     assert "no such library" in needed.says and "pip install 'nixl==" in needed.advice
+
+
+def test_an_installation_of_two_builds_is_named(monkeypatch):
+    monkeypatch.setattr(versions, "mixed", lambda: [f"vllm/{it}.so 1" for it in range(5)])
+    monkeypatch.setattr(selfcheck, "moved", lambda *_: None)
+    (found,) = [one for one in selfcheck.look(1) if one is not None and "not those" in one.details]
+    assert (found.what, found.fits) == ("vllm", "?")
+    assert found.details.startswith("5 of its files are not those that were installed: vllm/0.so 1, vllm/1.so 1, vllm/2.so 1 …")

@@ -93,7 +93,7 @@ def test_a_manifest_that_says_nothing_fits_what_was_asked_and_nothing_else(monke
             if fits:
                 kvferry.compile(pair[0], [pair[1]])
                 continue
-            with pytest.raises(kvferry.Incompatible, match="written by what it does not say|'s by what it does not say"):
+            with pytest.raises(kvferry.Incompatible, match="by what it does not say"):
                 kvferry.compile(pair[0], [pair[1]])
 
 

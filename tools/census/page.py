@@ -28,7 +28,8 @@ vLLM's source and not run; the tests in `tests/python` lay out every kind of pag
 compare each byte. On CPUs vLLM itself quantises to FP8 with scales of the layer and to nothing else. Not in this
 vLLM, and refused by name: `rwkv7` (it never ran it) and `phi4flash` (it did until 0.10.2). What is refused
 below is also refused by vLLM where there is a connector, or a plug-in's. Whether a pair of engines fits is decided
-for the pair: [Will my pair work?](planning.md)
+for the pair: [Will my pair work?](planning.md) Whether the name of a format means the same on both sides is asked of their
+kernels ([what each kind is known by](fingerprints.md)).
 
 ## Classes of caches
 """

@@ -101,6 +101,10 @@ def look(mib: int, level: str = "error") -> Iterator[Finding]:
             yield Finding("vllm", "yes", f"{vllm}; tried, also in pairs of different ones: {tried}{without}")
         else:
             yield Finding("vllm", "?", versions.untried(vllm), f"try it before you trust it: {CANARY}")
+        if mixed := versions.mixed():
+            files = f"{', '.join(mixed[:3])}{' …' if len(mixed) > 3 else ''} (name and size)"
+            yield Finding("vllm", "?", f"{len(mixed)} of its files are not those that were installed: {files}",
+                          "install it anew: Python of one version beside compiled parts of another writes other bytes")
         yield plugin()
         yield connector()
         yield askable()
@@ -185,14 +189,14 @@ def askable() -> Finding:
         if why is None:
             asked.append(name)
         elif name in specs.SIDE_BY_SIDE:
-            not_asked[name] = f"{why}; taken for granted"
+            not_asked[name] = f"{why}; known by its code"
         else:
             not_asked[name] = f"{why}; refused"
     for name, kind in specs.RECURRENT.items():
         if kernels.updates(kind):
             asked.append(name)
         else:
-            not_asked[name] = "its kernels cannot be called alone; taken for granted"
+            not_asked[name] = "its kernels cannot be called alone; known by their code"
     cannot = "; ".join(f"{name} ({why})" for name, why in sorted(not_asked.items()))
     says = f"{len(asked)} kinds of caches can be asked where they are written, {len(not_asked)} cannot"
     return Finding("kernels", "yes" if asked else "no", says, details=f"not {cannot}" if cannot else "")

@@ -38,7 +38,7 @@ def running() -> str:
 
 def build() -> str:
     """That version, and what else is in its place: an upgrade that was cut short leaves Python of one version beside
-    compiled parts of another, and neither says so. Their sizes do, beside those that the installation has written down."""
+    compiled parts of another, and neither says so. Their sizes do, beside those that the installation wrote down."""
     if not (wrong := mixed()):
         return running()
     told = hashlib.sha256("\n".join(wrong).encode()).hexdigest()[:8]
@@ -128,7 +128,7 @@ LATER_HOOKS: dict[str, Callable[[], bool]] = {
 
 
 def interleaves_v41_records() -> bool | None:
-    """Whether the scales of a token of DeepSeek-V4.1 (records of 528 and 288 bytes) follow its data, as in vLLM 0.33, or
+    """Whether the scales of a token of DeepSeek-V4.1 (528 and 288 bytes) follow its data, as in vLLM 0.33, or
     those of all tokens the data of all, as before: same name, same size, same spec. Only where the kernel that writes
     them cannot be asked; None where nothing here says it. 0.33 rounds a block's stride up to whole records for it."""
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache

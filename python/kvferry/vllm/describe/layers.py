@@ -33,8 +33,8 @@ class Layers(Heads, Recurrent):
         if getattr(getattr(self.asking.running(layer), "impl", None), "_shuffle_kv_layout", False):
             raise refuse(
                 layer,
-                f"since vLLM 0.33 the back end {self.backends.get(layer)} keeps keys and values in tiles on this GPU where "
-                "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set, and they are not described: start the engine without it",
+                f"since vLLM 0.33 the back end {self.backends.get(layer)} keeps keys and values in tiles on this GPU "
+                "where VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set, and they are not described: start the engine without it",
             )
         described = {
             Pages.ATTENTION: self._attention,
@@ -119,8 +119,8 @@ class Layers(Heads, Recurrent):
             if follows is None:
                 raise refuse(
                     layer,
-                    f"records of {sum(sizes)} bytes a token (DeepSeek-V4.1 on Blackwell) lie in one order up to vLLM 0.32 "
-                    "and in another in 0.33, under the same name and size; the kernel that writes them cannot be asked "
+                    f"records of {sum(sizes)} bytes a token (DeepSeek-V4.1 on Blackwell) lie in one order up to vLLM "
+                    "0.32 and in another in 0.33, under the same name and size; the kernel that writes them cannot be asked "
                     f"here, and nobody has looked at vLLM {versions.running()}. Use one of {', '.join(versions.TRIED)}",
                 )
             if follows:
@@ -209,8 +209,8 @@ class Layers(Heads, Recurrent):
         if floats is None:
             raise refuse(
                 layer,
-                f"vLLM {versions.running()} does not say which numbers it writes as the scales of 8-bit indexer keys on "
-                "this GPU: a float32, or four exponents (UE8M0) in the same four bytes. Use one of "
+                f"vLLM {versions.running()} does not say which numbers it writes as the scales of 8-bit indexer keys "
+                "on this GPU: a float32, or four exponents (UE8M0) in the same four bytes. Use one of "
                 f"{', '.join(versions.TRIED)}, or an indexer cache of 4 bits",
             )
         return floats

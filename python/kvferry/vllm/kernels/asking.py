@@ -129,8 +129,8 @@ class Asking:
             )
         for name, why in sorted(self._not_asked.items()):
             logger.warning(
-                "kvferry: %s could not be asked where it writes: %s; what kvferry knows of it was "
-                "taken for granted",
+                "kvferry: %s could not be asked where it writes: %s; it is served between engines with the "
+                "same code alone",
                 name,
                 why,
             )

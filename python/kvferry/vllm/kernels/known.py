@@ -39,7 +39,7 @@ BY_LAYER = {
     ("model_executor.models.extract_hidden_states", "hidden"): (
         "model_executor.models.extract_hidden_states", "basic_cache"),
 }  # fmt: skip
-#: Those that write in place of what can be asked wherever their module is loaded: a model's own, fused with other steps.
+#: Those that write in place of what can be asked wherever their module is loaded: a model's own, fused with more.
 FUSED = {
     "latent": ("models.deepseek_v32.common.kernels", "fused_norm_rope"),
     "indexer": ("models.deepseek_v32.common.kernels", "fused_norm_rope"),
@@ -79,8 +79,8 @@ def fused_writer(state: str) -> tuple[str, str] | None:
 
 
 def code_of(backend: Any, writer: tuple[str, str] | None) -> tuple[str, str, str]:
-    """The name of a writer; what stands in for what it writes, a digest of its code and the card where that is all there
-    is to it, or the version, the card and the switches; and the digest."""
+    """The name of a writer; what stands in for what it writes, a digest of its code and the card where that is all
+    there is to it, or the version, the card and the switches; and the digest."""
     if writer is not None and (digest := _code().digest(*writer)):
         return writer[1], f"source {digest}, {card()}", digest
     switches = ", ".join(f"{name}={os.environ[name]}" for name in SWITCHES if os.environ.get(name))
