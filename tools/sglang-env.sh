@@ -5,7 +5,7 @@
 #   tools/sglang-env.sh
 #
 # SGLang asks for two hundred packages, most of them kernels for GPUs, and for torch's CUDA build once more. On a CPU it runs
-# with what vLLM's environment has, and with three light packages that it imports whatever it does; what else it
+# with what vLLM's environment has, its own router, and three light packages that it imports whatever it does; what else it
 # lacks has stand-ins in tests/sglang. Like that of vLLM, the environment lies outside the tree, under a name that says what is in it.
 set -euo pipefail
 

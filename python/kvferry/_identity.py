@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: Families (`model_type`) of which an engine of another kind gave the tokens of one engine alone: `docs/sglang.md` says
-#: where.
-SHOWN = ("qwen3", "nemotron_h", "falcon_h1", "lfm2", "deepseek_v3", "gemma3_text", "qwen3_5_text")
+ENGINES = ("SGLang", "vLLM")
+#: By family (`model_type`): the engines from whose caches one of another kind gave the tokens of one engine alone.
+#: `docs/sglang.md` says how that was shown.
+SHOWN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3", "nemotron_h", "falcon_h1", "lfm2", "gemma3_text", "qwen3_5_text"), ENGINES),
+    # SGLang computes no prompt of it on a CPU.
+    "deepseek_v3": ("vLLM",),
+}
 
 #: What DeepSeek-V4 and V4.1 take of a scaled position encoding, whatever else their configuration says of it.
 _SCALED = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -23,11 +28,19 @@ _LONGEST_HEADER = 100_000_000
 
 
 def identity(
-    engine: str, name: str, model: Any, form: str, weights: str | None = None, tries_others: bool = False
+    engine: str,
+    name: str,
+    model: Any,
+    form: str,
+    weights: str | None = None,
+    *,
+    gives: bool = True,
+    takes: bool = True,
+    tries_others: bool = False,
 ) -> dict[str, str]:
-    """The facts of an engine of this kind: by which name it was given the model, its own idea of the model's
-    configuration, and the format of its numbers. With `tries_others` it takes from engines of any other kind, whatever
-    the family."""
+    """The facts of an engine of this kind, which `gives` caches, `takes` them, or both: by which name it was given the
+    model, its own idea of the model's configuration, and the format of its numbers. With `tries_others` it takes from
+    engines of any other kind, whatever the family."""
     text, family = model.hf_text_config, str(model.hf_config.model_type)
     made = {"model": name, "family": family, "format": form}
     for fact in ("revision", "quantization"):
@@ -40,9 +53,12 @@ def identity(
     shared = getattr(text, "num_kv_shared_layers", None)
     if shared is not None:
         made["num_kv_shared_layers"] = str(shared)
-    if family not in SHOWN and not tries_others:
+    # Where both sides say who they are, only engines of one kind are the same.
+    shown = SHOWN.get(family, ())
+    others = [other for other in ENGINES if other != engine and other not in shown]
+    if (gives and engine not in shown) or (takes and others and not tries_others):
         made["engine"] = (
-            f"{engine} (of models of the type '{family}' no other engine was shown to take the cache; the option "
+            f"{engine} (of models of the type '{family}' this was not shown between engines of two kinds; the option "
             "'other_engines' of the decode engine lets it try)"
         )
     return made

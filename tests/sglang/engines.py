@@ -2,11 +2,13 @@
 starts in a second or two."""
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -76,6 +78,8 @@ ROLES = {
 }
 #: As in Linux's `sys/prctl.h`.
 PR_SET_PDEATHSIG = 1
+#: Engines are forked, and what `random` draws next is forked with them.
+_DRAW = random.SystemRandom()
 #: Seconds that an engine may take to start, and an answer to come.
 START, ANSWER = 120, 60
 
@@ -118,9 +122,12 @@ def _tie(path):
 
 
 def free_port():
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return tried.getsockname()[1]
+    """Below those that the kernel hands out by itself: whoever starts later finds it still free."""
+    while True:
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            port = _DRAW.choice(range(20000, 32000))
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 class Engine:

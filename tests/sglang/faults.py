@@ -77,4 +77,4 @@ def nothing_shown():
     """No family of which another kind of engine was shown to take the cache."""
     from kvferry import _identity
 
-    _identity.SHOWN = ()
+    _identity.SHOWN = {}

@@ -102,12 +102,22 @@ class Fleet:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def complete(self, name, prompt, tokens=8, **more):
+    def complete(self, name, prompt, tokens=8):
         """The answer's text, with its status where there is none."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True} | more
-        status, text = self.ask(name, "/v1/completions", body)
+        status, text = self.ask(name, "/v1/completions", self._body(prompt, tokens))
         # The two engines differ in what half a character is.
         return json.loads(text)["choices"][0]["text"].replace("\ufffd", "") if status == 200 else (status, text)
+
+    def stream(self, name, prompt, tokens=8):
+        """The same, as it comes."""
+        status, text = self.ask(name, "/v1/completions", self._body(prompt, tokens) | {"stream": True})
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+        assert status == 200 and len(lines) > 1, (status, text)
+        parts = [json.loads(line)["choices"] for line in lines]
+        return "".join(choices[0]["text"] for choices in parts if choices).replace("\ufffd", "")
+
+    def _body(self, prompt, tokens):
+        return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
     def logs(self):
         return "\n".join(f"== {name}\n{self.log(name).read_text()[-2500:]}" for name in self.processes)

@@ -33,6 +33,7 @@ def texts(seed, lengths):
     return ["".join(draw.choice(LETTERS) for _ in range(length)) for length in lengths]
 
 
+@MORE
 def test_two_servers_of_sglang(fleet):
     fleet.sglang("p", "prefill")
     fleet.sglang("d", "decode")
@@ -40,13 +41,14 @@ def test_two_servers_of_sglang(fleet):
     for prompt in texts(1, (5, 70)):
         answer = fleet.complete("router", prompt)
         assert isinstance(answer, str), (answer, fleet.logs())
-        # Streamed, and asked as SGLang's own users ask.
+        assert fleet.stream("router", prompt) == answer
+        # And as SGLang's own users ask.
         body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
         status, generated = fleet.ask("router", "/generate", body)
         assert status == 200 and json.loads(generated)["text"].replace("\ufffd", "") == answer
     # Each has counted, by the names that vLLM's servers have behind another prefix.
-    assert counted(fleet, "p", "leases_confirmed_total") == 5
-    assert counted(fleet, "d", "loads_total", 'outcome="done"') == 5
+    assert counted(fleet, "p", "leases_confirmed_total") == 7
+    assert counted(fleet, "d", "loads_total", 'outcome="done"') == 7
 
 
 def counted(fleet, name, what, label=""):

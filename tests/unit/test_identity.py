@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from kvferry import _identity
 from kvferry._first import First
-from kvferry._identity import SHOWN, identity, positions, weights
+from kvferry._identity import ENGINES, SHOWN, identity, positions, weights
 from kvferry._origin import room_name
 
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
@@ -50,11 +50,19 @@ def model(family, **text):
 
 
 def test_a_kind_of_engine_matters_where_no_other_was_shown():
-    for family in SHOWN:
-        assert identity("vLLM", "m", model(family), "bf16") == identity("SGLang", "m", model(family), "bf16")
-    ours, theirs = (identity(engine, "m", model("mllama"), "bf16") for engine in ("vLLM", "SGLang"))
-    assert ours["engine"].startswith("vLLM (") and theirs["engine"].startswith("SGLang (")
-    assert "engine" not in identity("SGLang", "m", model("mllama"), "bf16", tries_others=True)
+    def said(engine, family, **role):
+        return identity(engine, "m", model(family), "bf16", **role).get("engine", "")
+
+    gives, takes = {"takes": False}, {"gives": False}
+    for family, sources in SHOWN.items():
+        for giver, taker in (ENGINES, ENGINES[::-1]):
+            one, other = said(giver, family, **gives), said(taker, family, **takes)
+            # Whoever does both is an equal of either.
+            assert (giver in sources) == (not one or not other) == (not one or not said(taker, family))
+    assert [said(engine, "mllama")[:8] for engine in ENGINES] == ["SGLang (", "vLLM (of"]
+    # The reader's word alone counts.
+    assert not said("SGLang", "mllama", **takes, tries_others=True)
+    assert said("SGLang", "mllama", **gives, tries_others=True)
 
 
 def save(path, numbers, header=None):

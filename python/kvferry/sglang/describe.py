@@ -109,6 +109,7 @@ class Rank:
         rank: int,
         ranks: int,
         *,
+        prefills: bool = True,
         caches_prefixes: bool = True,
         tries_others: bool = False,
     ) -> None:
@@ -118,7 +119,7 @@ class Rank:
         self.components = components
         #: How far back layers with a window look, the token itself not counted.
         self.window = window
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.prefills = rank, ranks, prefills
         #: Whether later requests may use pages again, and whether it takes from engines of other kinds what was not shown.
         self.caches_prefixes, self.tries_others = caches_prefixes, tries_others
         self.regions = Regions()
@@ -136,7 +137,16 @@ class Rank:
         path, revision = str(self.model.model_path), getattr(self.model, "revision", None)
         form, _ = FORMATS[str(self.model.dtype)]
         draft = {
-            "identity": identity("SGLang", path, self.model, form, weights(path, revision), self.tries_others),
+            "identity": identity(
+                "SGLang",
+                path,
+                self.model,
+                form,
+                weights(path, revision),
+                gives=self.prefills,
+                takes=not self.prefills,
+                tries_others=self.tries_others,
+            ),
             "engine": engine,
             "rank": self.rank,
             "label": f"tp{self.rank}",

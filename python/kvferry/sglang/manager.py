@@ -60,14 +60,14 @@ class Manager(BaseKVManager):  # type: ignore[misc]
         engine = self.ranks.told(f"sglang-{self.mode.value}-{uuid.uuid4().hex[:12]}")
         components = [it.value for it in self.kv_args.state_types]
         window = queue.scheduler.sliding_window_size
-        tries_others = self.options.tries_others and not self.prefills
         rank = Rank(
             queue.scheduler.model_config,
             components,
             window,
             self.ranks.rank,
             self.ranks.size,
-            tries_others=tries_others,
+            prefills=self.prefills,
+            tries_others=self.options.tries_others,
             caches_prefixes=self.prefills or bool(self.server_args.disaggregation_decode_enable_radix_cache),
         )
         described = rank.describe(engine, queue.token_to_kv_pool)

@@ -31,7 +31,7 @@ pub enum Following {
     Ticket(Ticket),
     /// Only a name is known, which the engine there has given to it, or will.
     Name {
-        /// The engine that was there last: one that has restarted may have another name.
+        /// The engine that was there last: one that has restarted may have another name. Empty where nobody knows.
         engine: String,
         /// Where it listens: `host:port`.
         address: String,
@@ -261,7 +261,7 @@ impl Run<'_> {
         let ticket = match (&self.ticket, &self.following) {
             (Some(ticket), _) | (None, Following::Ticket(ticket)) => ticket.clone(),
             (None, Following::Name { engine, address, .. }) => {
-                if welcome.engine != *engine {
+                if !engine.is_empty() && welcome.engine != *engine {
                     let (now, before) = (&welcome.engine, engine);
                     info!(address, now, before, "another engine answers: it has restarted");
                 }

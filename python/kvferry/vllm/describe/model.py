@@ -122,7 +122,19 @@ class Model:
         model = self._config.model_config
         cache = getattr(getattr(self._config, "load_config", None), "download_dir", None)
         found = weights(str(model.model), getattr(model, "revision", None), cache)
-        identity = facts("vLLM", str(model.model), model, format_of("", model.dtype)[0], found, tries_others)
+        role = str(getattr(getattr(self._config, "kv_transfer_config", None), "kv_role", "kv_both"))
+        gives, takes = role != "kv_consumer", role != "kv_producer"
+        identity = facts(
+            "vLLM",
+            str(model.model),
+            model,
+            format_of("", model.dtype)[0],
+            found,
+            gives=gives,
+            takes=takes,
+            # It is for whoever reads to say.
+            tries_others=tries_others and not (gives and not takes),
+        )
         speculative = getattr(self._config, "speculative_config", None)
         # Guesses that are looked up keep no cache: vLLM names the model itself as their draft.
         if speculative is not None and speculative.uses_draft_kv_cache() and not own_draft:

@@ -84,8 +84,7 @@ class WorkerSide:
             kv_caches,
             elsewhere=None if self.buffer is None else self.buffer.addresses,
             own_draft=self.options.draft == "own",
-            # It is for whoever reads to say.
-            tries_others=self.options.tries_others and self.config.kv_transfer_config.kv_role != "kv_producer",
+            tries_others=self.options.tries_others,
         )
         dump(made)
         if not kv_caches:
