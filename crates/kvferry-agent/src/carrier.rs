@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{Error, Loops, Operation, Price, Rates, StagingStatistics, Transport};
+use kvferry_transport::{Error, Loops, Operation, StagingStatistics, Transport};
 
 /// A transport whose memory is registered, behind one type for all back ends.
 pub trait Carrier: fmt::Debug + Send + Sync {
@@ -49,8 +49,6 @@ pub struct Chosen {
 
 /// A rank that can be read. Dropping it ends the connection, unless that was done before.
 pub trait Source: fmt::Debug + Send + Sync {
-    /// What its transport takes for reads from it.
-    fn price(&self) -> Price;
     /// Whether what is read from it is encrypted on its way.
     fn is_encrypted(&self) -> bool {
         false
@@ -59,9 +57,9 @@ pub trait Source: fmt::Debug + Send + Sync {
     fn chosen(&self) -> Option<&Chosen> {
         None
     }
-    /// What its transport takes by how it is read.
-    fn rates(&self) -> Rates {
-        Rates { direct: self.price(), packed: None }
+    /// Runs of fewer bytes than this arrive earlier packed; 0 where nothing can be.
+    fn packs_below(&self) -> u64 {
+        0
     }
     /// Starts to read what loops describe. If this or the next panics, it has started nothing.
     fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error>;
@@ -153,20 +151,16 @@ where
 }
 
 impl<T: Transport, M: Send + Sync + 'static> Source for Connected<T, M> {
-    fn price(&self) -> Price {
-        self.keeping.transport.price(&self.peer)
-    }
-
     fn is_encrypted(&self) -> bool {
         self.keeping.transport.is_encrypted(&self.peer)
     }
 
-    fn rates(&self) -> Rates {
-        self.keeping.transport.rates(&self.peer)
+    fn packs_below(&self) -> u64 {
+        self.keeping.transport.packs_below(&self.peer)
     }
 
     fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
-        let operation = self.keeping.transport.read_loops(&self.peer, loops, deadline)?;
+        let operation = self.keeping.transport.read(&self.peer, loops, deadline)?;
         Ok(Box::new(operation))
     }
 

@@ -46,7 +46,7 @@ mod worker;
 pub use carrier::{Carrier, Chosen, Source, carry, carry_with};
 pub use error::{Error, Misbehaviour, PeerError};
 pub use kvferry_plan::BlockTable;
-pub use kvferry_plan::cost::{Choice, Way};
+pub use kvferry_plan::lowering::{Choice, Way};
 pub use metrics::{Described, Timings, catalogue};
 pub use rules::audit::{Audit, NotAFraction};
 pub use rules::failure::Failure;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{Error, Loops, Operation, Price, Rates, StagingStatistics};
+use kvferry_transport::{Error, Loops, Operation, StagingStatistics};
 
 use crate::carrier::{Carrier, Chosen, Source};
 
@@ -134,10 +134,6 @@ impl fmt::Debug for Found {
 }
 
 impl Source for Found {
-    fn price(&self) -> Price {
-        self.source.price()
-    }
-
     fn is_encrypted(&self) -> bool {
         self.source.is_encrypted()
     }
@@ -146,8 +142,8 @@ impl Source for Found {
         Some(&self.chosen)
     }
 
-    fn rates(&self) -> Rates {
-        self.source.rates()
+    fn packs_below(&self) -> u64 {
+        self.source.packs_below()
     }
 
     fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
@@ -233,10 +229,6 @@ mod tests {
     struct Reached(#[expect(dead_code, reason = "shown")] &'static str);
 
     impl Source for Reached {
-        fn price(&self) -> Price {
-            Price { launch: 0.0, copy: 0.0, byte: 0.0 }
-        }
-
         fn read(&self, _: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
             Err(Error::Cancelled)
         }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use kvferry_demo::own_output;
 use kvferry_nixl::{Nixl, NixlOptions};
+use kvferry_testkit::one_by_one;
 use kvferry_transport::local::{Local, LocalOptions};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::tcp::{Encrypt, Tcp, TcpOptions};
@@ -343,8 +344,9 @@ impl Worker {
                     bytes: case.piece as u64,
                 })
                 .collect();
+            let loops = one_by_one(&copies);
             let began = Instant::now();
-            let operation = transport.read(&peer, &copies, soon())?;
+            let operation = transport.read(&peer, &loops, soon())?;
             let post = began.elapsed();
             match operation.wait(soon()) {
                 Status::Done(_) => {}

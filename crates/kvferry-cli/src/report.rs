@@ -118,7 +118,7 @@ fn report(pair: &Pair, plans: &[Plan]) -> Result<Report, Failure> {
     each_request(pair, plans, |rank, plan, request| {
         let transfer = plan.transfer(request).map_err(Failure::input)?;
         for (source, other) in prefill.iter().enumerate() {
-            let part = transfer.summary(source);
+            let part = transfer.summary(source).map_err(Failure::input)?;
             if part.copies == 0 {
                 continue;
             }

@@ -106,7 +106,7 @@ fn one_block(
     let mut found = BTreeMap::new();
     for number in 0..prefill.len() {
         // Counted one by one, not taken from the plan's own summary.
-        let copies: Vec<_> = transfer.copies(number).collect();
+        let copies: Vec<_> = transfer.loops(number).unwrap().copies().collect();
         if !copies.is_empty() {
             let bytes = copies.iter().map(|copy| copy.bytes).sum();
             found.insert(number.to_string(), (bytes, copies.len() as u64));

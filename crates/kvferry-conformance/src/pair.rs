@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::one_by_one;
 use kvferry_testkit::random::Dice;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
@@ -55,7 +56,7 @@ impl<B: BackEnd> Pair<B> {
     }
 
     pub(crate) fn read(&self, copies: &[ByteCopy]) -> <B::Transport as Transport>::Operation {
-        self.transport.read(&self.peer, copies, soon()).unwrap()
+        self.transport.read(&self.peer, &one_by_one(copies), soon()).unwrap()
     }
 
     /// Reads all of the peer's memory.

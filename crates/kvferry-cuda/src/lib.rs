@@ -2,7 +2,7 @@
 //!
 //! Regions are opened in the reading process (`share.rs`), so a kernel there reads the peer's memory
 //! like its own, on the same card or over NVLink or PCIe. A request comes as loops
-//! ([`Transport::read_loops`]): strides and tables of blocks, a few KB, which the kernel walks by
+//! ([`Transport::read`]): strides and tables of blocks, a few KB, which the kernel walks by
 //! itself; no list of copies exists anywhere. `program.rs` writes what the kernel reads, `loops.h` is
 //! the kernel's body, which the tests run on the CPU too.
 //!
@@ -21,7 +21,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_layout::{ByteCopy, Loops, Price, Region};
+use kvferry_layout::{Loops, Region};
 use parking_lot::Mutex;
 
 use kvferry_transport::shared::admission::{Admission, Whole};
@@ -37,7 +37,6 @@ pub mod driver;
 mod kernel;
 mod landing;
 mod launch_queue;
-mod list;
 #[doc(hidden)]
 pub mod nvrtc;
 mod options;
@@ -56,7 +55,6 @@ use digest::DigestLaunchers;
 use driver::Card;
 use landing::Landing;
 use launch_queue::{Extent, LaunchQueue};
-use list::grouped;
 use program::Program;
 use read_launch::ReadLaunch;
 use share::{Description, Export, Exports};
@@ -72,9 +70,6 @@ pub use pinned_cards::PinnedCards;
 pub use read_launch::CudaTransfer;
 pub use share::mappings;
 pub use twin::carry_out;
-
-/// What a read takes: as it was within one H200, November 2026.
-const PRICE: Price = Price { launch: 10_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
 
 /// The `cuda` back end.
 pub struct Cuda {
@@ -143,55 +138,6 @@ impl Cuda {
     pub fn mark(&self, event: &driver::Event) -> Result<(), Error> {
         self.line.lock().mark(event)
     }
-
-    /// Checks loops against the regions of both sides, by their extents, and starts them.
-    fn post(
-        &self,
-        peer: &CudaPeer,
-        loops: &Loops,
-        asked: u64,
-        began: Instant,
-        deadline: Instant,
-    ) -> Result<CudaTransfer, Error> {
-        let table = peer.table().ok_or(Error::Disconnected)?;
-        let mut shifts = Vec::with_capacity(loops.nests().len());
-        let mut written = Vec::with_capacity(shifts.capacity());
-        let mut hint = 0;
-        for nest in loops.nests() {
-            let (read, write) = nest.extents().ok_or(Error::OutsideRegion {
-                side: Side::Peer,
-                address: nest.source,
-                bytes: u64::MAX,
-            })?;
-            let bytes = read.end - read.start;
-            let outside = Error::OutsideRegion { side: Side::Peer, address: read.start, bytes };
-            hint = table.spans.find(read.start, bytes, hint).ok_or(outside)?;
-            shifts.push(table.shifts[hint]);
-            written.push((write.start, write.end - write.start));
-        }
-        let whole = Whole { asked, bytes: loops.bytes(), began };
-        let custody = self.admission.open_whole(&whole, &written, deadline, None, peer.rate())?;
-        let extent = *self.extent.lock();
-        let program = Program::new(loops, extent.batch_bytes(loops.bytes()), |nest| shifts[nest]);
-        let mut line = self.line.lock();
-        // Nothing to move is done already.
-        let Some(part) = custody.take() else { return Ok(CudaTransfer::posted(custody, None)) };
-        let tidings = match line.tidings() {
-            Ok(tidings) => tidings,
-            Err(error) => {
-                part.fail(error);
-                return Ok(CudaTransfer::posted(custody, None));
-            }
-        };
-        let launch = ReadLaunch::new(peer.clone(), table, part, loops.bytes(), tidings);
-        let landing: Arc<dyn Landing> = launch.clone();
-        // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
-        // memory of the peer, which the table keeps open; the launch has both until it has landed.
-        unsafe { line.start(&program, extent, &landing) };
-        drop(line);
-        self.watch.add(launch.clone());
-        Ok(CudaTransfer::posted(custody, Some(launch)))
-    }
 }
 
 impl Transport for Cuda {
@@ -246,30 +192,52 @@ impl Transport for Cuda {
         peer.close();
     }
 
-    fn price(&self, _: &CudaPeer) -> Price {
-        PRICE
-    }
-
+    /// Checks loops against the regions of both sides, by their extents, and starts them.
     fn read(
-        &self,
-        peer: &CudaPeer,
-        copies: &[ByteCopy],
-        deadline: Instant,
-    ) -> Result<CudaTransfer, Error> {
-        let began = Instant::now();
-        let table = peer.table().ok_or(Error::Disconnected)?;
-        let admitted = self.admission.regions.admit(copies, &table.spans)?;
-        let loops = grouped(&admitted.copies, &self.admission.regions.spans(), &table.spans)?;
-        self.post(peer, &loops, copies.len() as u64, began, deadline)
-    }
-
-    fn read_loops(
         &self,
         peer: &CudaPeer,
         loops: &Loops,
         deadline: Instant,
     ) -> Result<CudaTransfer, Error> {
-        self.post(peer, loops, loops.runs(), Instant::now(), deadline)
+        let began = Instant::now();
+        let table = peer.table().ok_or(Error::Disconnected)?;
+        let mut shifts = Vec::with_capacity(loops.nests().len());
+        let mut written = Vec::with_capacity(shifts.capacity());
+        let mut hint = 0;
+        for nest in loops.nests() {
+            let (read, write) = nest.extents().ok_or(Error::OutsideRegion {
+                side: Side::Peer,
+                address: nest.source,
+                bytes: u64::MAX,
+            })?;
+            let bytes = read.end - read.start;
+            let outside = Error::OutsideRegion { side: Side::Peer, address: read.start, bytes };
+            hint = table.spans.find(read.start, bytes, hint).ok_or(outside)?;
+            shifts.push(table.shifts[hint]);
+            written.push((write.start, write.end - write.start));
+        }
+        let whole = Whole { asked: loops.runs(), bytes: loops.bytes(), began };
+        let custody = self.admission.open_whole(&whole, &written, deadline, None, peer.rate())?;
+        let extent = *self.extent.lock();
+        let program = Program::new(loops, extent.batch_bytes(loops.bytes()), |nest| shifts[nest]);
+        let mut line = self.line.lock();
+        // Nothing to move is done already.
+        let Some(part) = custody.take() else { return Ok(CudaTransfer::posted(custody, None)) };
+        let tidings = match line.tidings() {
+            Ok(tidings) => tidings,
+            Err(error) => {
+                part.fail(error);
+                return Ok(CudaTransfer::posted(custody, None));
+            }
+        };
+        let launch = ReadLaunch::new(peer.clone(), table, part, loops.bytes(), tidings);
+        let landing: Arc<dyn Landing> = launch.clone();
+        // SAFETY: every address lies in regions of this process, which the part keeps registered, or in
+        // memory of the peer, which the table keeps open; the launch has both until it has landed.
+        unsafe { line.start(&program, extent, &landing) };
+        drop(line);
+        self.watch.add(launch.clone());
+        Ok(CudaTransfer::posted(custody, Some(launch)))
     }
 
     fn digest(

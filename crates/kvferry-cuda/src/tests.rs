@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use kvferry_layout::{BlockPair, Loop, Place};
+use kvferry_layout::{BlockPair, Loop};
 use proptest::prelude::*;
 
 use super::launch_queue::{DENSE, INLINE, WIDE};
 use super::program::Limits;
 use super::*;
-use kvferry_transport::shared::spans::Spans;
 
 /// loops.h, compiled by the C compiler of this machine.
 struct Host {
@@ -251,31 +250,6 @@ proptest! {
             bytes[skipped..skipped + destinations.iter().sum::<u64>() as usize].to_vec()
         };
         prop_assert!(bytes(&expected, to_expected) == bytes(&found, to_found));
-    }
-
-    /// A list of copies makes loops that move the same bytes.
-    #[test]
-    fn a_list_makes_loops_of_the_same_copies(
-        lengths in prop::collection::vec((1u64..40, 0u64..20, 0u64..20), 0..40),
-    ) {
-        let place = Place::Gpu(0);
-        let region = |base| Region { base, bytes: 1 << 40, place };
-        let spans = |base| Spans::from_peer(vec![region(base)]).unwrap();
-        let (mut source, mut destination) = (1 << 41, 1 << 42);
-        let mut copies = vec![];
-        for (at, (bytes, before, after)) in lengths.into_iter().enumerate() {
-            // Some far away, so that their places have large numbers.
-            let far = if at % 7 == 6 { 1 << 33 } else { 0 };
-            source += before + far;
-            destination += after;
-            copies.push(ByteCopy { source, destination, bytes });
-            source += bytes;
-            destination += bytes;
-        }
-        let loops = grouped(&copies, &spans(1 << 42), &spans(1 << 41)).unwrap();
-        let mut made: Vec<ByteCopy> = loops.copies().collect();
-        made.sort_unstable_by_key(|copy| copy.destination);
-        prop_assert_eq!(made, copies);
     }
 }
 

@@ -293,7 +293,7 @@ mod tests {
         let plan = Plan::compile(pool.manifest(), &[source.manifest()]).unwrap();
         let transfer = plan.transfer(&request).unwrap();
         let mut written = vec![];
-        for copy in transfer.copies(0) {
+        for copy in transfer.loops(0).unwrap().copies() {
             let from = (copy.source - source.span().0) as usize;
             let to = (copy.destination - pool.span().0) as usize;
             let bytes: Vec<u8> =

@@ -5,18 +5,18 @@
 //! describe a transfer, a gather (the destination is a buffer), a scatter (the source is one) and a
 //! digest.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
 use thiserror::Error;
 
 use crate::copy::ByteCopy;
+use crate::strided::Fusible;
 
 /// The most loops around a run.
 pub const MAX_LOOPS: usize = 12;
 
 /// `count` repetitions, a stride apart on each side.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Loop {
     /// How many, at least one.
     pub count: u64,
@@ -24,6 +24,23 @@ pub struct Loop {
     pub source: u64,
     /// Bytes from one to the next on the destination.
     pub destination: u64,
+}
+
+impl Fusible for Loop {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn repeats_run(&self, run: u64) -> bool {
+        (self.source, self.destination) == (run, run)
+    }
+
+    fn around(&self, inner: &Self) -> Option<Self> {
+        let continued = inner.source.checked_mul(inner.count) == Some(self.source)
+            && inner.destination.checked_mul(inner.count) == Some(self.destination);
+        let count = self.count.checked_mul(inner.count).filter(|_| continued)?;
+        Some(Self { count, ..*inner })
+    }
 }
 
 /// A block of the source, and the block of the destination that takes what it holds.
@@ -99,7 +116,7 @@ pub enum LoopsError {
 
 /// Nests, and the tables of blocks that they are walked for. No two runs write the same byte, so the
 /// order does not matter.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loops {
     nests: Vec<Nest>,
     loops: Vec<Loop>,
@@ -126,55 +143,19 @@ struct Table {
     highest: BlockPair,
 }
 
-/// Tables of at most so many pairs are kept for the next loops: memory that is fresh from the system costs
-/// more than to write to it.
-const KEPT: usize = 1 << 16;
-
-thread_local! {
-    static SPARE: RefCell<Vec<BlockPair>> = const { RefCell::new(vec![]) };
-}
-
-impl Default for Loops {
-    /// None yet, with room for as many pairs as loops of this thread had before.
-    fn default() -> Self {
-        let mut pairs = SPARE.try_with(RefCell::take).unwrap_or_default();
-        pairs.clear();
-        Self { nests: vec![], loops: vec![], tables: vec![], pairs, bytes: 0, runs: 0 }
-    }
-}
-
-impl Drop for Loops {
-    fn drop(&mut self) {
-        if self.pairs.capacity() > KEPT {
-            return;
-        }
-        // A thread that ends has nothing to keep it for.
-        let _ = SPARE.try_with(|spare| {
-            let mut spare = spare.borrow_mut();
-            if spare.capacity() < self.pairs.capacity() {
-                *spare = std::mem::take(&mut self.pairs);
-            }
-        });
-    }
-}
-
-impl BlockPair {
-    fn ids(&self) -> [u32; 2] {
-        [self.source, self.destination]
-    }
-
-    fn of([source, destination]: [u32; 2]) -> Self {
-        Self { source, destination }
-    }
-}
-
 impl Loops {
     /// Adds a table of blocks; returns its index.
     pub fn add_table(&mut self, pairs: impl IntoIterator<Item = BlockPair>) -> usize {
         let start = self.pairs.len();
         self.pairs.extend(pairs);
-        let (lowest, highest) = kvferry_scan::bounds(&self.pairs[start..], BlockPair::ids);
-        let [lowest, highest] = [lowest, highest].map(BlockPair::of);
+        let mut lowest = BlockPair { source: u32::MAX, destination: u32::MAX };
+        let mut highest = BlockPair::default();
+        for pair in &self.pairs[start..] {
+            lowest.source = lowest.source.min(pair.source);
+            lowest.destination = lowest.destination.min(pair.destination);
+            highest.source = highest.source.max(pair.source);
+            highest.destination = highest.destination.max(pair.destination);
+        }
         self.tables.push(Table { pairs: start..self.pairs.len(), lowest, highest });
         self.tables.len() - 1
     }
@@ -213,6 +194,20 @@ impl Loops {
         (self.runs, self.bytes) = (runs, bytes);
         self.nests.push(nest);
         Ok(())
+    }
+
+    /// Some of the nests, and the tables that they name.
+    pub fn of(&self, nests: impl Fn(&LoopNest<'_>) -> bool) -> Self {
+        let mut some = Self::default();
+        let mut numbers = vec![None; self.tables.len()];
+        for nest in self.nests().filter(nests) {
+            let pairs = || nest.pairs.iter().copied();
+            let table = *numbers[nest.table].get_or_insert_with(|| some.add_table(pairs()));
+            let start = (nest.source, nest.destination);
+            let added = some.add_nest(start, nest.run, nest.blocks, nest.loops, table);
+            debug_assert!(added.is_ok(), "a part of sound loops is sound: {added:?}");
+        }
+        some
     }
 
     /// The nests.

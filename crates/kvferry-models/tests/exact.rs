@@ -85,7 +85,8 @@ fn check(
     // All copies, by where they land.
     let mut copies: Vec<(usize, ByteCopy)> = vec![];
     for number in 0..sources.len() {
-        copies.extend(transfer.copies(number).map(|copy| (number, copy)));
+        let loops = transfer.loops(number).unwrap();
+        copies.extend(loops.copies().map(|copy| (number, copy)));
     }
     copies.sort_by_key(|(_, copy)| copy.destination);
     let mut checked = 0;

@@ -172,7 +172,7 @@ fn the_page_leads_to_the_right_bytes() {
             Request { tokens, cached: &cached, source: &source, destination: &destination };
         let transfer = plan.transfer(&request).unwrap();
         for (number, other) in sources.iter().enumerate() {
-            for copy in transfer.copies(number) {
+            for copy in transfer.loops(number).unwrap().copies() {
                 let (start, end) = (other.at(copy.source), rank.at(copy.destination));
                 let length = usize::try_from(copy.bytes).unwrap();
                 rank.memory[end..end + length]

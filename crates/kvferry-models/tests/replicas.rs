@@ -84,7 +84,7 @@ fn moved(
         let plan = Plan::compile_spread(rank, &refs, how).unwrap();
         let transfer = plan.transfer(&request).unwrap();
         for source in 0..sources.len() {
-            let summary = transfer.summary(source);
+            let summary = transfer.summary(source).unwrap();
             moved.from[source] += summary.bytes;
             moved.copies += summary.copies;
             moved.reads += usize::from(summary.copies > 0);

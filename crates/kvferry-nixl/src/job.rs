@@ -20,19 +20,21 @@ pub(super) enum Job {
 }
 
 impl Job {
-    /// `merged` are the `copies` after merging: grids are looked for before, because equal copies
+    /// `merged` are the `runs` after merging: grids are looked for before, because equal copies
     /// are only equal then.
     pub(super) fn new(
-        copies: &[ByteCopy],
+        runs: impl Iterator<Item = ByteCopy>,
         merged: &[ByteCopy],
         ours: &Spans,
         theirs: &Spans,
     ) -> Self {
-        if merged.len() > FEW
-            && let Some(our_grid) = Grid::of(copies, |copy| copy.destination, ours)
-            && let Some(their_grid) = Grid::of(copies, |copy| copy.source, theirs)
-        {
-            return Self::OnGrids { ours: our_grid, theirs: their_grid };
+        if merged.len() > FEW {
+            let runs: Vec<ByteCopy> = runs.collect();
+            if let Some(our_grid) = Grid::of(&runs, |run| run.destination, ours)
+                && let Some(their_grid) = Grid::of(&runs, |run| run.source, theirs)
+            {
+                return Self::OnGrids { ours: our_grid, theirs: their_grid };
+            }
         }
         let place = |spans: &Spans, address, bytes, hint: &mut usize| {
             *hint = spans.find(address, bytes, *hint).unwrap_or(usize::MAX);

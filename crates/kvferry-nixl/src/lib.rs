@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_cuda::digest::DigestLaunchers;
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
+use kvferry_layout::{Loops, Place, Region};
 use parking_lot::{Condvar, Mutex};
 
 use kvferry_transport::shared::Transfer;
@@ -56,7 +56,6 @@ mod packer;
 mod packing;
 mod peer;
 mod prepared;
-mod price;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -69,6 +68,7 @@ pub use foreign::{Bell, describe_foreign};
 pub use install::install;
 use options::Segments;
 pub use options::{CardPacking, NixlOptions};
+pub use packer::PACKS_BELOW;
 use packer::PackerAddress;
 use packing::Control;
 use peer::Description;
@@ -327,27 +327,17 @@ impl Transport for Nixl {
         peer.dismiss_packers();
     }
 
-    fn price(&self, peer: &NixlPeer) -> Price {
-        peer.price(self.state.has_gpu())
-    }
-
-    fn read(
-        &self,
-        peer: &NixlPeer,
-        copies: &[ByteCopy],
-        deadline: Instant,
-    ) -> Result<Transfer, Error> {
+    fn read(&self, peer: &NixlPeer, loops: &Loops, deadline: Instant) -> Result<Transfer, Error> {
         if peer.0.closed.load(Ordering::SeqCst) {
             return Err(Error::Disconnected);
         }
         let theirs = peer.spans();
-        let opened = self.state.admission.open(copies, &theirs, deadline, None, &peer.0.rate)?;
-        self.state.post(peer, copies, opened, &theirs)
+        let opened = self.state.admission.open(loops, &theirs, deadline, None, &peer.0.rate)?;
+        self.state.post(peer, loops.copies(), opened, &theirs)
     }
 
-    fn rates(&self, peer: &NixlPeer) -> Rates {
-        let gpu = self.state.has_gpu();
-        Rates { direct: peer.price(gpu), packed: peer.packer(gpu).and_then(|p| p.rates.packed) }
+    fn packs_below(&self, peer: &NixlPeer) -> u64 {
+        peer.packer(self.state.has_gpu()).map_or(0, |packer| packer.packs_below(peer.medium()))
     }
 
     fn read_packed(
@@ -363,7 +353,7 @@ impl Transport for Nixl {
             Some((packer.limits(spans, &self.state.areas, loops, &written)?, packer))
         });
         let Some((limits, packer)) = way else {
-            return self.read_loops(peer, loops, deadline);
+            return self.read(peer, loops, deadline);
         };
         if peer.0.closed.load(Ordering::SeqCst) {
             return Err(Error::Disconnected);

@@ -1,25 +1,28 @@
-//! A peer that packs: what its description tells of its server, and what it takes.
+//! A peer that packs: what its description tells of its server, and what is packed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use kvferry_layout::{CutLimits, Loops, Place, Price, Rates};
+use kvferry_layout::{CutLimits, Loops, Place};
 
 use kvferry_transport::Instance;
 use kvferry_transport::shared::bytes::Fields;
 use kvferry_transport::shared::packing_area::PackingAreas;
+use kvferry_transport::shared::rate::Medium;
 use kvferry_transport::shared::spans::Spans;
 use kvferry_transport::tcp::{Address, Client, Secret, gather};
 
 /// Of a card's memory, parts of so many bytes at least, however fast they begin.
 const LEAST_PART: u64 = 4 << 20;
-/// What gathering or scattering takes on a card: as it was on one H200, November 2026.
-const CARD: Price = Price { launch: 15_000.0, copy: 0.1, byte: 1.0 / 1500.0 };
-/// The same of CPUs, for one of the two sides: with these the better way was chosen in all 13 rows over NIXL of
-/// docs/measured/lowering-2026-11-18.json.
-const CPU: Price = Price { launch: 0.0, copy: 10.0, byte: 0.15 };
-/// What it takes to ask the peer's server.
-const ASKING: f64 = 50_000.0;
+/// Runs of fewer bytes are packed, between memory of the hosts. Over UCX's way through the kernel a run takes 1.5 µs by
+/// itself, as in `docs/measured/lowering-2026-11-1*.json`: those of 512 bytes and less were packed in a fifth of the
+/// time or less, and of those of 7,859 and more none. Over an RDMA card, NVIDIA's users report 350 ns (vllm#55434).
+pub const PACKS_BELOW: u64 = 4 << 10;
+const PACKS_BELOW_RDMA: u64 = 1 << 10;
+/// The same where the memory of both sides is on cards, and of one side. A run takes 7 µs by itself there, whatever
+/// carries it; on one H200 40,960 of 8 KiB took 317 ms, where 80 of 8 MiB took 1.1. CPUs gather 7 GB in a second.
+const PACKS_BELOW_ON_CARDS: u64 = 1 << 20;
+const PACKS_BELOW_ON_ONE: u64 = 32 << 10;
 /// Marks the end of a description that tells of a server.
 pub(super) const MARK: &[u8; 8] = b"kvfy-pck";
 
@@ -80,25 +83,22 @@ impl PackerAddress {
 #[derive(Debug)]
 pub(super) struct Packer {
     pub(super) client: Arc<Client>,
-    pub(super) rates: Rates,
     /// Whether our memory, and the peer's, is on a card.
     pub(super) on_cards: (bool, bool),
     /// Bytes of the shorter slot, ours or the peer's.
-    slot: u64,
-    lanes: u64,
+    pub(super) slot: u64,
+    pub(super) lanes: u64,
 }
 
 impl Packer {
-    /// `direct` is what reads take that are not packed.
-    pub(super) fn new(
-        client: Arc<Client>,
-        direct: Price,
-        on_cards: (bool, bool),
-        slot: u64,
-        lanes: u64,
-    ) -> Self {
-        let packed = packed_price(&direct, on_cards, slot * lanes);
-        Self { client, rates: Rates { direct, packed: Some(packed) }, on_cards, slot, lanes }
+    /// Runs of fewer bytes are packed.
+    pub(super) fn packs_below(&self, medium: Medium) -> u64 {
+        match (self.on_cards, medium) {
+            ((true, true), _) => PACKS_BELOW_ON_CARDS,
+            ((false, false), Medium::Nixl(Some(_))) => PACKS_BELOW_RDMA,
+            ((false, false), _) => PACKS_BELOW,
+            _ => PACKS_BELOW_ON_ONE,
+        }
     }
 
     /// How large the parts of loops may be that write these spans. `None` where they cannot be packed: they
@@ -123,30 +123,17 @@ impl Packer {
         // Nests start at multiples of 16.
         let spare = gather::SLOT_BYTES - gather::LIMITS.bytes;
         let most = self.slot.saturating_sub(spare).max(1);
-        let bytes = part(loops.bytes(), self.lanes, &self.rates.direct, most);
+        let bytes = part(loops.bytes(), self.lanes, self.on_cards.0, most);
         Some(CutLimits { bytes, ..gather::LIMITS })
     }
 }
 
-/// Bytes of a part of so many: one part for each lane, but none that takes longer to begin than to move, and
-/// all of them about as long.
-fn part(bytes: u64, lanes: u64, direct: &Price, most: u64) -> u64 {
-    let worth = (direct.launch / direct.byte) as u64;
-    let asked = bytes.div_ceil(lanes.max(1)).max(worth).clamp(LEAST_PART.min(most), most);
+/// Bytes of a part of so many, all of them about as long: one part for each lane, or to a card as few as can be, because
+/// a transfer to it begins in the time that it takes to move 166 MB.
+fn part(bytes: u64, lanes: u64, to_card: bool, most: u64) -> u64 {
+    let least = if to_card { most } else { LEAST_PART.min(most) };
+    let asked = bytes.div_ceil(lanes.max(1)).clamp(least, most);
     bytes.div_ceil(bytes.div_ceil(asked).max(1)).max(1)
-}
-
-/// What packing takes, by what direct reads take. `at_once` bytes are on their way at a time.
-fn packed_price(direct: &Price, on_cards: (bool, bool), at_once: u64) -> Price {
-    let [from, to] = [on_cards.1, on_cards.0].map(|on_card| if on_card { CARD } else { CPU });
-    let launch = ASKING + direct.launch + from.launch + to.launch;
-    // Every part is asked for and fetched, a few of them at a time.
-    let at_once = match on_cards {
-        (false, false) => 4 * gather::LIMITS.bytes,
-        _ => at_once,
-    };
-    let part = launch / at_once as f64;
-    Price { launch, copy: from.copy + to.copy, byte: direct.byte + from.byte + to.byte + part }
 }
 
 #[cfg(test)]
@@ -156,37 +143,20 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// On one H200: short runs are packed, for a hundredth of the time, and long ones are not.
-    #[test]
-    fn cards_pack_short_runs_and_read_long_ones() {
-        let direct = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
-        let packed = packed_price(&direct, (true, true), 128 << 20);
-        let (llama, bytes) = (40_960, 336 << 20);
-        assert!(packed.of(llama, bytes) * 100.0 < direct.of(llama, bytes), "{packed:?}");
-        assert!(packed.of(80, 671 << 20) > direct.of(80, 671 << 20), "{packed:?}");
-        // CPUs move a byte and a run more slowly than a card.
-        let mixed = packed_price(&direct, (true, false), 128 << 20);
-        assert!(mixed.byte > packed.byte && mixed.copy > packed.copy, "{mixed:?}");
-    }
-
     #[test]
     fn parts_are_worth_a_transfer() {
         let (mib, most) = (MIB, 64 << 20);
-        // Within a card, a transfer begins in the time that it takes to move 166 MB.
-        let card = Price { launch: 100_000.0, copy: 7_000.0, byte: 0.0006 };
-        // Over a network of 50 GB/s, 2 MB.
-        let network = Price { byte: 0.02, launch: 40_000.0, ..card };
-        for (bytes, on_card, over_network) in [
+        for (bytes, to_card, to_host) in [
             (mib, mib, mib),
             (44 * mib, 44 * mib, 11 * mib),
             (320 * mib, 64 * mib, 64 * mib),
             (330 * mib, 55 * mib, 55 * mib),
         ] {
-            assert_eq!(part(bytes, 4, &card, most), on_card, "{bytes}");
-            assert_eq!(part(bytes, 4, &network, most), over_network, "{bytes}");
+            assert_eq!(part(bytes, 4, true, most), to_card, "{bytes}");
+            assert_eq!(part(bytes, 4, false, most), to_host, "{bytes}");
         }
         // However small slots are.
-        assert_eq!(part(100, 4, &card, 10), 10);
+        assert_eq!(part(100, 4, true, 10), 10);
     }
 
     #[test]

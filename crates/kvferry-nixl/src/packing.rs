@@ -118,7 +118,7 @@ pub(super) fn meet(
         return None;
     };
     let fetch = Fetcher { state: Arc::downgrade(state), peer: Arc::downgrade(&peer.0) };
-    let rate = RateWatch::new(peer.0.rate.medium());
+    let rate = RateWatch::new(peer.medium());
     let until = deadline.min(Instant::now() + PATIENCE);
     let lanes = match on_cards {
         (false, false) => LANES,
@@ -140,7 +140,7 @@ pub(super) fn meet(
         }
     };
     let slot = ours.staging.slot_bytes().min(theirs.slot);
-    Some(Packer::new(client, peer.price(on_cards.0), on_cards, slot, lanes.count as u64))
+    Some(Packer { client, on_cards, slot, lanes: lanes.count as u64 })
 }
 
 /// Fetches by NIXL what a peer has gathered.

@@ -5,14 +5,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvferry_layout::{Place, Price, Region};
+use kvferry_layout::{Place, Region};
 use parking_lot::Mutex;
 
 use super::options::Segments;
 use super::packer::{Packer, PackerAddress};
-use super::price::price;
 use kvferry_transport::shared::bytes::{Fields, put_block};
-use kvferry_transport::shared::rate::RateWatch;
+use kvferry_transport::shared::rate::{Medium, RateWatch};
 use kvferry_transport::shared::spans::Spans;
 use kvferry_transport::{Error, Instance};
 
@@ -81,9 +80,8 @@ impl NixlPeer {
         self.spans().0.iter().any(|region| region.place != Place::Host)
     }
 
-    /// What reads from it take: `gpu` says whether any of ours is on a card.
-    pub(super) fn price(&self, gpu: bool) -> Price {
-        price(gpu || self.is_on_gpu(), self.0.rate.medium())
+    pub(super) fn medium(&self) -> Medium {
+        self.0.rate.medium()
     }
 
     /// How it is asked to pack, where it was met with the same kinds of memory as there are now: `gpu` says

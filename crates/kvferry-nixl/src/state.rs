@@ -129,14 +129,14 @@ impl State {
     ) -> Result<Transfer, Error> {
         let theirs = peer.spans();
         let opened = self.admission.open_uncounted(copies, &theirs, deadline, &peer.0.rate)?;
-        self.post(peer, copies, opened, &theirs)
+        self.post(peer, copies.iter().copied(), opened, &theirs)
     }
 
-    /// Hands an operation to the driver.
+    /// Hands an operation to the driver: `runs` are its copies before merging.
     pub(super) fn post(
         &self,
         peer: &NixlPeer,
-        copies: &[ByteCopy],
+        runs: impl Iterator<Item = ByteCopy>,
         opened: Opened,
         theirs: &Spans,
     ) -> Result<Transfer, Error> {
@@ -152,7 +152,7 @@ impl State {
                 custody: opened.custody.clone(),
                 peer: peer.clone(),
                 bytes: opened.copies.iter().map(|copy| copy.bytes).sum(),
-                job: Job::new(copies, &opened.copies, &self.admission.regions.spans(), theirs),
+                job: Job::new(runs, &opened.copies, &self.admission.regions.spans(), theirs),
             };
             self.queue.lock().posted.push_back(posted);
             self.changed.notify_all();

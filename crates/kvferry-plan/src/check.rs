@@ -3,10 +3,8 @@
 use crate::compile::{DestinationGroup, Plan};
 use crate::request::{Request, RequestError, Side, Table};
 
-/// How many blocks a pool has at most for each id of a request, for these to be marked by bytes, and by bits:
-/// beyond that it takes longer to clear and count the marks than it saves.
-const BLOCKS_BY_BYTES: usize = 32;
-const BLOCKS_BY_BITS: usize = 256;
+/// How many blocks a pool has at most for each id of a request, for these to be marked.
+const MOST_BLOCKS: usize = 256;
 
 impl Plan {
     /// Checks all that can be checked before the tables are walked.
@@ -61,7 +59,9 @@ fn check_table(
         return Err(RequestError::NotOneSlot { side, group, first, entries });
     }
     let wrong = |id: &u32| *id >= blocks && null_block != Some(*id);
-    if kvferry_scan::highest(table.blocks) >= blocks
+    // Most often none is beyond the last, and that is found faster.
+    let highest = table.blocks.iter().fold(0, |highest, id| highest.max(*id));
+    if highest >= blocks
         && let Some(index) = table.blocks.iter().position(wrong)
     {
         return Err(RequestError::NoSuchBlock {
@@ -81,8 +81,8 @@ fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<
         let members = || (0..groups.len()).filter(move |&g| groups[g].pool == pool);
         let members = || members().filter(|&g| !groups[g].layouts.is_empty());
         let lists = || members().map(|group| (tables[group].blocks, groups[group].null_block));
-        let blocks = members().map(|group| groups[group].blocks).max().unwrap_or(0);
-        if all_differ(lists(), blocks as usize) {
+        let blocks = members().map(|group| groups[group].blocks as usize).max().unwrap_or(0);
+        if all_differ(lists(), blocks) {
             continue;
         }
         let live = lists().flat_map(|(ids, null)| ids.iter().filter(move |id| null != Some(**id)));
@@ -100,39 +100,25 @@ fn check_used_once(groups: &[DestinationGroup], tables: &[Table<'_>]) -> Result<
     Ok(())
 }
 
-/// Whether the live ids of some tables are known to differ, of a pool of so many blocks: each is marked, and in
-/// the end as many marks are set as there are ids, or two were the same. By a byte for every block, or by a bit
-/// where the pool is large; `false` where it is so large that it is quicker to sort the ids.
+/// Whether the live ids of some tables are known to differ, of a pool of so many blocks: each is marked, and in the end
+/// as many are as there are ids, or two were the same. `false` where the pool is so large that sorting is quicker.
 fn all_differ<'t>(
     tables: impl Iterator<Item = (&'t [u32], Option<u32>)> + Clone,
     blocks: usize,
 ) -> bool {
-    let (mut entries, mut live) = (0, 0);
-    for (ids, null_block) in tables.clone() {
-        entries += ids.len();
-        live += ids.len() - null_block.map_or(0, |null| kvferry_scan::count(ids, null));
+    let entries: usize = tables.clone().map(|(ids, _)| ids.len()).sum();
+    if blocks > entries.saturating_mul(MOST_BLOCKS) {
+        return false;
     }
-    let dead = tables.clone().filter_map(|(_, null_block)| null_block);
-    // Ids beyond the last block have been refused, unless they mark dead entries: those have no mark.
-    if blocks <= entries.saturating_mul(BLOCKS_BY_BYTES) {
-        let mut seen = vec![0u8; blocks];
-        tables.for_each(|(ids, _)| kvferry_scan::mark_bytes(ids, &mut seen));
-        for null in dead {
-            seen.get_mut(null as usize).into_iter().for_each(|mark| *mark = 0);
+    let (mut marks, mut live) = (vec![0u64; blocks / 64 + 1], 0);
+    for (ids, null_block) in tables {
+        for id in ids.iter().filter(|id| null_block != Some(**id)) {
+            // Ids beyond the last block have been refused.
+            marks[*id as usize / 64] |= 1 << (id % 64);
+            live += 1;
         }
-        return kvferry_scan::sum(&seen) == live;
     }
-    if blocks <= entries.saturating_mul(BLOCKS_BY_BITS) {
-        let mut seen = vec![0u64; blocks / 64 + 1];
-        tables.for_each(|(ids, _)| kvferry_scan::mark(ids, &mut seen));
-        for null in dead {
-            seen.get_mut(null as usize / 64)
-                .into_iter()
-                .for_each(|word| *word &= !(1 << (null % 64)));
-        }
-        return kvferry_scan::ones(&seen) == live;
-    }
-    false
+    marks.iter().map(|word| word.count_ones() as usize).sum::<usize>() == live
 }
 
 #[cfg(test)]
@@ -144,12 +130,11 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// By bytes, by bits or not at all: what differs is known to, in every pool that is not too large, and
-        /// what does not never is.
+        /// What differs is known to, in every pool that is not too large, and what does not never is.
         #[test]
         fn ids_that_differ_are_known_to(
             ids in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 1..40),
-            times in prop::sample::select(vec![1usize, 2, BLOCKS_BY_BYTES, 100, BLOCKS_BY_BITS, 300]),
+            times in prop::sample::select(vec![1usize, 2, 100, MOST_BLOCKS, 300]),
             null in prop::sample::select(vec![None, Some(0), Some(u32::MAX)]),
             split in any::<prop::sample::Index>(),
             dead in prop::collection::vec(any::<bool>(), 40),
@@ -167,7 +152,7 @@ mod tests {
             let differ = live.iter().collect::<BTreeSet<_>>().len() == live.len();
             let (some, others) = ids.split_at(split.index(ids.len()));
             let known = all_differ([(some, null), (others, null)].into_iter(), blocks);
-            prop_assert_eq!(known, differ && times <= BLOCKS_BY_BITS);
+            prop_assert_eq!(known, differ && times <= MOST_BLOCKS);
         }
     }
 }

@@ -51,8 +51,8 @@ impl LayerPlan {
             numbers[index] = layers.len();
             layers.push(Layer { name: names[index].to_owned(), reads });
         }
-        for cluster in plan.sources.iter_mut().flatten() {
-            cluster.layer = numbers[cluster.layer];
+        for merged in plan.sources.iter_mut().flatten() {
+            merged.key.layer = numbers[merged.key.layer];
         }
         Ok(Self { plan, layers })
     }
@@ -66,8 +66,8 @@ impl LayerPlan {
     /// rest: that is for whoever reads what comes last.
     pub fn of(&self, layers: impl Fn(usize) -> bool) -> Plan {
         let Plan { pairings, sources, groups, source_groups, reads, holds, .. } = &self.plan;
-        let chosen = sources.iter().map(|clusters| {
-            let chosen = clusters.iter().filter(|cluster| layers(cluster.layer));
+        let chosen = sources.iter().map(|nests| {
+            let chosen = nests.iter().filter(|merged| layers(merged.key.layer));
             chosen.cloned().collect()
         });
         Plan {

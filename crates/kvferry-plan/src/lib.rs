@@ -1,11 +1,11 @@
-//! Compile what one destination rank must copy from the ranks of another engine, prove it, and yield
-//! the copies of a request.
+//! Compile what one destination rank must copy from the ranks of another engine, prove it, and say what a
+//! request copies.
 //!
 //! [`Plan::compile`] intersects the destination's [`Manifest`](kvferry_layout::Manifest) with those of
 //! the sources, once per pair of engines. It answers with a plan that is proven (every needed element
 //! exactly once, from a rank that holds it), or with the reason why the pair does not fit
 //! ([`Incompatible`]). [`Plan::transfer`] takes one request's block tables and checks them;
-//! [`Transfer::copies`] yields the copies from each source rank, and [`Transfer::rest`] what is left of
+//! [`Transfer::loops`] says what is read from each source rank, and [`Transfer::rest`] what is left of
 //! the request's own blocks.
 //!
 //! ```
@@ -64,7 +64,7 @@
 //! };
 //! let transfer = plan.transfer(&request)?;
 //! let (from, to) = (0x1000 + 7 * 4 * 32 + 16, 0x9000 + 3 * 16 * 16);
-//! let copies: Vec<ByteCopy> = transfer.copies(0).collect();
+//! let copies: Vec<ByteCopy> = transfer.loops(0)?.copies().collect();
 //! assert_eq!(
 //!     copies,
 //!     [
@@ -89,11 +89,9 @@
 //! | nest | a part's bytes of one entry: loops (count, stride on each side) around one run, and the steps to other entries, kernel blocks and blocks (`nest`) |
 //! | pairing | how a part's entries follow each other on both sides: law, phase and the two block layouts; nests of one pairing share segments (`walk`) |
 //! | block layout | how one side's blocks hold a piece's entries: how many, how many of them evenly spaced, which of all |
-//! | turn | nests that follow each other within one outer loop (K, V, K, V), to be written out |
-//! | chain | nests each of which starts where the one before ends, on both sides |
-//! | cluster | a nest, or a chain of them, that is walked segment by segment, with the loops that lie outside of blocks |
-//! | unwritten | what of the destination's own pieces and scratch a request may leave unwritten; clusters too |
-//! | series | a set of (source byte, destination byte) pairs as a number, by which clusters are proven to be the parts |
+//! | merged nest | nests that continue each other, or repeat each other evenly (layer by layer), as one (`merge`) |
+//! | unwritten | what of the destination's own pieces and scratch a request may leave unwritten; nests too |
+//! | series | a set of (source byte, destination byte) pairs as a number, by which merged nests are proven to be the parts |
 //!
 //! Serving (`request`, `check`, `transfer`), for each request:
 //!
@@ -106,25 +104,22 @@
 //! | slot | a place in one side's blocks: block, kernel block, entry |
 //! | segment | a stretch of entries that lie evenly on both sides, and repeat evenly; tables become segments |
 //! | shape | what of a segment does not depend on its blocks: where in them it starts, how many entries, which steps |
-//! | fit | a nest made ready for one shape: loops and run, as few and as long as they get (`fitted`) |
-//! | cursor | the walk over clusters, segments and fits that fills a buffer with copies |
+//! | fit | a nest made ready for one shape: loops and run, as few and as long as they get (`loops`) |
 //!
-//! Beside these, [`cost`] says which way to read is the cheapest, by what a transport takes for each.
+//! Beside these, [`lowering`] says what of it is read packed, by how long its runs are.
 //!
 //! Nothing here looks at what kind of layer a state belongs to, nor at the two sides' parallelism: a
 //! plan is made of boxes, strides and block tables alone.
 
 #![forbid(unsafe_code)]
 
-mod by_group;
 mod check;
 mod compile;
-pub mod cost;
-mod cursor;
 mod growth;
 mod incompatible;
 mod layers;
 mod loops;
+pub mod lowering;
 mod nest;
 mod request;
 mod summary;
@@ -134,8 +129,8 @@ mod walk;
 pub use compile::{Part, Plan, Spread};
 pub use growth::Growth;
 pub use incompatible::Incompatible;
-pub use kvferry_layout::{ByteCopy, Loops, LoopsError, Price, Rates};
+pub use kvferry_layout::{ByteCopy, Loops, LoopsError};
 pub use layers::{Layer, LayerPlan};
 pub use request::{BlockTable, Request, RequestError, Side, Table};
 pub use summary::{Area, Summary};
-pub use transfer::{Copies, Rest, Transfer};
+pub use transfer::Transfer;

@@ -1,32 +1,7 @@
 //! Nested loops around one contiguous run: how a part of a block is copied.
 
-use kvferry_layout::MAX_AXES;
-use kvferry_layout::strided::{Fusible, fuse};
-
-/// `count` repetitions, a stride apart on each side.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Loop {
-    pub(crate) count: u64,
-    pub(crate) source: u64,
-    pub(crate) destination: u64,
-}
-
-impl Fusible for Loop {
-    fn count(&self) -> u64 {
-        self.count
-    }
-
-    fn repeats_run(&self, run: u64) -> bool {
-        (self.source, self.destination) == (run, run)
-    }
-
-    fn around(&self, inner: &Self) -> Option<Self> {
-        let continued = inner.source.checked_mul(inner.count) == Some(self.source)
-            && inner.destination.checked_mul(inner.count) == Some(self.destination);
-        let count = self.count.checked_mul(inner.count).filter(|_| continued)?;
-        Some(Self { count, ..*inner })
-    }
-}
+pub(crate) use kvferry_layout::Loop;
+use kvferry_layout::strided::fuse;
 
 /// The bytes from one block, kernel block or entry to the next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -54,10 +29,6 @@ pub(crate) struct Nest {
     pub(crate) loops: Vec<Loop>,
 }
 
-/// The axes, three loops that merging may add (`compile::cluster`), entries, and blocks that follow
-/// each other.
-pub(crate) const MAX_LOOPS: usize = MAX_AXES + 3 + 2;
-
 impl Nest {
     pub(crate) fn new(
         (source, destination): (u64, u64),
@@ -71,16 +42,6 @@ impl Nest {
         let len = fuse(&mut nest.loops, &mut nest.run);
         nest.loops.truncate(len);
         nest
-    }
-
-    /// Where it starts on the source and on the destination.
-    pub(crate) fn start(&self) -> (u64, u64) {
-        (self.source, self.destination)
-    }
-
-    /// How far the nest reaches on the source and on the destination.
-    pub(crate) fn extent(&self) -> (u64, u64) {
-        extent(&self.loops, self.run)
     }
 
     /// Appends `next` when the two make one longer nest: equal but for one loop (or the run), which
@@ -120,26 +81,6 @@ impl Nest {
         self.loops.truncate(len);
         true
     }
-}
-
-/// From the first byte to the one after the last, on the source and on the destination.
-pub(crate) fn extent(loops: &[Loop], run: u64) -> (u64, u64) {
-    loops.iter().fold((run, run), |(source, destination), repeat| {
-        let last = repeat.count - 1;
-        (source + last * repeat.source, destination + last * repeat.destination)
-    })
-}
-
-/// Counts `indices` up by one, the last loop fastest. `false`, and all zero, after the last.
-pub(crate) fn advance(indices: &mut [u64], loops: &[Loop]) -> bool {
-    for (index, repeat) in indices.iter_mut().zip(loops).rev() {
-        *index += 1;
-        if *index < repeat.count {
-            return true;
-        }
-        *index = 0;
-    }
-    false
 }
 
 #[cfg(test)]

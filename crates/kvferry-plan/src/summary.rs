@@ -1,4 +1,6 @@
-//! What a plan yields beside copies, and what they amount to.
+//! What a plan yields beside loops, and what they amount to.
+
+use kvferry_layout::Loops;
 
 /// A span of the destination's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -9,12 +11,12 @@ pub struct Area {
     pub bytes: u64,
 }
 
-/// What the copies of a request from one source rank amount to.
+/// What the runs of a request from one source rank amount to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     /// Bytes in all.
     pub bytes: u64,
-    /// Number of copies.
+    /// Number of copies: runs that are in one piece on both sides.
     pub copies: u64,
     /// Bytes of the shortest copy; 0 when there is none.
     pub shortest: u64,
@@ -28,13 +30,14 @@ impl Summary {
         if self.copies == 0 { 0.0 } else { self.bytes as f64 / self.copies as f64 }
     }
 
-    /// Counts `copies` more copies of `bytes` bytes each.
-    pub(crate) fn add(&mut self, copies: u64, bytes: u64) {
-        if copies > 0 {
-            self.shortest = if self.copies == 0 { bytes } else { self.shortest.min(bytes) };
-            self.longest = self.longest.max(bytes);
-            self.copies += copies;
-            self.bytes += copies * bytes;
+    /// What loops amount to.
+    pub fn of(loops: &Loops) -> Self {
+        let lengths = || loops.nests().map(|nest| nest.run);
+        Self {
+            bytes: loops.bytes(),
+            copies: loops.runs(),
+            shortest: lengths().min().unwrap_or(0),
+            longest: lengths().max().unwrap_or(0),
         }
     }
 }

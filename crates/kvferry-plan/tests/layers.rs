@@ -131,7 +131,7 @@ fn bytes(
     let transfer = plan.transfer(&request).map_err(|error| error.to_string())?;
     let mut bytes = BTreeMap::new();
     for rank in 0..sources {
-        for copy in transfer.copies(rank) {
+        for copy in transfer.loops(rank).unwrap().copies() {
             for at in 0..copy.bytes {
                 let from = (rank, copy.source + at);
                 if bytes.insert(copy.destination + at, from).is_some() {

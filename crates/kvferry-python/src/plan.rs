@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use kvferry_layout::ByteCopy;
 use kvferry_plan as plan;
-use kvferry_plan::{BlockTable, Request, Table, Transfer};
+use kvferry_plan::{BlockTable, LoopsError, Request, Table, Transfer};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -77,11 +76,14 @@ impl Plan {
         request: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let transfer = self.check(py, request)?;
-        let array = |source| {
-            let count = py.detach(|| transfer.summary(source).copies);
-            filled(py, count as usize, |rows| transfer.copies(source).fill(rows))
+        let copies = |source| {
+            let listed = py.detach(|| {
+                let loops = transfer.loops(source)?;
+                Ok(words(loops.copies().map(|run| [run.source, run.destination, run.bytes])))
+            });
+            array(py, &listed.map_err(unsound)?, 3)
         };
-        (0..self.0.source_count()).map(array).collect()
+        (0..self.0.source_count()).map(copies).collect()
     }
 
     /// What is left of the request's own destination blocks: an array of (address, length).
@@ -96,8 +98,8 @@ impl Plan {
         request: Option<Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let transfer = self.check(py, request)?;
-        let list = py.detach(|| words(transfer.rest().map(|area| [area.address, area.bytes])));
-        array(py, &list, 2)
+        let rest = py.detach(|| transfer.rest()).map_err(unsound)?;
+        array(py, &words(rest.into_iter().map(|area| [area.address, area.bytes])), 2)
     }
 
     /// What the copies from every source rank amount to.
@@ -112,8 +114,9 @@ impl Plan {
         request: Option<Bound<'_, PyDict>>,
     ) -> PyResult<Vec<Summary>> {
         let transfer = self.check(py, request)?;
-        let sums: Vec<_> = py
-            .detach(|| (0..self.0.source_count()).map(|source| transfer.summary(source)).collect());
+        let sources = 0..self.0.source_count();
+        let sums: Result<Vec<_>, _> =
+            py.detach(|| sources.map(|source| transfer.summary(source)).collect());
         let sum = |sum: plan::Summary| Summary {
             bytes: sum.bytes,
             copies: sum.copies,
@@ -121,7 +124,7 @@ impl Plan {
             longest: sum.longest,
             mean: sum.mean(),
         };
-        Ok(sums.into_iter().map(sum).collect())
+        Ok(sums.map_err(unsound)?.into_iter().map(sum).collect())
     }
 
     fn __repr__(&self) -> String {
@@ -200,6 +203,11 @@ impl Asked {
             )?,
         })
     }
+}
+
+/// A plan that is not sound, which no proven plan is.
+fn unsound(error: LoopsError) -> PyErr {
+    PyRuntimeError::new_err(format!("the plan cannot be carried out: {error}"))
 }
 
 fn missing(key: &str) -> PyErr {
@@ -284,35 +292,4 @@ pub(crate) fn array<'py>(
     let buffer = PyByteArray::new(py, bytes);
     let words = py.import("numpy")?.call_method1("frombuffer", (buffer, "uint64"))?;
     words.call_method1("reshape", (bytes.len() / 8 / columns, columns))
-}
-
-/// A NumPy array of so many rows (source address, destination address, length), written in place and
-/// without Python's lock.
-fn filled<'py>(
-    py: Python<'py>,
-    rows: usize,
-    fill: impl FnOnce(&mut [ByteCopy]) -> usize + Send,
-) -> PyResult<Bound<'py, PyAny>> {
-    let array = py.import("numpy")?.call_method1("zeros", ((rows, 3), "uint64"))?;
-    let (address, writable): (usize, bool) = {
-        let data = array.getattr("__array_interface__")?.get_item("data")?;
-        (data.get_item(0)?.extract()?, !data.get_item(1)?.extract::<bool>()?)
-    };
-    let bytes: usize = array.getattr("nbytes")?.extract()?;
-    if bytes != rows * size_of::<ByteCopy>()
-        || !writable
-        || !address.is_multiple_of(align_of::<ByteCopy>())
-    {
-        return Err(PyRuntimeError::new_err("NumPy made an array of another size"));
-    }
-    if rows > 0 {
-        // SAFETY: the array is new and nobody else knows of it; it owns `bytes` initialised bytes at
-        // `address`, in one piece and aligned, which `array` keeps alive. `ByteCopy` is three 64-bit
-        // words in C's order, and every pattern of bits is one.
-        let slots = unsafe { std::slice::from_raw_parts_mut(address as *mut ByteCopy, rows) };
-        if py.detach(|| fill(slots)) != rows {
-            return Err(PyRuntimeError::new_err("a plan yields fewer copies than it counts"));
-        }
-    }
-    Ok(array)
 }

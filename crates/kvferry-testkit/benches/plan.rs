@@ -1,4 +1,4 @@
-//! What describing, compiling and yielding cost, as ratios to the least that any implementation pays.
+//! What describing and compiling cost, and what a request costs before anything of it is read.
 //!
 //! `cargo bench -p kvferry-testkit`
 
@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvferry_layout::Manifest;
 use kvferry_models::rules::vllm;
 use kvferry_models::{Topology, presets};
-use kvferry_plan::{ByteCopy, Plan, Request, Table};
+use kvferry_plan::{Loops, Plan, Request, Table};
 use kvferry_testkit::heap::{self, Counting};
 
 #[global_allocator]
@@ -91,16 +91,14 @@ fn main() {
     }
 
     println!();
-    println!("yielding a request's copies (median of 15 interleaved rounds)");
+    println!("a request as loops (median of 15 rounds)");
     println!(
-        "  check: block tables to segments; yield: segments to copies in the caller's buffer;"
+        "  us: from block tables to the loops of all sources; ns: that for each block of all tables;"
     );
+    println!("  of 25 GB/s: that of the time in which a link of that rate carries its bytes");
     println!(
-        "  loop: plain loops that write the same triples from known bases and strides; ratio: yield / loop"
-    );
-    println!(
-        "{:38} {:>7} {:>10} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}",
-        "pair", "tokens", "blocks", "copies", "check us", "yield ns", "loop ns", "ratio", "allocs"
+        "{:38} {:>7} {:>10} {:>9} {:>9} {:>7} {:>9} {:>7} {:>11} {:>7}",
+        "pair", "tokens", "blocks", "MB", "copies", "nests", "us", "ns", "of 25 GB/s", "allocs"
     );
     for pair in &pairs {
         let sources: Vec<&Manifest> = pair.sources.iter().collect();
@@ -111,43 +109,6 @@ fn main() {
             }
         }
     }
-}
-
-/// Copies of equal length at equal strides.
-struct Row {
-    first: ByteCopy,
-    count: u64,
-    source: u64,
-    destination: u64,
-}
-
-/// The copies as the fewest rows, from the first on.
-fn rows(copies: &[ByteCopy]) -> Vec<Row> {
-    let mut rows: Vec<Row> = vec![];
-    for &copy in copies {
-        if let Some(row) = rows.last_mut() {
-            let (source, destination) = (
-                copy.source.checked_sub(row.first.source),
-                copy.destination.checked_sub(row.first.destination),
-            );
-            if row.count == 1
-                && row.first.bytes == copy.bytes
-                && let (Some(source), Some(destination)) = (source, destination)
-            {
-                (row.count, row.source, row.destination) = (2, source, destination);
-                continue;
-            }
-            if row.first.bytes == copy.bytes
-                && source == Some(row.count * row.source)
-                && destination == Some(row.count * row.destination)
-            {
-                row.count += 1;
-                continue;
-            }
-        }
-        rows.push(Row { first: copy, count: 1, source: 0, destination: 0 });
-    }
-    rows
 }
 
 fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
@@ -177,70 +138,29 @@ fn measure(pair: &Pair, plan: &Plan, tokens: u64, scattered: bool) {
     let destination: Vec<Table<'_>> = destination.iter().map(|table| Table::new(table)).collect();
     let cached = vec![0; destination.len()];
     let request = Request { tokens, cached: &cached, source: &source, destination: &destination };
-    let copies = |transfer: &kvferry_plan::Transfer<'_>| {
-        (0..pair.sources.len()).map(|source| transfer.summary(source).copies).sum::<u64>()
+    let blocks: usize = source.iter().chain(&destination).map(|table| table.blocks.len()).sum();
+    let loops = || -> Vec<Loops> {
+        let transfer = plan.transfer(black_box(&request)).expect("a sound request");
+        let loops = |source| transfer.loops(source).expect("a sound plan");
+        (0..pair.sources.len()).map(loops).collect()
     };
-    let transfer = plan.transfer(&request).unwrap_or_else(|error| panic!("{}: {error}", pair.name));
-    let count = copies(&transfer) as usize;
-    let mut buffer = vec![ByteCopy::default(); count + 1];
-    let fill = |transfer: &kvferry_plan::Transfer<'_>, buffer: &mut [ByteCopy]| {
-        let mut filled = 0;
-        for source in 0..pair.sources.len() {
-            filled += transfer.copies(source).fill(&mut buffer[filled..]);
-        }
-        filled
-    };
-    let (filled, heap) = heap::measure(|| {
-        let checked = plan.transfer(&request).expect("checked above");
-        fill(&checked, &mut buffer)
-    });
-    assert_eq!(filled, count);
-    // The plain loop knows every base, stride and count beforehand.
-    let rows = rows(&buffer[..count]);
-    let plain = |buffer: &mut [ByteCopy]| {
-        let mut slots = buffer.iter_mut();
-        for row in &rows {
-            for (index, slot) in (0..row.count).zip(&mut slots) {
-                *slot = ByteCopy {
-                    source: row.first.source + index * row.source,
-                    destination: row.first.destination + index * row.destination,
-                    bytes: row.first.bytes,
-                };
-            }
-        }
-    };
-    let mut again = vec![ByteCopy::default(); count];
-    plain(&mut again);
-    assert_eq!(again, buffer[..count]);
-    let repeat = (200_000 / count.max(1)).clamp(1, 1000);
-    let mut rounds: Vec<[f64; 3]> = (0..15)
-        .map(|_| {
-            let checked = median(1, || {
-                for _ in 0..repeat {
-                    black_box(plan.transfer(black_box(&request)).is_ok());
-                }
-            });
-            let yielded = median(1, || {
-                for _ in 0..repeat {
-                    black_box(fill(&transfer, black_box(&mut buffer)));
-                }
-            });
-            let looped = median(1, || (0..repeat).for_each(|_| plain(black_box(&mut buffer))));
-            [checked, yielded, looped].map(|time| time / repeat as f64)
-        })
-        .collect();
-    rounds.sort_by(|a, b| (a[1] / a[2]).total_cmp(&(b[1] / b[2])));
-    let [checked, yielded, looped] = rounds[rounds.len() / 2];
+    let (made, heap) = heap::measure(loops);
+    let sum = |of: fn(&Loops) -> u64| made.iter().map(of).sum::<u64>();
+    let bytes = sum(Loops::bytes) as f64;
+    let repeat = (100_000 / blocks.max(1)).clamp(1, 1000);
+    let took = median(15, || (0..repeat).for_each(|_| drop(black_box(loops()))));
+    let took = took / repeat as f64;
     println!(
-        "{:38} {:>7} {:>10} {:>9} {:>9.1} {:>8.2} {:>8.2} {:>7.2} {:>7}",
+        "{:38} {:>7} {:>10} {:>9.1} {:>9} {:>7} {:>9.1} {:>7.2} {:>10.3}% {:>7}",
         pair.name,
         tokens,
         if scattered { "scattered" } else { "contiguous" },
-        count,
-        checked / 1e3,
-        yielded / count as f64,
-        looped / count as f64,
-        yielded / looped,
+        bytes / 1e6,
+        sum(Loops::runs),
+        sum(|loops| loops.nests().len() as u64),
+        took / 1e3,
+        took / blocks as f64,
+        100.0 * took / (bytes / 25.0),
         heap.calls,
     );
 }

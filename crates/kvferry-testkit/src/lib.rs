@@ -22,3 +22,17 @@ pub mod plain;
 pub mod random;
 pub mod recipe;
 pub mod request;
+
+use kvferry_layout::{BlockPair, ByteCopy, Loops};
+
+/// A list of copies as loops, each with a nest of its own; those of no bytes are none.
+pub fn one_by_one(copies: &[ByteCopy]) -> Loops {
+    let mut loops = Loops::default();
+    let table = loops.add_table([BlockPair::default()]);
+    for copy in copies.iter().filter(|copy| copy.bytes > 0) {
+        let start = (copy.source, copy.destination);
+        let added = loops.add_nest(start, copy.bytes, (0, 0), &[], table);
+        added.unwrap_or_else(|error| panic!("{copy:?}: {error}"));
+    }
+    loops
+}

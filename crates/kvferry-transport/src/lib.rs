@@ -1,4 +1,4 @@
-//! Moves lists of copies from the registered memory of other processes into one's own.
+//! Carries out loops from the registered memory of other processes into one's own.
 //!
 //! [`Transport`] says what every back end promises. Two are here, and need nothing installed:
 //!
@@ -16,13 +16,14 @@
 //! | room | what is in it |
 //! |---|---|
 //! | `contract` | what callers see: the traits, what an operation reports, what can go wrong |
-//! | `shared` | what back ends are built from. `admission` is where an operation begins: its copies are checked against the registered memory (`region`, `spans`), joined where they touch (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
+//! | `shared` | what back ends are built from. `admission` is where an operation begins: what it reads and writes is checked against the registered memory (`region`, `spans`), made a list of where a back end knows nothing else (`merge`), and put into `custody`, the one state machine for progress, cancellation and quarantine. `deadlines` ends what is late, `chunks` cuts an operation into parts for several threads, `rate` warns of absurdly slow transfers, `counters` sums up |
 //! | [`local`], [`tcp`] | the back ends: how bytes actually get across. They know the two rooms above; `local` also uses `tcp`, as its way round where the kernel forbids the direct one |
 //! | [`strangers`] | who has proven nothing yet at a port: how many there may be, and how often the log speaks of them; the agent's port uses it, too |
 //! | [`ports`] | the ports that a process may listen at; the agent uses it, too |
 //! | [`memory`] | a block of host memory to register, for examples, benchmarks and tests |
 //!
-//! What a read costs is each back end's own figure (`Transport::price`); `kvferry-bench`'s example `price` measures it.
+//! Whether runs are packed is a constant of each back end (`Transport::packs_below`); `kvferry-bench lowering` measures both
+//! ways.
 //!
 //! A new back end implements [`Transport`] with an admission and custody from `shared`, which promises nothing to crates from
 //! elsewhere yet, and joins the conformance suite (`kvferry-conformance`).
@@ -47,5 +48,5 @@ pub use contract::{
     Error, Instance, InvalidFrame, Operation, RegionId, Report, Side, StagingStatistics,
     Statistics, Status, Transport,
 };
-pub use kvferry_layout::{ByteCopy, Loops, Place, Price, Rates, Region};
+pub use kvferry_layout::{ByteCopy, Loops, Place, Region};
 pub use shared::{Transfer, carry_out};

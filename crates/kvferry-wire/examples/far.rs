@@ -8,6 +8,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::one_by_one;
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::tcp::{Tcp, TcpOptions};
 use kvferry_transport::{ByteCopy, Operation, Status, Transport};
@@ -103,7 +104,7 @@ impl Ferry {
             })
             .collect();
         let began = Instant::now();
-        match self.right.read(&self.peer, &copies, soon())?.wait(soon()) {
+        match self.right.read(&self.peer, &one_by_one(&copies), soon())?.wait(soon()) {
             Status::Done(_) => Ok(began.elapsed().as_secs_f64()),
             other => Err(format!("the read ended as {other:?}").into()),
         }

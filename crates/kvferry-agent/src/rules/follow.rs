@@ -11,6 +11,7 @@
 //! tables that go on from those that it was read by.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -31,7 +32,7 @@ pub struct Pace {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Follower {
     pace: Pace,
-    grant: Grant,
+    grant: Arc<Grant>,
     sealed: bool,
     /// Tokens that this rank has of every layer, of this epoch.
     read: u64,
@@ -92,13 +93,13 @@ pub enum Contradiction {
 impl Follower {
     /// Follows a request from the start, or takes what is known of it already: the grant that a ticket
     /// came with is all there is.
-    pub fn of(grant: Option<Grant>, pace: Pace) -> Self {
+    pub fn of(grant: Option<Arc<Grant>>, pace: Pace) -> Self {
         let sealed = grant.is_some();
         Self { pace, grant: grant.unwrap_or_default(), sealed, ..Self::default() }
     }
 
     /// What P has granted, as far as this rank has heard.
-    pub fn grant(&self) -> &Grant {
+    pub fn grant(&self) -> &Arc<Grant> {
         &self.grant
     }
 
@@ -117,7 +118,7 @@ impl Follower {
     /// Takes note of what P says. Nothing may be read meanwhile.
     pub fn hear(
         &mut self,
-        grant: Grant,
+        grant: Arc<Grant>,
         in_flight: Vec<InFlight>,
         sealed: bool,
     ) -> Result<(), Contradiction> {
@@ -210,8 +211,9 @@ mod tests {
 
     use super::*;
 
-    fn grant(epoch: u32, tokens: u64, blocks: &[u32]) -> Grant {
-        Grant { epoch, tokens, tables: vec![BlockTable { first: 0, blocks: blocks.to_vec() }] }
+    fn grant(epoch: u32, tokens: u64, blocks: &[u32]) -> Arc<Grant> {
+        let tables = vec![BlockTable { first: 0, blocks: blocks.to_vec() }];
+        Arc::new(Grant { epoch, tokens, tables })
     }
 
     fn part(tokens: u64, held: u64, last: bool) -> Part {

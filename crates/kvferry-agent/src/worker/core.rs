@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvferry_plan::cost::Choice;
+use kvferry_plan::lowering::Choice;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
 

@@ -457,7 +457,7 @@ impl Drive {
         let steps = self.steps.clone();
         self.core.read(Job {
             attempt: self.attempt,
-            load: portion,
+            portion,
             plan,
             sources: engine.sources.clone(),
             deadline: self.deadline,

@@ -31,7 +31,7 @@ pub(super) struct Growing {
     growth: Growth,
     follower: Follower,
     /// What the engine has said since the last part was read: nothing may be in flight when it counts.
-    heard: Option<(Grant, Vec<InFlight>, bool)>,
+    heard: Option<(Arc<Grant>, Vec<InFlight>, bool)>,
     /// What its ranks have said, once it is read by layers.
     words: Option<Words>,
     part: Option<Part>,
@@ -71,7 +71,7 @@ impl Growing {
         // The group that has least decides: each is asked for what it does not have.
         let from = held.map(|(_, cached)| *cached).min().unwrap_or(0);
         let pace = Pace { from, to: load.tokens, step: growth.step };
-        let follower = Follower::of(load.grant.clone(), pace);
+        let follower = Follower::of(load.grant.clone().map(Arc::new), pace);
         let (all, each) = (load.tokens.saturating_sub(from), *engine.each.lock());
         let spent = Spent::default();
         Self { growth, follower, heard: None, words: None, part: None, all, spent, each }
@@ -83,7 +83,7 @@ impl Growing {
     }
 
     /// Takes note of what the engine says, for when nothing is in flight.
-    pub(super) fn hear(&mut self, grant: Grant, in_flight: Vec<InFlight>, sealed: bool) {
+    pub(super) fn hear(&mut self, grant: Arc<Grant>, in_flight: Vec<InFlight>, sealed: bool) {
         self.heard = Some((grant, in_flight, sealed));
     }
 
@@ -159,7 +159,7 @@ impl Growing {
     }
 
     /// What was chosen, as a request of its own.
-    pub(super) fn portion(&self, load: &Load) -> Option<Portion> {
+    pub(super) fn portion(&self, load: &Arc<Load>) -> Option<Portion> {
         let Part { tokens, held, last, .. } = *self.part.as_ref()?;
         let groups = self.growth.groups.iter().zip(&load.cached);
         let cached = groups.map(|(grows, cached)| match (grows, last) {
@@ -174,17 +174,15 @@ impl Growing {
             // That they do not fit is said by whoever checks the request.
             false => load.cached.clone(),
         };
-        let mut grant = self.follower.grant().clone();
-        if self.ahead() {
-            // It has been written, if not granted yet: nothing of it is used before it is.
-            grant.tokens = grant.tokens.max(tokens);
-        }
+        let grant = self.follower.grant().clone();
+        // Layers that are read ahead have been written, if not granted yet.
+        let written = if self.ahead() { grant.tokens.max(tokens) } else { grant.tokens };
         Some(Portion {
+            load: load.clone(),
             grant,
+            written,
             tokens,
             cached,
-            before: load.cached.clone(),
-            destination: load.destination.clone(),
             rest: load.rest && last,
         })
     }
@@ -194,7 +192,7 @@ impl Growing {
 #[derive(Debug)]
 pub(super) enum Heard {
     /// How far it has come, what is in flight beyond that, and whether that is all.
-    Grown(Grant, Vec<InFlight>, bool),
+    Grown(Arc<Grant>, Vec<InFlight>, bool),
     /// What goes with the blocks: before it is said that they are all.
     Enclosed(Vec<u8>),
     /// It can be read by layers.
@@ -220,7 +218,7 @@ pub(super) async fn follow(
     let mut listeners = JoinSet::new();
     let steps = watch::Sender::default();
     let mut step = 0;
-    let mut grant = Grant::default();
+    let mut grant = Arc::new(Grant::default());
     let mut last_answer = Instant::now();
     loop {
         let asked = Instant::now();
@@ -255,7 +253,7 @@ pub(super) async fn follow(
                         let reason = "it says how its block tables go on, but not from where";
                         return tell(Heard::Failed(Failure::PeerMisbehaved(reason.to_owned())));
                     };
-                    grant = grown;
+                    grant = Arc::new(grown);
                     tell(Heard::Grown(grant.clone(), in_flight, sealed));
                 }
                 if sealed {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use kvferry_plan::cost::Way;
+use kvferry_plan::lowering::Way;
 use kvferry_plan::{Area, BlockTable};
 use serde::{Deserialize, Serialize};
 
@@ -97,18 +97,19 @@ impl Load {
     }
 }
 
-/// What is read at once: all of a load, or what has been computed since the last time.
+/// What is read at once: all of a load, or what has been computed since the last time. Block tables are shared by all
+/// parts of a load.
 #[derive(Clone, Debug)]
 pub(super) struct Portion {
+    pub(super) load: Arc<Load>,
     /// What is granted at this moment.
-    pub(super) grant: Grant,
+    pub(super) grant: Arc<Grant>,
+    /// How many tokens are there to be read, granted or not: nothing is used before it is.
+    pub(super) written: u64,
     /// How far to read.
     pub(super) tokens: u64,
     /// For every group: from where.
     pub(super) cached: Vec<u64>,
-    /// What the engine held of each group before the load: the blocks after it are the request's own.
-    pub(super) before: Vec<u64>,
-    pub(super) destination: Vec<BlockTable>,
     /// Whether what is left of the request's own blocks is wanted, and may be overwritten.
     pub(super) rest: bool,
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use kvferry_plan::cost::Choice;
+use kvferry_plan::lowering::Choice;
 
 use crate::rules::audit::Audit;
 use crate::wire::reach::Network;

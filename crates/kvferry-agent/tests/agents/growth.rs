@@ -419,7 +419,7 @@ fn check_rank(
             source: &borrowed(&request.source),
             destination: &borrowed(&request.destination),
         };
-        let at_once: Vec<_> = plan.transfer(&whole).unwrap().rest().collect();
+        let at_once: Vec<_> = plan.transfer(&whole).unwrap().rest().unwrap();
         assert_eq!(*rest, at_once, "{name}: what is left is what is left of a load at once");
         for area in rest {
             for at in area.address..area.address + area.bytes {

@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvferry_agent::{Carrier, Source};
 use kvferry_digest::{Digest, Program};
 use kvferry_layout::BlockPair;
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Rates, Status};
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Status};
 
 /// What goes wrong on the way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,10 +89,6 @@ struct FaultySource {
 }
 
 impl Source for FaultySource {
-    fn price(&self) -> Price {
-        Price { launch: 0.0, copy: 0.0, byte: 1.0 }
-    }
-
     fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let fault = *self.switch.lock().unwrap();
         assert_ne!(fault, Some(Fault::PanicsReading), "as a test wants it");
@@ -117,9 +113,8 @@ impl Source for FaultySource {
         Ok(Box::new(FaultyOperation { inner, fault, first: copies[0], done }))
     }
 
-    fn rates(&self) -> Rates {
-        let packed = *self.switch.lock().unwrap() == Some(Fault::Unpacked);
-        Rates { direct: self.price(), packed: packed.then(|| self.price()) }
+    fn packs_below(&self) -> u64 {
+        if *self.switch.lock().unwrap() == Some(Fault::Unpacked) { u64::MAX } else { 0 }
     }
 
     fn disconnect(&self) {

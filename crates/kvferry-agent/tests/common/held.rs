@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_agent::{Carrier, Source};
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{ByteCopy, Error, Loops, Operation, Price, Report, Status};
+use kvferry_transport::{ByteCopy, Error, Loops, Operation, Report, Status};
 
 use super::eventually;
 use super::memory::look;
@@ -152,10 +152,6 @@ struct HeldSource {
 }
 
 impl Source for HeldSource {
-    fn price(&self) -> Price {
-        Price { launch: 0.0, copy: 512.0, byte: 0.125 }
-    }
-
     fn read(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
         let read = Arc::new(HeldRead {
             copies: loops.copies().collect(),

@@ -5,7 +5,7 @@ use std::time::Instant;
 use kvferry_agent::{Carrier, Source};
 use kvferry_cuda::carry_out;
 use kvferry_digest::{Digest, Program};
-use kvferry_transport::{Error, Loops, Operation, Price, Report, Status};
+use kvferry_transport::{Error, Loops, Operation, Report, Status};
 
 use super::memory::look;
 
@@ -34,10 +34,6 @@ impl Carrier for Looping {
 struct LoopingSource;
 
 impl Source for LoopingSource {
-    fn price(&self) -> Price {
-        Price { launch: 0.0, copy: 1e6, byte: 0.001 }
-    }
-
     fn read(&self, loops: &Loops, _: Instant) -> Result<Box<dyn Operation>, Error> {
         // SAFETY: plans name only addresses of test memory, which is never freed and accessed without
         // references.

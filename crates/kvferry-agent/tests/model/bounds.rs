@@ -1,5 +1,7 @@
 //! How large a world is, what may happen in it, and which safeguard it lacks.
 
+use std::sync::Arc;
+
 use kvferry_agent::follow::{Follower, Pace};
 use kvferry_agent::{BlockTable, Grant};
 
@@ -141,7 +143,7 @@ impl Bounds {
     /// What a rank knows at first: what came with its ticket.
     pub(crate) fn follower(&self, grant: Option<Grant>) -> Follower {
         let pace = Pace { from: 0, to: self.tokens().into(), step: 1 };
-        let mut follower = Follower::of(grant, pace);
+        let mut follower = Follower::of(grant.map(Arc::new), pace);
         if self.layers {
             follower.by_layer(2);
         }

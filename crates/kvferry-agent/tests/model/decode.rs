@@ -1,5 +1,7 @@
 //! What the ranks of D do: their own part around the real life of a load and the real follower.
 
+use std::sync::Arc;
+
 use kvferry_agent::follow::Part;
 use kvferry_agent::lease::Answer;
 use kvferry_agent::life::{Action, Event, Life, Stage};
@@ -82,6 +84,7 @@ impl World {
             Fault::TakesOldForNew => grant.epoch = grant.epoch.max(known),
             _ => {}
         }
+        let grant = Arc::new(grant);
         if load.follower.hear(grant.clone(), in_flight.clone(), told.sealed).is_err() {
             if !bounds.d_goes_back() {
                 let failure = Failure::Transport("contradiction".into());
@@ -252,7 +255,7 @@ impl World {
                     return self.happen(r, Event::Held, bounds);
                 }
                 Action::Confirm => {
-                    let mut read_by = read_by.clone();
+                    let mut read_by = Grant::clone(&read_by);
                     if bounds.fault == Fault::KeepsOldEpoch
                         && let Some(now) = self.leases.frontier(REQUEST)
                     {
@@ -334,7 +337,7 @@ impl Load {
         let now = self.follower.grant();
         let (place, epoch) = (place_of(now), now.epoch as u8);
         let mut all = self.follower.clone();
-        _ = all.hear(bounds.grant(place, epoch, bounds.tokens()), vec![], true);
+        _ = all.hear(bounds.grant(place, epoch, bounds.tokens()).into(), vec![], true);
         all.next().map_or(0, |part| part.held)
     }
 

@@ -132,7 +132,7 @@ fn by_nixl(
     let ready = bench.prepare_for(case, Some(Packing::default()), None)?;
     let (transport, peer) = ready.over_nixl(Packing::default())?;
     let ways: [(&str, packed::Read); 2] =
-        [("nixl, packed", Nixl::read_packed), ("nixl, run by run", Nixl::read_loops)];
+        [("nixl, packed", Nixl::read_packed), ("nixl, run by run", <Nixl as Transport>::read)];
     for kind in &KINDS {
         for (way, read) in ways {
             let load = || {

@@ -207,7 +207,9 @@ fn measure(
     let mut copies: Vec<ByteCopy> = vec![];
     for request in &asked {
         let checked = ready.plan.transfer(request)?;
-        (0..ready.plan.source_count()).for_each(|source| copies.extend(checked.copies(source)));
+        for source in 0..ready.plan.source_count() {
+            copies.extend(checked.loops(source)?.copies());
+        }
     }
     let bytes = copies.iter().map(|copy| copy.bytes).sum();
     let limit_us = bench.limit(transport, peer, ready, bytes)?;
@@ -252,7 +254,7 @@ fn burst(
         let checked = plan.transfer(request)?;
         for source in (0..plan.source_count()).filter(|&source| plan.reads(source)) {
             let loops: Loops = checked.loops(source)?;
-            operations.push(transport.read_loops(peer, &loops, soon())?);
+            operations.push(transport.read(peer, &loops, soon())?);
         }
     }
     let (launched, mut first) = (micros(), 0.0);

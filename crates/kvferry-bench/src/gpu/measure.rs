@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvferry_cuda::driver::Card;
 use kvferry_cuda::{Cuda, CudaOptions, CudaPeer};
 use kvferry_layout::{BlockPair, Manifest, Place, Region};
-use kvferry_plan::{ByteCopy, Loops, Plan, Price, Rates, Request};
+use kvferry_plan::{ByteCopy, Loops, Plan, Request};
 use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
@@ -37,10 +37,6 @@ pub(super) struct Row {
     pub(super) cpu_us: f64,
     pub(super) check_us: f64,
     pub(super) loops_us: f64,
-    /// What all of it takes by the price that was measured when the two met.
-    pub(super) price_us: f64,
-    /// That price, of a read and of packing, where the pair can.
-    pub(super) rates: Measured,
     /// With a bound on multiprocessors: their number, time, fraction of the limit.
     pub(super) bounded: Vec<(u32, f64, f64)>,
 }
@@ -49,14 +45,6 @@ impl Row {
     pub(super) fn rate(&self) -> f64 {
         self.bytes as f64 / self.us / 1e3
     }
-}
-
-/// Nanoseconds of a launch, a copy and a byte, direct and packed, as `kvferry plan` takes them.
-pub(super) type Measured = ((f64, f64, f64), Option<(f64, f64, f64)>);
-
-pub(super) fn measured(rates: &Rates) -> Measured {
-    let numbers = |price: Price| (price.launch, price.copy, price.byte);
-    (numbers(rates.direct), rates.packed.map(numbers))
 }
 
 pub(super) fn median(mut values: Vec<f64>) -> f64 {
@@ -100,7 +88,7 @@ pub(super) fn transfer(
         let at = Instant::now();
         let loops = checked.loops(source)?;
         loops_time += micros(at);
-        operations.push(transport.read_loops(peer, &loops, soon())?);
+        operations.push(transport.read(peer, &loops, soon())?);
     }
     let launched = micros(began);
     for operation in &operations {
@@ -197,11 +185,12 @@ impl Bench {
         };
         let (copies, nests) = ready.with_request(|request| -> Result<_, Failure> {
             let checked = ready.plan.transfer(request)?;
-            let sources = || 0..ready.plan.source_count();
-            let copies: Vec<ByteCopy> = sources().flat_map(|s| checked.copies(s)).collect();
-            let nests = sources()
-                .map(|s| Ok(checked.loops(s)?.nests().len()))
-                .sum::<Result<_, Failure>>()?;
+            let (mut copies, mut nests) = (vec![], 0);
+            for source in 0..ready.plan.source_count() {
+                let loops = checked.loops(source)?;
+                copies.extend(loops.copies());
+                nests += loops.nests().len();
+            }
             Ok((copies, nests))
         })?;
         ready.bytes = copies.iter().map(|copy| copy.bytes).sum();
@@ -253,7 +242,6 @@ impl Bench {
         }
         let of = |part: fn(&Times) -> f64| median(free.iter().map(part).collect());
         let us = of(|times| times.all);
-        let rates = transport.rates(&peer);
         Ok(Row {
             name: case.name(),
             bytes,
@@ -267,8 +255,6 @@ impl Bench {
             cpu_us: of(|times| times.launched),
             check_us: of(|times| times.check),
             loops_us: of(|times| times.loops),
-            price_us: rates.direct.of(copies.len() as u64, bytes) / 1e3,
-            rates: measured(&rates),
             bounded,
         })
     }
@@ -294,7 +280,7 @@ impl Bench {
                     transport.mark(&before)?;
                 }
                 for loops in &loops {
-                    operations.push(transport.read_loops(peer, loops, soon())?);
+                    operations.push(transport.read(peer, loops, soon())?);
                 }
             }
             transport.mark(&after)?;
@@ -345,7 +331,7 @@ impl Bench {
     }
 
     /// Microseconds of a request of `count` copies of 8 KiB each, as loops and as a list.
-    pub(super) fn small(&mut self, count: u32) -> Result<(f64, f64), Failure> {
+    pub(super) fn small(&mut self, count: u32) -> Result<f64, Failure> {
         const RUN: u64 = 8 << 10;
         let bytes = u64::from(count) * 2 * RUN;
         let Held { bases, description, .. } = self.source.hold(&[bytes], false, None, None)?;
@@ -361,24 +347,21 @@ impl Bench {
         loops.add_nest((bases[0], memory.base), RUN, (RUN, RUN), &[], table)?;
         let copies: Vec<ByteCopy> = loops.copies().collect();
         self.checker.poison(&memory)?;
-        let (mut by_loops, mut by_list) = (vec![], vec![]);
+        let mut times = vec![];
         let done = |operation: kvferry_cuda::CudaTransfer| match operation.wait(soon()) {
             Status::Done(_) => Ok(()),
             other => Err(format!("a transfer ended as {other:?}")),
         };
         for _ in 0..200 {
             let began = Instant::now();
-            done(transport.read_loops(&peer, &loops, soon())?)?;
-            by_loops.push(began.elapsed().as_secs_f64() * 1e6);
-            let began = Instant::now();
-            done(transport.read(&peer, &copies, soon())?)?;
-            by_list.push(began.elapsed().as_secs_f64() * 1e6);
+            done(transport.read(&peer, &loops, soon())?)?;
+            times.push(began.elapsed().as_secs_f64() * 1e6);
         }
         let wrong =
             self.checker.check(std::slice::from_ref(&memory), &copies, &[(bases[0], bytes)])?;
         if wrong > 0 {
             return Err(format!("{wrong} bytes of a small request are wrong").into());
         }
-        Ok((median(by_loops), median(by_list)))
+        Ok(median(times))
     }
 }

@@ -84,7 +84,7 @@ struct Results {
     multiprocessors: u32,
     rows: Vec<Row>,
     /// Microseconds of a request of 128 copies of 8 KiB, as loops and as a list.
-    small: Option<(f64, f64)>,
+    small: Option<f64>,
     pools: Vec<Pool>,
     handoffs: Vec<Handoff>,
     packed: Vec<Packed>,
@@ -140,8 +140,8 @@ pub(crate) fn run(settings: &Settings, source: &[&str]) -> Result<(), Failure> {
         }
         Ok(())
     });
-    if let Some((loops, list)) = results.small {
-        println!("\n128 copies of 8 KiB: {loops:.1} us as loops, {list:.1} us as a list");
+    if let Some(us) = results.small {
+        println!("\n128 copies of 8 KiB: {us:.1} us");
     }
     finish(&mut results, save, output)
 }
@@ -198,10 +198,10 @@ fn measure_rows(
     outcome: &mut Outcome,
 ) {
     println!(
-        "us: from block ids to the last byte, with five sixths of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post); price: what the cost model says"
+        "us: from block ids to the last byte, with five sixths of the SMs; all, 32, 16: of the limit with so many; cpu: from block ids to launched (check + loops + post)"
     );
     println!(
-        "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>9} {:>6}",
+        "{:<64} {:>8} {:>8} {:>6} {:>9} {:>6} {:>6} {:>6}  {:>5} {:>5} {:>5}  {:>9} {:>6} {:>6} {:>6} {:>6}",
         "case",
         "MB",
         "copies",
@@ -217,7 +217,6 @@ fn measure_rows(
         "cpu us",
         "check",
         "loops",
-        "price us",
         "wrong"
     );
     for case in cases {
@@ -225,7 +224,7 @@ fn measure_rows(
             let bounded: String =
                 row.bounded.iter().map(|(_, _, of)| format!(" {of:>5.2}")).collect();
             println!(
-                "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>9.1} {:>6.1} {:>6.1} {:>6.1} {:>9.1} {:>6}",
+                "{:<64} {:>8.1} {:>8} {:>6} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {bounded}  {:>9.1} {:>6.1} {:>6.1} {:>6.1} {:>6}",
                 row.name,
                 row.bytes as f64 / 1e6,
                 row.copies,
@@ -238,7 +237,6 @@ fn measure_rows(
                 row.cpu_us,
                 row.check_us,
                 row.loops_us,
-                row.price_us,
                 row.wrong_bytes,
             );
             if row.wrong_bytes > 0 {

@@ -11,7 +11,7 @@ use kvferry_transport::{Operation, Status, Transport};
 use serde::Serialize;
 
 use super::case::Case;
-use super::measure::{Bench, Measured, Ready, measured, median, soon};
+use super::measure::{Bench, Ready, median, soon};
 use super::outcome::Outcome;
 use super::source::Packing;
 use crate::Failure;
@@ -33,11 +33,6 @@ pub(super) struct Packed {
     /// NIXL by itself, for the same copies, from lists that were prepared beforehand; where `direct_us` is
     /// measured.
     alone_us: Option<f64>,
-    /// What the prices say that both take.
-    price_us: f64,
-    direct_price_us: f64,
-    /// Those prices.
-    rates: Measured,
 }
 
 /// Direct reads of more copies than this take seconds, and those of NIXL alone likewise: each costs 6 to 13 us.
@@ -56,11 +51,11 @@ pub(super) fn run(bench: &mut Bench, only: &str, rows: &mut Vec<Packed>, outcome
         Case::scattered("nemotron-3-nano-30b-a3b", "tp=2", "tp=1", 8 << 10),
     ];
     println!(
-        "\npacked over nixl: slot and staging in MiB; price: what the model says, in us; NIXL alone: every copy \
+        "\npacked over nixl: slot and staging in MiB; NIXL alone: every copy \
          by itself, in us, from lists that were prepared beforehand"
     );
     println!(
-        "{:<64} {:>4} {:>5} {:>5} {:>8} {:>8} {:>9} {:>6} {:>6} {:>6} {:>9} {:>10} {:>10} {:>10} {:>6}",
+        "{:<64} {:>4} {:>5} {:>5} {:>8} {:>8} {:>9} {:>6} {:>6} {:>6} {:>10} {:>10} {:>6}",
         "case",
         "slot",
         "all",
@@ -71,9 +66,7 @@ pub(super) fn run(bench: &mut Bench, only: &str, rows: &mut Vec<Packed>, outcome
         "GB/s",
         "limit",
         "of it",
-        "price",
         "direct us",
-        "price",
         "NIXL alone",
         "wrong"
     );
@@ -94,7 +87,7 @@ fn show(row: &Packed) {
     let or_none = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), |us| format!("{us:.1}"));
     let (direct, alone) = (or_none(row.direct_us), or_none(row.alone_us));
     println!(
-        "{:<64} {:>4} {:>5} {:>5} {:>8.1} {:>8} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {:>9.1} {direct:>10} {:>10.1} {alone:>10} {:>6}",
+        "{:<64} {:>4} {:>5} {:>5} {:>8.1} {:>8} {:>9.1} {:>6.0} {:>6.0} {:>6.3} {direct:>10} {alone:>10} {:>6}",
         row.name,
         row.packing.slot,
         row.packing.staging,
@@ -105,8 +98,6 @@ fn show(row: &Packed) {
         row.bytes as f64 / row.us / 1e3,
         row.bytes as f64 / row.limit_us / 1e3,
         row.limit_us / row.us,
-        row.price_us,
-        row.direct_price_us,
         row.wrong_bytes,
     );
 }
@@ -153,14 +144,15 @@ impl Bench {
             }
         }
         let (transport, peer) = ready.over_nixl(packing)?;
-        let rates = transport.rates(&peer);
-        let price = rates.packed.ok_or("the pair does not pack: see the log")?;
+        if transport.packs_below(&peer) == 0 {
+            return Err("the pair does not pack: see the log".into());
+        }
         let copies = ready.copies.len() as u64;
         let (mut times, mut direct) = (vec![], vec![]);
         self.poison(&ready)?;
         ready.with_request(|request| -> Result<(), Failure> {
             for _ in 0..if directly { DIRECT_ROUNDS } else { 0 } {
-                direct.push(read(&transport, &peer, &ready, request, Nixl::read_loops)?);
+                direct.push(read(&transport, &peer, &ready, request, <Nixl as Transport>::read)?);
             }
             self.poison(&ready)?;
             for round in 0..self.rounds + 2 {
@@ -185,9 +177,6 @@ impl Bench {
             us: median(times),
             direct_us: (!direct.is_empty()).then(|| median(direct)),
             alone_us,
-            price_us: price.of(copies, ready.bytes) / 1e3,
-            direct_price_us: rates.direct.of(copies, ready.bytes) / 1e3,
-            rates: measured(&rates),
         })
     }
 

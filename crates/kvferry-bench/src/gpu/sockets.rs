@@ -198,7 +198,7 @@ fn read(
     let checked = ready.plan.transfer(request)?;
     let sources = (0..ready.plan.source_count()).filter(|&source| ready.plan.reads(source));
     let operations = sources
-        .map(|source| Ok(transport.read_loops(peer, &checked.loops(source)?, soon())?))
+        .map(|source| Ok(transport.read(peer, &checked.loops(source)?, soon())?))
         .collect::<Result<Vec<_>, Failure>>()?;
     for operation in &operations {
         match operation.wait(soon()) {

@@ -10,7 +10,7 @@ fn after(suites: &[Suite], nixl: Option<&str>, fails: Suite) -> (Vec<Suite>, Res
         if suite == fails {
             return Err("no memory is left on the card".into());
         }
-        results.small = Some((10.0, 14.0));
+        results.small = Some(10.0);
         Ok(())
     });
     (measured, results)
@@ -27,7 +27,7 @@ fn a_suite_that_fails_takes_nothing_from_the_others() {
         assert_eq!(error, format!("1 failed: {what}"));
         let saved: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!(saved["small"], serde_json::json!([10.0, 14.0]));
+        assert_eq!(saved["small"], serde_json::json!(10.0));
         assert_eq!(saved["failures"], serde_json::json!([what]));
     }
     std::fs::remove_file(path).unwrap();

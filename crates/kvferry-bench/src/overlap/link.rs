@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use kvferry_agent::{Carrier, Source};
-use kvferry_transport::{Error, Loops, Operation, Price, Status};
+use kvferry_transport::{Error, Loops, Operation, Status};
 
 /// What all reads of one engine share.
 #[derive(Debug)]
@@ -75,10 +75,6 @@ struct Behind {
 }
 
 impl Source for Behind {
-    fn price(&self) -> Price {
-        self.source.price()
-    }
-
     fn read(&self, loops: &Loops, deadline: Instant) -> Result<Box<dyn Operation>, Error> {
         let operation = self.source.read(loops, deadline)?;
         Ok(Box::new(Held { operation, due: self.link.carry(loops.bytes()) }))

@@ -77,7 +77,8 @@ pub(super) fn one_block(
     let mut ribbons = vec![];
     for (number, source) in sources.iter().enumerate() {
         let first = ribbons.len();
-        for copy in transfer.copies(number) {
+        let loops = transfer.loops(number).map_err(|error| error.to_string())?;
+        for copy in loops.copies() {
             for part in cut(copy, (number, source, &from), (target, &to), group)? {
                 append(&mut ribbons, first, part);
             }

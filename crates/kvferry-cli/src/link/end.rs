@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::{Carrier, TransportOptions};
 use kvferry_agent::Source;
-use kvferry_layout::{BlockPair, Loops, Price};
+use kvferry_layout::{BlockPair, Loops};
 
 use super::host;
 use super::memory::{BYTES, Kind, Memory, content, place};
@@ -269,9 +269,7 @@ impl Pair {
         let (from, to) = (self.there.base, self.here.base + BYTES as u64);
         let blocks = (run as u64, run as u64);
         loops.add_nest((from, to), run as u64, blocks, &[], table).map_err(|e| failed(&e))?;
-        let (rates, bytes) = (source.rates(), (run * count) as u64);
-        let takes = |price: &Price| price.of(count as u64, bytes);
-        let packed = rates.packed.as_ref().is_some_and(|way| takes(way) < takes(&rates.direct));
+        let packed = (run as u64) < source.packs_below();
         let began = Instant::now();
         let deadline = began + PATIENCE + 4 * time;
         let read = match packed {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_cuda::{Cuda, CudaOptions, mappings};
 use kvferry_layout::{BlockPair, Loop, Loops, Region};
+use kvferry_testkit::one_by_one;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use super::leaks::comes_back;
@@ -150,7 +151,7 @@ pub(super) fn regions_of_this_process_must_be_registered() {
     }
     let peer = reader.connect(&description, soon()).unwrap();
     let copy = ByteCopy { source: base, destination: ours.base(), bytes: half };
-    done(&reader.read(&peer, &[copy], soon()).unwrap());
+    done(&reader.read(&peer, &one_by_one(&[copy]), soon()).unwrap());
     assert!(ours.snapshot()[..MIB / 2] == pattern(PEER_SEED, MIB)[..MIB / 2]);
     source.deregister(id, soon()).unwrap();
     let result = reader.connect(&description, soon());
@@ -181,7 +182,7 @@ pub(super) fn loops_are_exact<B: BackEnd>() {
         let bytes = copy.bytes as usize;
         ours[to..to + bytes].copy_from_slice(&theirs[from..from + bytes]);
     }
-    done(&pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap());
+    done(&pair.transport.read(&pair.peer, &loops, soon()).unwrap());
     assert!(pair.ours.snapshot() == ours, "loops are not exact");
 }
 
@@ -343,7 +344,7 @@ pub(super) fn programs_longer_than_staging_have_memory_of_their_own() {
     let pair = Pair::<CudaTwinEnd>::new(24 * MIB);
     // 8 bytes for each of them, 12 MiB and 3 MiB in all; staging has 8 MiB.
     let (long, short) = (backwards(&pair, 16), backwards(&pair, 64));
-    let read = |loops: &Loops| pair.transport.read_loops(&pair.peer, loops, soon()).unwrap();
+    let read = |loops: &Loops| pair.transport.read(&pair.peer, loops, soon()).unwrap();
     done(&read(&long));
     assert!(is_backwards(&pair, 16), "a long program is not exact");
     twin("KVFERRY_TWIN_LATE_MS", "20");
@@ -435,15 +436,15 @@ pub(super) fn kernels_that_do_not_start_disturb_no_other() {
     let loops = backwards(&pair, 512);
     twin("KVFERRY_TWIN_LATE_MS", "2000");
     twin_refuses("next");
-    let first = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap();
-    let second = pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap().wait(soon());
+    let first = pair.transport.read(&pair.peer, &loops, soon()).unwrap();
+    let second = pair.transport.read(&pair.peer, &loops, soon()).unwrap().wait(soon());
     assert!(matches!(second, Status::Failed(Error::Cuda { .. })), "{second:?}");
     done(&first);
     twin("KVFERRY_TWIN_LATE_MS", "100");
     twin_refuses("nothing");
     let (one, other) = (
-        pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap(),
-        pair.transport.read_loops(&pair.peer, &loops, soon()).unwrap(),
+        pair.transport.read(&pair.peer, &loops, soon()).unwrap(),
+        pair.transport.read(&pair.peer, &loops, soon()).unwrap(),
     );
     done(&one);
     done(&other);

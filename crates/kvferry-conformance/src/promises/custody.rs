@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::one_by_one;
 use kvferry_transport::{ByteCopy, Error, Operation, Status, Transport};
 
 use crate::back_end::BackEnd;
@@ -13,7 +14,7 @@ use crate::peer::wait_until;
 pub(super) fn deadlines_hold<B: BackEnd>() {
     let pair = Pair::<B>::new(64 * MIB);
     // Already past: nothing that ends well may be reported.
-    let copies = [pair.inward(0, 0, 64 * MIB)];
+    let copies = one_by_one(&[pair.inward(0, 0, 64 * MIB)]);
     let past = pair.transport.read(&pair.peer, &copies, Instant::now()).unwrap();
     let status = past.wait(soon());
     assert!(
@@ -89,7 +90,7 @@ fn reads_never_land_late<B: BackEnd>(end: End) {
             End::Deadline => Instant::now() + Duration::from_millis(300),
             End::Cancel | End::Disconnect => soon(),
         };
-        let operation = pair.transport.read(&pair.peer, &copies, until).unwrap();
+        let operation = pair.transport.read(&pair.peer, &one_by_one(&copies), until).unwrap();
         if round % 2 == 0 {
             // In mid-transfer: when the first byte has come.
             wait_until("bytes arrive", || {
@@ -185,7 +186,7 @@ pub(super) fn dropped_transports_never_land_late<B: BackEnd>() {
     let Pair { transport, peer, process, ours, .. } = pair;
     process.stop();
     let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: bytes as u64 };
-    let operation = transport.read(&peer, &[copy], soon()).unwrap();
+    let operation = transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap();
     drop(peer);
     drop(transport);
     let status = operation.poll();

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use kvferry_testkit::one_by_one;
 use kvferry_testkit::random::Dice;
 use kvferry_transport::{ByteCopy, Operation, Status, Transport};
 
@@ -77,7 +78,7 @@ pub(super) fn an_empty_list_is_done<B: BackEnd>() {
     let pair = Pair::<B>::new(MIB);
     let copies = [pair.inward(5, 5, 0)];
     for copies in [&[][..], &copies] {
-        let operation = pair.transport.read(&pair.peer, copies, soon()).unwrap();
+        let operation = pair.transport.read(&pair.peer, &one_by_one(copies), soon()).unwrap();
         done(&operation);
     }
     assert!(pair.ours.snapshot() == pattern(OUR_SEED, MIB));
@@ -101,7 +102,8 @@ pub(super) fn reports_add_up<B: BackEnd>() {
     let posted = if B::AS_ONE { 1 } else { 2 };
     assert_eq!((report.bytes, report.copies, report.copies_posted), (158, 4, posted));
     assert!(report.rate().is_some());
-    let failed = pair.transport.read(&pair.peer, &[pair.inward(0, 0, 10)], Instant::now());
+    let failed =
+        pair.transport.read(&pair.peer, &one_by_one(&[pair.inward(0, 0, 10)]), Instant::now());
     let failed = failed.map(|operation| operation.wait(soon()));
     let failures = u64::from(!matches!(failed, Ok(Status::Done(_))));
     let statistics = pair.transport.statistics();
@@ -109,16 +111,6 @@ pub(super) fn reports_add_up<B: BackEnd>() {
     assert_eq!((statistics.done, statistics.failed), (2 - failures, failures));
     assert_eq!(statistics.bytes, 158 + 10 * (1 - failures));
     assert_eq!(statistics.quarantined, 0);
-}
-
-/// A price that a plan can choose by: more bytes and more copies take longer.
-pub(super) fn reads_have_a_price<B: BackEnd>() {
-    let pair = Pair::<B>::new(MIB);
-    let price = pair.transport.price(&pair.peer);
-    let takes = |copies, bytes| price.of(copies, bytes);
-    assert!(takes(1, 1) > 0.0 && takes(1_000_000, 1 << 40).is_finite(), "{price:?}");
-    assert!(takes(2, 1 << 20) > takes(1, 1 << 20), "{price:?}");
-    assert!(takes(1, 2 << 20) > takes(1, 1 << 20), "{price:?}");
 }
 
 /// Carries a plan out, and compares all memory of both sides with a model.

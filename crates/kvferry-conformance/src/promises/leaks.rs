@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::one_by_one;
 use kvferry_transport::{ByteCopy, Transport};
 
 use crate::back_end::BackEnd;
@@ -22,7 +23,7 @@ pub(super) fn nothing_leaks<B: BackEnd>() {
         let region = unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
         let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
-        let operation = transport.read(&peer, &[copy], soon()).unwrap();
+        let operation = transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap();
         done(&operation);
         transport.deregister(region, soon()).unwrap();
         drop(transport);
@@ -40,7 +41,7 @@ pub(super) fn nothing_leaks<B: BackEnd>() {
         unsafe { transport.register(ours.region()) }.unwrap();
         let peer = transport.connect(&process.description, soon()).unwrap();
         let copy = ByteCopy { source: process.base, destination: ours.base(), bytes: MIB as u64 };
-        done(&transport.read(&peer, &[copy], soon()).unwrap());
+        done(&transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap());
         // Everything is dropped at once, in no good order.
         drop(transport);
     };

@@ -1,5 +1,6 @@
 //! What only `local` promises.
 
+use kvferry_testkit::one_by_one;
 use kvferry_transport::local::{Local, LocalOptions, Route};
 use kvferry_transport::memory::HostMemory;
 use kvferry_transport::{ByteCopy, Error, Transport};
@@ -52,7 +53,7 @@ pub(crate) fn reader(arguments: &[String]) {
     assert!(matches!(obstacle, Error::System { code: Some(libc::EPERM), .. }), "{obstacle}");
     let copy =
         ByteCopy { source: base.parse().unwrap(), destination: ours.base(), bytes: bytes as u64 };
-    done(&transport.read(&peer, &[copy], soon()).unwrap());
+    done(&transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap());
     assert!(ours.snapshot() == pattern(PEER_SEED, bytes));
     drop(transport);
 }

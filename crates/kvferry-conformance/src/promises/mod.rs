@@ -30,7 +30,6 @@ pub(crate) fn all<B: BackEnd>() -> Vec<Promise> {
         ("many_operations_at_once", exact::many_operations_at_once::<B>),
         ("an_empty_list_is_done", exact::an_empty_list_is_done::<B>),
         ("reports_add_up", exact::reports_add_up::<B>),
-        ("reads_have_a_price", exact::reads_have_a_price::<B>),
         ("outside_is_refused", bounds::outside_is_refused::<B>),
         ("deregistered_is_outside", bounds::deregistered_is_outside::<B>),
         ("a_region_in_use_is_busy", bounds::a_region_in_use_is_busy::<B>),

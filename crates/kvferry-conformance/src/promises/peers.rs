@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::one_by_one;
 use kvferry_transport::{Error, Operation, Status, Transport};
 
 use crate::back_end::BackEnd;
@@ -29,7 +30,7 @@ fn a_killed_peer_matters<B: BackEnd>(round: usize, operations: usize) -> bool {
     let deadline = Instant::now() + Duration::from_secs(30);
     let operations: Vec<_> = (0..operations)
         .map(|_| {
-            let copies = [pair.inward(0, 0, bytes)];
+            let copies = one_by_one(&[pair.inward(0, 0, bytes)]);
             pair.transport.read(&pair.peer, &copies, deadline).unwrap()
         })
         .collect();
@@ -55,7 +56,7 @@ fn a_killed_peer_matters<B: BackEnd>(round: usize, operations: usize) -> bool {
     if failed == 0 {
         return false;
     }
-    let copies = [pair.inward(0, 0, 10)];
+    let copies = one_by_one(&[pair.inward(0, 0, 10)]);
     let error = refused(pair.transport.read(&pair.peer, &copies, deadline));
     assert!(matches!(error, Error::PeerLost(_)), "{error}");
     true
@@ -69,7 +70,7 @@ pub(super) fn a_restarted_peer_is_reachable<B: BackEnd>() {
         pair.process.kill();
         pair.process = Peer::start::<B>(bytes, seed);
         // The old peer is not mistaken for the new one.
-        let copies = [pair.inward(0, 0, 4096)];
+        let copies = one_by_one(&[pair.inward(0, 0, 4096)]);
         let deadline = Instant::now() + Duration::from_secs(20);
         let old = pair.transport.read(&pair.peer, &copies, deadline);
         match old {
@@ -125,12 +126,13 @@ pub(super) fn disconnecting_ends_operations<B: BackEnd>() {
             "{status:?}"
         );
     }
-    let error = refused(pair.transport.read(&pair.peer, &[pair.inward(0, 0, 10)], soon()));
+    let error =
+        refused(pair.transport.read(&pair.peer, &one_by_one(&[pair.inward(0, 0, 10)]), soon()));
     assert_eq!(error, Error::Disconnected);
     // A second time does no harm, and one may connect again.
     pair.transport.disconnect(&pair.peer);
     let peer = pair.transport.connect(&pair.process.description, soon()).unwrap();
-    let copies = [pair.inward(0, 0, 64 * MIB)];
+    let copies = one_by_one(&[pair.inward(0, 0, 64 * MIB)]);
     done(&pair.transport.read(&peer, &copies, soon()).unwrap());
     assert!(pair.ours.snapshot() == pattern(PEER_SEED, pair.bytes));
 }

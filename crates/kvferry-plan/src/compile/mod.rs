@@ -1,9 +1,8 @@
 //! From manifests to a plan.
 
-mod cluster;
 mod cover;
-mod fitted;
 mod interner;
+mod merge;
 mod prove;
 mod readers;
 mod series;
@@ -12,18 +11,17 @@ mod unwritten;
 
 use kvferry_layout::{Law, Manifest, Piece, Window};
 
-pub(crate) use cluster::Cluster;
 pub use cover::Part;
-pub(crate) use fitted::Fitted;
+pub(crate) use merge::{Merged, append_neighbours};
 pub(crate) use unwritten::Unwritten;
 
 use crate::incompatible::Incompatible;
 use crate::nest::{BothSteps, Loop, Nest};
 use crate::walk::{BlockLayout, Pairing};
-use cluster::{Key, clusters};
 use cover::{Budget, Cover, cover};
 use interner::Interner;
-use prove::{Merged, prove_cover, prove_merging};
+use merge::{Key, merge};
+use prove::{Claims, prove_cover, prove_merging};
 pub use spread::Spread;
 use spread::spread;
 use unwritten::unwritten;
@@ -35,9 +33,9 @@ pub struct Plan {
     pub(crate) parts: Vec<Part>,
     pub(crate) pairings: Vec<Pairing>,
     /// For every source rank.
-    pub(crate) sources: Vec<Vec<Cluster>>,
+    pub(crate) sources: Vec<Vec<Merged>>,
     /// What the parts leave of the destination's pieces: their `pairing` is an index into `unwritten`.
-    pub(crate) rest: Vec<Cluster>,
+    pub(crate) rest: Vec<Merged>,
     pub(crate) unwritten: Vec<Unwritten>,
     pub(crate) groups: Vec<DestinationGroup>,
     /// Groups of the source engine.
@@ -120,44 +118,28 @@ impl Plan {
             let destination_group = pairing.destination.group;
             reads.number(SourceTable { group, blocks, null_block, one_slot, destination_group });
         }
-        let repeated = |key: &Key| {
-            several_blocks(pairings[key.pairing].law, &pairings[key.pairing].destination)
-        };
-        let evenly = |key: &Key| {
-            let pairing = &pairings[key.pairing];
-            pairing.source.even.min(pairing.destination.even)
-        };
-        let clusters_by_source: Vec<_> =
-            nests.into_iter().map(|nests| clusters(nests, &repeated, &evenly)).collect();
+        let nests_by_source: Vec<_> = nests.into_iter().map(merge).collect();
 
         let (unwritten, rest) = unwritten(destination, &cover.windows);
-        let repeated = |key: &Key| match &unwritten[key.pairing] {
-            Unwritten::Entries(law, held) => several_blocks(*law, held),
-            Unwritten::Blocks { group } => destination.groups()[*group].blocks > 1,
-        };
-        let evenly = |key: &Key| match &unwritten[key.pairing] {
-            Unwritten::Entries(_, held) => held.even,
-            Unwritten::Blocks { .. } => 1,
-        };
-        let rest = clusters(rest, &repeated, &evenly);
+        let rest = merge(rest);
 
         let groups = (0..destination.groups().len())
             .map(|group| facts(destination, group, &cover.windows[group]));
-        let merged = Merged {
+        let claims = Claims {
             cover: &cover,
             pairings: &pairings,
-            sources: &clusters_by_source,
+            sources: &nests_by_source,
             unwritten: &unwritten,
             rest: &rest,
         };
-        prove_merging(destination, sources, &merged)?;
+        prove_merging(destination, sources, &claims)?;
         Ok(Self {
             groups: groups.collect(),
             source_groups: sources.iter().map(|source| source.groups().len()).max().unwrap_or(0),
             reads: reads.list,
             windowed: windowed(destination, &cover.windows),
             pairings,
-            sources: clusters_by_source,
+            sources: nests_by_source,
             rest,
             unwritten,
             parts: cover.parts,
@@ -190,7 +172,7 @@ impl Plan {
 
     /// Whether anything is read from a source rank.
     pub fn reads(&self, source: usize) -> bool {
-        self.sources.get(source).is_some_and(|clusters| !clusters.is_empty())
+        self.sources.get(source).is_some_and(|nests| !nests.is_empty())
     }
 }
 
@@ -278,11 +260,6 @@ fn check_identity(destination: &Manifest, source: &Manifest) -> Result<(), Incom
             destination_value: ours.get(fact).cloned(),
         }),
     }
-}
-
-/// Whether a request's entries can lie in more than one block.
-fn several_blocks(law: Law, held: &BlockLayout) -> bool {
-    law.entries > 0 && u64::from(held.blocks) * held.split > 1
 }
 
 fn facts(destination: &Manifest, index: usize, windows: &[Window]) -> DestinationGroup {

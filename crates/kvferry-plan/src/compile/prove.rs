@@ -5,8 +5,8 @@ use std::hash::Hash;
 
 use kvferry_layout::{MAX_AXES, Manifest, StateBox};
 
-use crate::compile::cluster::Cluster;
 use crate::compile::cover::{Budget, Cover, Part, common, in_cycle};
+use crate::compile::merge::Merged;
 use crate::compile::series::{Value, pair, repeated};
 use crate::compile::unwritten::Unwritten;
 use crate::incompatible::Incompatible;
@@ -84,26 +84,26 @@ pub(crate) fn prove_cover(
 }
 
 /// What [`prove_merging`] is about: what a plan makes of its parts and of the destination's own blocks.
-pub(crate) struct Merged<'a> {
+pub(crate) struct Claims<'a> {
     pub(crate) cover: &'a Cover,
     pub(crate) pairings: &'a [Pairing],
     /// For every source rank.
-    pub(crate) sources: &'a [Vec<Cluster>],
+    pub(crate) sources: &'a [Vec<Merged>],
     pub(crate) unwritten: &'a [Unwritten],
-    pub(crate) rest: &'a [Cluster],
+    pub(crate) rest: &'a [Merged],
 }
 
-/// Proves that the clusters copy each byte of an entry that the parts name, from where and to where the
-/// parts say, once, at the pace of the part's pairing, and nothing else; and that the clusters of the
+/// Proves that the merged nests copy each byte of an entry that the parts name, from where and to where the
+/// parts say, once, at the pace of the part's pairing, and nothing else; and that those of the
 /// rest are the destination's own pieces and scratch. What the parts say is read off the manifests; the
 /// two are compared as [`series`](crate::compile::series), in time that grows with the number of parts.
 pub(crate) fn prove_merging(
     destination: &Manifest,
     sources: &[&Manifest],
-    merged: &Merged<'_>,
+    claims: &Claims<'_>,
 ) -> Result<(), Incompatible> {
-    let Cover { parts, windows } = merged.cover;
-    let mut pairings = Numbers::new(merged.pairings);
+    let Cover { parts, windows } = claims.cover;
+    let mut pairings = Numbers::new(claims.pairings);
     let mut ledger = Ledger::default();
     for part in parts {
         let source = sources[part.source];
@@ -140,20 +140,20 @@ pub(crate) fn prove_merging(
         let loops = &loops[..part.bounds.0.len()];
         ledger.expect(class, &to.state, at, kind.format.bytes.into(), loops);
     }
-    for (source, clusters) in merged.sources.iter().enumerate() {
-        ledger.take(source, clusters)?;
+    for (source, nests) in claims.sources.iter().enumerate() {
+        ledger.take(source, nests)?;
     }
     ledger.settle()?;
-    prove_rest(destination, merged)
+    prove_rest(destination, claims)
 }
 
-fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompatible> {
-    let mut unwritten = Numbers::new(merged.unwritten);
+fn prove_rest(destination: &Manifest, claims: &Claims<'_>) -> Result<(), Incompatible> {
+    let mut unwritten = Numbers::new(claims.unwritten);
     let mut ledger = Ledger::default();
     for (index, group) in destination.groups().iter().enumerate() {
         let own = |count, stride| Loop { count, source: stride, destination: stride };
         for (piece_index, piece) in group.pieces.iter().enumerate() {
-            let window = merged.cover.windows[index][piece_index];
+            let window = claims.cover.windows[index][piece_index];
             let (held, steps) = BlockLayout::new(destination, (index, piece_index), window);
             let kind = destination.kind(piece);
             let entries = Unwritten::Entries(kind.law, held);
@@ -187,7 +187,7 @@ fn prove_rest(destination: &Manifest, merged: &Merged<'_>) -> Result<(), Incompa
             ledger.expect(class, "scratch", (at, at), scratch.run, &loops);
         }
     }
-    ledger.take(0, merged.rest)?;
+    ledger.take(0, claims.rest)?;
     ledger.settle()
 }
 
@@ -251,7 +251,7 @@ struct Account<'a> {
 impl<'a> Ledger<'a> {
     /// Adds what a part says: a run with loops around it, from `at` on.
     fn expect(&mut self, class: Class, state: &'a str, at: (u64, u64), run: u64, loops: &[Loop]) {
-        let value = self.value(at, run, loops, &[]);
+        let value = self.value(at, run, loops);
         let index = self.find(class).unwrap_or_else(|| {
             self.numbers.insert(class, self.accounts.len());
             self.accounts.push(Account { class, state, balance: Value::default() });
@@ -261,20 +261,17 @@ impl<'a> Ledger<'a> {
         self.accounts[index].balance += value;
     }
 
-    /// Takes what the clusters of one source say.
-    fn take(&mut self, source: usize, clusters: &[Cluster]) -> Result<(), Incompatible> {
-        for cluster in clusters {
-            for nest in &cluster.nests {
-                let (pairing, regions) = (cluster.pairing, cluster.regions);
-                let found = self.find(Class { source, pairing, regions, steps: nest.steps });
-                let blocks = (nest.steps.source.block, nest.steps.destination.block);
-                let index = found.filter(|_| blocks == cluster.blocks);
-                let index =
-                    index.ok_or_else(|| unproven("all", "merging made up steps of its own"))?;
-                let value = self.value(nest.start(), nest.run, &nest.loops, &cluster.outer);
-                self.last = index;
-                self.accounts[index].balance -= value;
-            }
+    /// Takes what the merged nests of one source say.
+    fn take(&mut self, source: usize, merged: &[Merged]) -> Result<(), Incompatible> {
+        for Merged { key, nest } in merged {
+            let (pairing, regions) = (key.pairing, key.regions);
+            let found = self.find(Class { source, pairing, regions, steps: nest.steps });
+            let blocks = (nest.steps.source.block, nest.steps.destination.block);
+            let index = found.filter(|_| blocks == key.blocks);
+            let index = index.ok_or_else(|| unproven("all", "merging made up steps of its own"))?;
+            let value = self.value((nest.source, nest.destination), nest.run, &nest.loops);
+            self.last = index;
+            self.accounts[index].balance -= value;
         }
         Ok(())
     }
@@ -295,17 +292,12 @@ impl<'a> Ledger<'a> {
         last.map(|_| self.last).or_else(|| self.numbers.get(&class).copied())
     }
 
-    fn value(&mut self, at: (u64, u64), run: u64, loops: &[Loop], outer: &[Loop]) -> Value {
-        let same = |known: &&(u64, Vec<Loop>, Value)| {
-            known.0 == run
-                && known.1.len() == loops.len() + outer.len()
-                && known.1.iter().eq(loops.iter().chain(outer))
-        };
-        let known = self.lately.iter().find(same).map(|known| known.2);
-        let repeated = known.unwrap_or_else(|| {
-            let value = repeated(run, loops.iter().chain(outer));
+    fn value(&mut self, at: (u64, u64), run: u64, loops: &[Loop]) -> Value {
+        let known = self.lately.iter().find(|known| known.0 == run && known.1 == loops);
+        let repeated = known.map(|known| known.2).unwrap_or_else(|| {
+            let value = repeated(run, loops.iter());
             if self.lately.len() < MAX_LATELY {
-                self.lately.push((run, [loops, outer].concat(), value));
+                self.lately.push((run, loops.to_vec(), value));
             }
             value
         });
@@ -319,7 +311,7 @@ const MAX_LATELY: usize = 16;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::cluster::{Key, clusters};
+    use crate::compile::merge::{Key, merge};
     use crate::nest::Nest;
 
     /// Four layers, 1024 bytes apart on the source and 4096 on the destination, each with two heads of
@@ -338,59 +330,54 @@ mod tests {
         (0..4).flat_map(|layer| [nest(layer, 0), nest(layer, 1)]).collect()
     }
 
-    /// Whether clusters are proven to be the layers.
-    fn proven(clusters: &[Cluster]) -> bool {
+    /// Whether merged nests are proven to be the layers.
+    fn proven(merged: &[Merged]) -> bool {
         let mut ledger = Ledger::default();
         for (key, nest) in layers() {
             let (pairing, regions) = (key.pairing, key.regions);
             let class = Class { source: 0, pairing, regions, steps: nest.steps };
-            ledger.expect(class, "layers", nest.start(), nest.run, &nest.loops);
+            ledger.expect(class, "layers", (nest.source, nest.destination), nest.run, &nest.loops);
         }
-        ledger.take(0, clusters).and_then(|()| ledger.settle()).is_ok()
-    }
-
-    fn merged(nests: Vec<(Key, Nest)>) -> Vec<Cluster> {
-        clusters(nests, &|_| true, &|_| 4)
+        ledger.take(0, merged).and_then(|()| ledger.settle()).is_ok()
     }
 
     #[test]
     fn what_merging_makes_of_layers_is_proven() {
-        let clusters = merged(layers());
-        assert_eq!(clusters.iter().map(|cluster| cluster.nests.len()).sum::<usize>(), 1);
-        assert!(proven(&clusters));
+        let merged = merge(layers());
+        assert_eq!(merged.len(), 1);
+        assert!(proven(&merged));
         // Not merged at all, it is too.
-        let apart: Vec<Cluster> =
-            layers().into_iter().flat_map(|nest| merged(vec![nest])).collect();
+        let apart: Vec<Merged> = layers().into_iter().flat_map(|nest| merge(vec![nest])).collect();
         assert_eq!(apart.len(), 8);
         assert!(proven(&apart));
     }
 
-    /// Every number of a merged cluster, one at a time.
+    /// Every number of a merged nest, one at a time.
     #[test]
     fn no_number_of_a_merged_nest_can_change() {
-        type Number = fn(&mut Cluster) -> &mut u64;
+        type Number = fn(&mut Merged) -> &mut u64;
         let numbers: [Number; 14] = [
-            |cluster| &mut cluster.nests[0].source,
-            |cluster| &mut cluster.nests[0].destination,
-            |cluster| &mut cluster.nests[0].run,
-            |cluster| &mut cluster.nests[0].loops[0].count,
-            |cluster| &mut cluster.nests[0].loops[0].source,
-            |cluster| &mut cluster.nests[0].loops[0].destination,
-            |cluster| &mut cluster.nests[0].steps.source.entry,
-            |cluster| &mut cluster.nests[0].steps.destination.entry,
-            |cluster| &mut cluster.nests[0].steps.source.block,
-            |cluster| &mut cluster.blocks.0,
-            |cluster| &mut cluster.blocks.1,
-            |cluster| &mut cluster.outer[0].count,
-            |cluster| &mut cluster.outer[0].source,
-            |cluster| &mut cluster.outer[0].destination,
+            |merged| &mut merged.nest.source,
+            |merged| &mut merged.nest.destination,
+            |merged| &mut merged.nest.run,
+            |merged| &mut merged.nest.loops[0].count,
+            |merged| &mut merged.nest.loops[0].source,
+            |merged| &mut merged.nest.loops[0].destination,
+            |merged| &mut merged.nest.loops[2].count,
+            |merged| &mut merged.nest.loops[2].source,
+            |merged| &mut merged.nest.loops[2].destination,
+            |merged| &mut merged.nest.steps.source.entry,
+            |merged| &mut merged.nest.steps.destination.entry,
+            |merged| &mut merged.nest.steps.source.block,
+            |merged| &mut merged.key.blocks.0,
+            |merged| &mut merged.key.blocks.1,
         ];
         for (which, number) in numbers.iter().enumerate() {
             for change in [1, 2, 8, u64::MAX] {
-                let mut clusters = merged(layers());
-                let number = number(&mut clusters[0]);
+                let mut merged = merge(layers());
+                let number = number(&mut merged[0]);
                 *number = number.wrapping_add(change);
-                assert!(!proven(&clusters), "number {which}, {change} more");
+                assert!(!proven(&merged), "number {which}, {change} more");
             }
         }
     }
@@ -403,36 +390,35 @@ mod tests {
             let [keys, values] = pair else { unreachable!() };
             std::mem::swap(&mut keys.1.source, &mut values.1.source);
         }
-        assert!(!proven(&merged(nests)));
+        assert!(!proven(&merge(nests)));
         // Nor can two layers, nor two strides.
         let mut nests = layers();
         let (first, third) = (nests[0].1.source, nests[4].1.source);
         (nests[0].1.source, nests[4].1.source) = (third, first);
-        assert!(!proven(&merged(nests)));
+        assert!(!proven(&merge(nests)));
     }
 
     #[test]
     fn nothing_is_lost_or_said_twice() {
         let mut nests = layers();
         let lost = nests.pop().expect("eight nests");
-        assert!(!proven(&merged(nests.clone())));
+        assert!(!proven(&merge(nests.clone())));
         // The same number of bytes: one nest twice, another not at all.
         nests.push(nests[0].clone());
-        let apart: Vec<Cluster> =
-            nests.iter().flat_map(|nest| merged(vec![nest.clone()])).collect();
+        let apart: Vec<Merged> = nests.iter().flat_map(|nest| merge(vec![nest.clone()])).collect();
         assert!(!proven(&apart));
         nests.pop();
         nests.push(lost);
-        assert!(proven(&merged(nests)));
+        assert!(proven(&merge(nests)));
     }
 
     #[test]
     fn another_rhythm_or_region_is_another_thing() {
-        let mut clusters = merged(layers());
-        clusters[0].pairing = 1;
-        assert!(!proven(&clusters));
-        let mut clusters = merged(layers());
-        clusters[0].regions = (0, 1);
-        assert!(!proven(&clusters));
+        let mut merged = merge(layers());
+        merged[0].key.pairing = 1;
+        assert!(!proven(&merged));
+        let mut merged = merge(layers());
+        merged[0].key.regions = (0, 1);
+        assert!(!proven(&merged));
     }
 }

@@ -2,8 +2,8 @@
 
 use kvferry_layout::{Law, Manifest, Window};
 
-use crate::compile::cluster::Key;
 use crate::compile::interner::Interner;
+use crate::compile::merge::Key;
 use crate::nest::{BothSteps, Loop, Nest, Steps};
 use crate::walk::BlockLayout;
 

@@ -140,14 +140,13 @@ impl Walker<'_> {
         Ok(())
     }
 
-    /// How many blocks of both sides, at most `entries` entries of them, can be taken as they come:
-    /// their entries lie alike on both sides, and none is dead.
+    /// How many blocks of both sides, at most `entries` entries of them, can be taken as they come: their entries
+    /// lie evenly and alike on both sides, and none is dead.
     pub(crate) fn whole_blocks(&self, other: &Self, entries: u64) -> usize {
         let (ours, theirs) = (self.layout, other.layout);
-        let alike = (ours.entries, ours.even, ours.split)
-            == (theirs.entries, theirs.even, theirs.split)
-            && ours.even * ours.split == ours.entries;
-        if !alike || !self.at_start() || !other.at_start() {
+        let alike = (ours.entries, ours.even) == (theirs.entries, theirs.even);
+        let at_start = |walker: &Self| walker.kernel == 0 && walker.slot.within.entry == 0;
+        if !alike || ours.even != ours.entries || !at_start(self) || !at_start(other) {
             return 0;
         }
         let blocks = usize::try_from(entries / ours.entries).unwrap_or(usize::MAX);
@@ -155,20 +154,11 @@ impl Walker<'_> {
     }
 
     /// How many of the next blocks, at most so many, are there and not dead.
-    pub(crate) fn live(&self, blocks: usize) -> usize {
-        let ids = self.ids();
-        let ids = &ids[..blocks.min(ids.len())];
-        let Some(null) = self.layout.null_block else { return ids.len() };
-        // First whether there is one at all.
-        if kvferry_scan::count(ids, null) == 0 {
-            return ids.len();
-        }
-        ids.iter().position(|id| *id == null).unwrap_or(ids.len())
-    }
-
-    /// Whether this is where a block starts.
-    pub(crate) fn at_start(&self) -> bool {
-        self.kernel == 0 && self.slot.within.entry == 0
+    fn live(&self, blocks: usize) -> usize {
+        let ids = &self.ids()[..blocks.min(self.ids().len())];
+        let null = self.layout.null_block;
+        let dead = null.and_then(|null| ids.iter().position(|id| *id == null));
+        dead.unwrap_or(ids.len())
     }
 
     /// The ids from here on.

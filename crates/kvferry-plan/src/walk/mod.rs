@@ -4,7 +4,6 @@ mod block_layout;
 mod entries;
 mod pairing;
 mod rest;
-mod rounds;
 mod segments;
 mod slot;
 
@@ -12,4 +11,4 @@ pub(crate) use block_layout::BlockLayout;
 pub(crate) use entries::Entries;
 pub(crate) use pairing::Pairing;
 pub(crate) use rest::{walk_own_blocks, walk_rest};
-pub(crate) use segments::{SegmentList, Segments, Shape};
+pub(crate) use segments::{Segments, Shape};

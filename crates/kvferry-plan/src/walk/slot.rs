@@ -31,9 +31,6 @@ impl Within {
 }
 
 impl Step {
-    /// The step to the block that follows.
-    pub(crate) const BLOCK: Self = Self { blocks: 1, within: Within { kernel: 0, entry: 0 } };
-
     /// Bytes that the step passes.
     pub(crate) fn offset(&self, steps: &Steps) -> u64 {
         u64::from(self.blocks).wrapping_mul(steps.block).wrapping_add(self.within.offset(steps))

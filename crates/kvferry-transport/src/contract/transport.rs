@@ -5,20 +5,20 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{ByteCopy, Loops, Price, Rates, Region};
+use kvferry_layout::{Loops, Region};
 
 use super::error::Error;
 use super::status::{RegionId, StagingStatistics, Statistics, Status};
 
-/// Moves lists of copies from registered memory of its peers into registered memory of this process.
+/// Carries out loops from registered memory of its peers into registered memory of this process.
 ///
 /// A transport knows addresses and bytes, and nothing of what they mean. It reads; nobody writes into
 /// a peer's memory. All back ends keep the same promises, and one conformance suite holds each of
 /// them to them:
 ///
-/// * **Exact.** When an operation is [`Status::Done`], every byte of every copy is at its
+/// * **Exact.** When an operation is [`Status::Done`], every byte of every run is at its
 ///   destination, and no other byte of registered memory has changed.
-/// * **Registered memory only.** A copy that touches a byte outside the registered regions, on
+/// * **Registered memory only.** A run that touches a byte outside the registered regions, on
 ///   either side, is refused: by the call, or by [`Status::Failed`] with
 ///   [`Error::OutsideRegion`]. Nothing a peer sends makes this process read or write elsewhere.
 /// * **Deadlines hold.** Each operation has one. When it passes, the operation fails with
@@ -90,30 +90,14 @@ pub trait Transport: Send + Sync + Sized + 'static {
         false
     }
 
-    /// What this transport takes for reads from the peer: constants of the back end for what carries the
-    /// bytes, and for the kind of memory that they are in.
-    fn price(&self, peer: &Self::Peer) -> Price;
-
-    /// Starts to copy from the peer's memory into this process's. All of it must have arrived by
-    /// `deadline`.
+    /// Starts to copy what loops describe from the peer's memory into this process's. All of it must have
+    /// arrived by `deadline`.
     fn read(
-        &self,
-        peer: &Self::Peer,
-        copies: &[ByteCopy],
-        deadline: Instant,
-    ) -> Result<Self::Operation, Error>;
-
-    /// Like [`read`](Self::read), for copies that are described as loops over tables of blocks. A
-    /// back end that does not walk loops makes a list of them.
-    fn read_loops(
         &self,
         peer: &Self::Peer,
         loops: &Loops,
         deadline: Instant,
-    ) -> Result<Self::Operation, Error> {
-        let copies: Vec<ByteCopy> = loops.copies().collect();
-        self.read(peer, &copies, deadline)
-    }
+    ) -> Result<Self::Operation, Error>;
 
     /// The digests of a program's parts, all of which must lie in memory registered here. Waits for
     /// them, `deadline` at most. A back end that has no means to look at its memory answers
@@ -123,14 +107,16 @@ pub trait Transport: Send + Sync + Sized + 'static {
         Err(Error::Unsupported(format!("{} cannot look at its memory", self.name())))
     }
 
-    /// What reads from the peer take, by how they are carried out.
-    fn rates(&self, peer: &Self::Peer) -> Rates {
-        Rates { direct: self.price(peer), packed: None }
+    /// Runs of fewer bytes than this arrive earlier [packed](Self::read_packed): a constant of the back end, for
+    /// what carries the bytes and for the kind of memory that they are in. 0 where the peer does not pack.
+    fn packs_below(&self, peer: &Self::Peer) -> u64 {
+        let _ = peer;
+        0
     }
 
-    /// Like [`read_loops`](Self::read_loops), but packed: the peer gathers its runs into a buffer, that
+    /// Like [`read`](Self::read), but packed: the peer gathers its runs into a buffer, that
     /// is moved in one piece, and this side scatters it. For loops of many short runs, which are slow
-    /// one by one. Where the peer cannot ([`rates`](Self::rates) says so) or has no buffer left, the
+    /// one by one. Where the peer cannot ([`packs_below`](Self::packs_below) says so) or has no buffer left, the
     /// runs are read one by one after all.
     fn read_packed(
         &self,
@@ -138,7 +124,7 @@ pub trait Transport: Send + Sync + Sized + 'static {
         loops: &Loops,
         deadline: Instant,
     ) -> Result<Self::Operation, Error> {
-        self.read_loops(peer, loops, deadline)
+        self.read(peer, loops, deadline)
     }
 
     /// What the memory to pack into for peers is used for. Without any, all zeros.

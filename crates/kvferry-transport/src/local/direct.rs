@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvferry_layout::Price;
 use parking_lot::Mutex;
 
 use super::process::Process;
@@ -13,9 +12,6 @@ use crate::shared::chunks::Chunk;
 use crate::shared::custody::Custody;
 use crate::shared::spans::Spans;
 use crate::tcp::{self, Client, PeerRegions};
-
-/// What a read takes through the kernel: as it was between two processes of a virtual machine, November 2026.
-pub(super) const PRICE: Price = Price { launch: 4_000.0, copy: 250.0, byte: 0.15 };
 
 #[derive(Debug)]
 pub(super) struct Direct {

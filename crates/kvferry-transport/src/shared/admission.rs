@@ -73,20 +73,21 @@ impl Admission {
         }
     }
 
-    /// Checks copies from the peer's memory (`theirs`) into registered memory of this process, and
-    /// opens an operation for them. Whoever calls carries it out; one without bytes is done already.
+    /// Makes a list of what loops copy from the peer's memory (`theirs`) into registered memory of this process,
+    /// and opens an operation for it. Whoever calls carries it out; one without bytes is done already.
     pub fn open(
         &self,
-        copies: &[ByteCopy],
+        loops: &Loops,
         theirs: &Spans,
         deadline: Instant,
         interrupt: Option<Weak<dyn Interrupt>>,
         rate: &Arc<RateWatch>,
     ) -> Result<Opened, Error> {
-        self.open_counted(copies, theirs, deadline, interrupt, rate, &self.counters)
+        let runs = (loops.runs(), loops.copies());
+        self.open_listed(runs, theirs, deadline, interrupt, rate, &self.counters)
     }
 
-    /// The same for an operation that is a part of another, which is counted by itself.
+    /// The same of copies that are a part of another operation, which is counted by itself.
     pub fn open_uncounted(
         &self,
         copies: &[ByteCopy],
@@ -94,12 +95,13 @@ impl Admission {
         deadline: Instant,
         rate: &Arc<RateWatch>,
     ) -> Result<Opened, Error> {
-        self.open_counted(copies, theirs, deadline, None, rate, &Arc::default())
+        let runs = (copies.len() as u64, copies.iter().copied());
+        self.open_listed(runs, theirs, deadline, None, rate, &Arc::default())
     }
 
-    fn open_counted(
+    fn open_listed(
         &self,
-        copies: &[ByteCopy],
+        (asked, runs): (u64, impl Iterator<Item = ByteCopy>),
         theirs: &Spans,
         deadline: Instant,
         interrupt: Option<Weak<dyn Interrupt>>,
@@ -107,9 +109,9 @@ impl Admission {
         counters: &Arc<Counters>,
     ) -> Result<Opened, Error> {
         let began = Instant::now();
-        let admitted = self.regions.admit(copies, theirs)?;
+        let admitted = self.regions.admit(runs, theirs)?;
         let custody = self.begin(Order {
-            asked: copies.len() as u64,
+            asked,
             copies: admitted.copies.len() as u64,
             bytes: admitted.copies.iter().map(|copy| copy.bytes).sum(),
             holds: admitted.holds,

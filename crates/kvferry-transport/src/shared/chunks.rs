@@ -7,6 +7,7 @@ use kvferry_layout::{ByteCopy, CutLimits, Cutting, Loops};
 use parking_lot::Mutex;
 
 use super::custody::{Custody, Part};
+use super::merge::add;
 use crate::contract::Error;
 
 /// How many chunks of one operation may be lost to broken connections before it is given up.
@@ -120,15 +121,7 @@ impl Chunked {
         let mut copies: Vec<ByteCopy> = vec![];
         match piece {
             Piece::Copies(list) => copies = list,
-            Piece::Packed(loops) => loops.copies().for_each(|copy| match copies.last_mut() {
-                Some(last)
-                    if last.source + last.bytes == copy.source
-                        && last.destination + last.bytes == copy.destination =>
-                {
-                    last.bytes += copy.bytes;
-                }
-                _ => copies.push(copy),
-            }),
+            Piece::Packed(loops) => loops.copies().for_each(|run| add(&mut copies, 0, run)),
         }
         self.custody.count_copies(copies.len() as u64);
         let pieces = copies.chunks(max_copies).map(|some| Piece::Copies(some.to_vec()));

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio::task::yield_now;
@@ -83,6 +83,40 @@ impl IoThreads {
     pub fn next(&self) -> &Handle {
         let next = self.next.fetch_add(1, Ordering::Relaxed) % self.threads.len();
         &self.threads[next].tasks
+    }
+}
+
+/// Counts tasks, for who has to wait until all of them have ended.
+#[derive(Debug, Default)]
+pub struct Tasks {
+    running: Mutex<usize>,
+    ended: Condvar,
+}
+
+/// One that runs, until this is dropped.
+#[derive(Debug)]
+pub struct Running(Arc<Tasks>);
+
+impl Tasks {
+    /// One more.
+    pub fn begin(self: &Arc<Self>) -> Running {
+        *self.running.lock() += 1;
+        Running(self.clone())
+    }
+
+    /// Waits until none is left. Not on a thread that they run on.
+    pub fn wait(&self) {
+        let mut running = self.running.lock();
+        while *running > 0 {
+            self.ended.wait(&mut running);
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.ended.notify_all();
     }
 }
 

@@ -1,4 +1,5 @@
-//! From the copies a caller asks for to the copies that are posted: checked, and as few as can be.
+//! From runs to the copies that are posted, for back ends that know nothing but lists: checked, and as few as can be.
+//! This is the one place where such lists are made.
 
 use kvferry_layout::ByteCopy;
 
@@ -12,7 +13,7 @@ use crate::contract::{Error, Side};
 /// crosses from one region into another.
 /// `touch` is called with the index of each local span that is used, often more than once.
 pub(crate) fn merge(
-    copies: &[ByteCopy],
+    copies: impl IntoIterator<Item = ByteCopy>,
     local: &Spans,
     peer: &Spans,
     mut touch: impl FnMut(usize),
@@ -21,7 +22,7 @@ pub(crate) fn merge(
     let (mut local_span, mut peer_span) = (usize::MAX, usize::MAX);
     // The first of those that lie in the same regions as the last one.
     let mut first = 0;
-    for copy in copies.iter().filter(|copy| copy.bytes > 0) {
+    for copy in copies.into_iter().filter(|copy| copy.bytes > 0) {
         let find = |spans: &Spans, side, address, hint| {
             spans.find(address, copy.bytes, hint).ok_or(Error::OutsideRegion {
                 side,
@@ -38,15 +39,19 @@ pub(crate) fn merge(
             first = merged.len();
         }
         (local_span, peer_span) = (local_now, peer_now);
-        // One that was joined downwards may now touch the one before it.
-        let mut joined = *copy;
-        while let Some(longer) = merged[first..].last().and_then(|last| join(last, &joined)) {
-            joined = longer;
-            merged.pop();
-        }
-        merged.push(joined);
+        add(&mut merged, first, copy);
     }
     Ok(merged)
+}
+
+/// Adds a copy to a list. It may continue one that is `first` or behind it.
+pub(crate) fn add(list: &mut Vec<ByteCopy>, first: usize, mut copy: ByteCopy) {
+    // One that was joined downwards may now touch the one before it.
+    while let Some(longer) = list[first..].last().and_then(|last| join(last, &copy)) {
+        copy = longer;
+        list.pop();
+    }
+    list.push(copy);
 }
 
 /// Both as one, if they touch.
@@ -91,7 +96,7 @@ mod tests {
     fn what_grows_downwards_meets_what_was_before_it() {
         let all = spans(&[(0, 100)]);
         let copy = |source, bytes| ByteCopy { source, destination: source + 20, bytes };
-        let merged = merge(&[copy(5, 4), copy(10, 1), copy(9, 1)], &all, &all, |_| ()).unwrap();
+        let merged = merge([copy(5, 4), copy(10, 1), copy(9, 1)], &all, &all, |_| ()).unwrap();
         assert_eq!(merged, [copy(5, 6)]);
     }
 
@@ -124,7 +129,7 @@ mod tests {
                 local.find(c.destination, c.bytes, usize::MAX).is_some()
                     && peer.find(c.source, c.bytes, usize::MAX).is_some()
             });
-            match merge(&copies, &local, &peer, |_| ()) {
+            match merge(copies.clone(), &local, &peer, |_| ()) {
                 Err(Error::OutsideRegion { .. }) => prop_assert!(!inside),
                 Err(other) => prop_assert!(false, "{other}"),
                 Ok(merged) => {
@@ -148,7 +153,7 @@ mod tests {
             let all = Spans::everything();
             let fits = source.checked_add(bytes).is_some() && destination.checked_add(bytes).is_some();
             let copies = [ByteCopy { source, destination, bytes }];
-            prop_assert_eq!(merge(&copies, &all, &all, |_| ()).is_ok(), fits);
+            prop_assert_eq!(merge(copies, &all, &all, |_| ()).is_ok(), fits);
         }
     }
 }

@@ -32,14 +32,6 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// Nanoseconds for a byte at the card's rate, where there is a card that tells it.
-    pub fn byte(self) -> Option<f64> {
-        match self {
-            Self::Network(rate) | Self::Nixl(rate) => rate.map(|rate| 1e9 / rate),
-            Self::Memory | Self::Cards => None,
-        }
-    }
-
     /// The rate under which something is wrong, and what that is likely to be.
     fn absurd(self, gpu: bool) -> Option<(f64, &'static str)> {
         match self {

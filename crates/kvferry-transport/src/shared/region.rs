@@ -111,7 +111,11 @@ impl Regions {
     }
 
     /// Checks and merges the copies of one operation, and holds the local regions they touch.
-    pub fn admit(&self, copies: &[ByteCopy], peer: &Spans) -> Result<Admitted, Error> {
+    pub fn admit(
+        &self,
+        copies: impl IntoIterator<Item = ByteCopy>,
+        peer: &Spans,
+    ) -> Result<Admitted, Error> {
         // The holds are taken before the check: what was checked cannot go away afterwards.
         let (local, all) = {
             let entries = self.entries.read();
@@ -216,7 +220,7 @@ mod tests {
         let id = regions.insert(Region::host(100, 50)).unwrap();
         let other = regions.insert(Region::host(200, 50)).unwrap();
         let copy = ByteCopy { source: 7, destination: 110, bytes: 5 };
-        let admitted = regions.admit(&[copy], &Spans::everything()).unwrap();
+        let admitted = regions.admit([copy], &Spans::everything()).unwrap();
         assert!(regions.remove(other, Instant::now(), || (), || ()).is_ok());
         assert_eq!(regions.remove(id, Instant::now(), || (), || ()), Err(Error::RegionBusy));
         drop(admitted);

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{Loops, Place};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::bounds::Bounds;
@@ -20,7 +20,7 @@ use super::proof::{End, Said, Secret};
 use super::seal::Encrypt;
 use super::socket::{self, Socket};
 use crate::contract::{Error, InvalidFrame};
-use crate::shared::io::{IoThreads, Pauses};
+use crate::shared::io::{IoThreads, Pauses, Tasks};
 use crate::shared::packing_area::{Moving, PackingArea, PackingAreas};
 use crate::shared::region::{Hold, Regions};
 use crate::shared::staging::{Full, Slot, Use, Waiting};
@@ -45,8 +45,8 @@ pub(super) struct Shared {
     pub(super) turned_away: AtomicU64,
     pub(super) mentions: Mutex<Mentions>,
     pub(super) state: Mutex<State>,
-    /// Notified when a connection has ended.
-    pub(super) ended: Condvar,
+    /// That serve connections.
+    pub(super) tasks: Arc<Tasks>,
 }
 
 /// How what was gathered gets to the peer.
@@ -157,8 +157,6 @@ impl Drop for Served {
             let _ = stream.shutdown(Shutdown::Both);
             state.let_go(self.from);
         }
-        drop(state);
-        self.shared.ended.notify_all();
     }
 }
 
@@ -195,9 +193,13 @@ impl Shared {
         state.connections.insert(id, stream.clone());
         *state.held.entry(from).or_default() += 1;
         drop(state);
+        let running = self.tasks.begin();
         let served = Served { shared: self.clone(), id, from };
         let secrets = self.secret.secrets(&said);
         io.next().spawn(async move {
+            // When it ends, nothing of it is left.
+            let _running = running;
+            let served = served;
             let shared = &served.shared;
             let socket =
                 socket::set_up(&stream).and_then(|()| Socket::new(stream, shared.bounds.sending));

@@ -29,7 +29,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvferry_digest::{Digest, Program};
-use kvferry_layout::{BlockPair, ByteCopy, CutLimits, Loops, Place, Price, Rates, Region};
+use kvferry_layout::{CutLimits, Loops, Place, Region};
 use parking_lot::Mutex;
 
 use crate::contract::{Error, Instance, RegionId, StagingStatistics, Statistics, Transport};
@@ -169,17 +169,10 @@ const DESCRIPTION: &[u8; 8] = b"kvfy-tcp";
 /// Who packs host memory does so into these.
 const HOST_SLOTS: Option<Packs> = Some(Packs { slot: gather::SLOT_BYTES, on_card: false });
 
-/// What a read takes over loopback: `kvferry-bench`'s example `price`, the best of four runs on a virtual machine with
-/// two busy cores, November 2026.
-const LOOPBACK: Price = Price { launch: 10_000.0, copy: 600.0, byte: 0.3 };
-
-/// Nanoseconds for a run that is gathered and scattered, and for a byte that is moved twice more than one that is not
-/// packed: with these the better way was chosen in all 26 rows of docs/measured/lowering-2026-11-18.json.
-const GATHERED: f64 = 20.0;
-const MOVED_TWICE: f64 = 0.2;
-
-/// The same of a card's memory: a launch on either side, and the network, which is slower than the rest.
-const CARD: Price = Price { launch: 60_000.0, copy: 0.2, byte: 0.05 };
+/// A run of the host's memory takes some 600 ns by itself; packed, 20, and each of its bytes is moved twice more. In
+/// `docs/measured/lowering-2026-11-1*.json` runs of 512 bytes and less were packed in 0.21 to 0.88 of the time, and of
+/// those of 7,859 and more none in less than 0.93.
+pub const PACKS_BELOW: u64 = 2 << 10;
 /// Parts of a card's memory have so many bytes at least, however many connections there are.
 const LEAST_PART: u64 = 128 << 10;
 
@@ -381,52 +374,20 @@ impl Transport for Tcp {
         peer.0.encrypts()
     }
 
-    fn price(&self, peer: &TcpPeer) -> Price {
-        let price = match self.card_limits(&peer.0, 0) {
-            Ok(None) => LOOPBACK,
-            _ => CARD,
-        };
-        // A network card may be slower than loopback, and is never faster.
-        let byte = peer.0.rate.medium().byte().unwrap_or_default().max(price.byte);
-        // What is sealed is copied for it, packed or not.
-        let sealed = if peer.0.encrypts() { MOVED_TWICE } else { 0.0 };
-        Price { byte: byte + sealed, ..price }
-    }
-
-    fn read(
-        &self,
-        peer: &TcpPeer,
-        copies: &[ByteCopy],
-        deadline: Instant,
-    ) -> Result<Transfer, Error> {
+    fn read(&self, peer: &TcpPeer, loops: &Loops, deadline: Instant) -> Result<Transfer, Error> {
         let client = &peer.0;
+        if let Some(limits) = self.card_limits(client, loops.bytes())? {
+            return self.post_packed(client, loops, limits, deadline);
+        }
         let interrupt: Weak<dyn Interrupt> = Arc::downgrade(client) as _;
-        let bytes = copies.iter().map(|copy| copy.bytes).sum();
-        let limits = self.card_limits(client, bytes)?;
         // The peer checks its own side.
         let theirs = Spans::everything();
         let opened =
-            self.admission.open(copies, &theirs, deadline, Some(interrupt), &client.rate)?;
+            self.admission.open(loops, &theirs, deadline, Some(interrupt), &client.rate)?;
         if !opened.custody.is_empty() {
-            let custody = opened.custody.clone();
-            client.post(match limits {
-                None => Chunked::new(custody, opened.copies),
-                Some(limits) => Chunked::packed(custody, one_by_one(&opened.copies), limits),
-            });
+            client.post(Chunked::new(opened.custody.clone(), opened.copies));
         }
         Ok(Transfer::posted(opened.custody))
-    }
-
-    fn read_loops(
-        &self,
-        peer: &TcpPeer,
-        loops: &Loops,
-        deadline: Instant,
-    ) -> Result<Transfer, Error> {
-        match self.card_limits(&peer.0, loops.bytes())? {
-            Some(limits) => self.post_packed(&peer.0, loops, limits, deadline),
-            None => self.read(peer, &loops.copies().collect::<Vec<_>>(), deadline),
-        }
     }
 
     fn digest(&self, program: &Program, deadline: Instant) -> Result<Vec<Digest>, Error> {
@@ -434,18 +395,13 @@ impl Transport for Tcp {
         digests::digest(&self.admission, cards, program, deadline)
     }
 
-    fn rates(&self, peer: &TcpPeer) -> Rates {
-        let direct = self.price(peer);
-        let packed = match (self.card_limits(&peer.0, 0), peer.0.packs()) {
-            (Ok(None), Some(_)) => {
-                let moved_twice = if peer.0.encrypts() { 0.0 } else { MOVED_TWICE };
-                Some(Price { copy: GATHERED, byte: direct.byte + moved_twice, ..direct })
-            }
-            // One way is both.
-            (Ok(Some(_)), _) => Some(direct),
-            _ => None,
-        };
-        Rates { direct, packed }
+    fn packs_below(&self, peer: &TcpPeer) -> u64 {
+        match (self.card_limits(&peer.0, 0), peer.0.packs()) {
+            // What is sealed is copied for it, packed or not; and of cards, one way is both.
+            (Ok(None), Some(_)) if !peer.0.encrypts() => PACKS_BELOW,
+            (Ok(_), Some(_)) => u64::MAX,
+            _ => 0,
+        }
     }
 
     fn read_packed(
@@ -458,7 +414,7 @@ impl Transport for Tcp {
         match (self.card_limits(client, loops.bytes())?, client.packs()) {
             (Some(limits), _) => self.post_packed(client, loops, limits, deadline),
             (None, Some(_)) => self.post_packed(client, loops, gather::LIMITS, deadline),
-            (None, None) => self.read_loops(peer, loops, deadline),
+            (None, None) => self.read(peer, loops, deadline),
         }
     }
 
@@ -478,18 +434,6 @@ impl Drop for Tcp {
             client.close();
         }
     }
-}
-
-/// Copies as loops, which a card knows.
-fn one_by_one(copies: &[ByteCopy]) -> Loops {
-    let mut loops = Loops::default();
-    let table = loops.add_table([BlockPair::default()]);
-    for copy in copies {
-        let start = (copy.source, copy.destination);
-        let added = loops.add_nest(start, copy.bytes, (0, 0), &[], table);
-        debug_assert!(added.is_ok(), "without inner loops, nothing is too deep: {added:?}");
-    }
-    loops
 }
 
 fn parse(description: &[u8]) -> Result<Address, Error> {

@@ -42,7 +42,7 @@ impl Server {
             Error::system(format!("listening on {}", ports::place(bind, ports)), &error)
         })?;
         let io = IoThreads::of_this_process()?;
-        let (turned_away, mentions, state, ended) = Default::default();
+        let (turned_away, mentions, state, tasks) = Default::default();
         let shared = Arc::new(Shared {
             listener,
             bounds,
@@ -55,7 +55,7 @@ impl Server {
             turned_away,
             mentions,
             state,
-            ended,
+            tasks,
         });
         let door = Door::open(shared.clone())?;
         let acceptor = std::thread::Builder::new()
@@ -101,9 +101,6 @@ impl Drop for Server {
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
         }
-        let mut state = self.shared.state.lock();
-        while !state.connections.is_empty() {
-            self.shared.ended.wait(&mut state);
-        }
+        self.shared.tasks.wait();
     }
 }

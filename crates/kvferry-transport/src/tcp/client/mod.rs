@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, bounded};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
@@ -29,7 +29,7 @@ use super::proof::Secret;
 use crate::contract::{Error, Instance};
 use crate::shared::chunks::Chunked;
 use crate::shared::custody::Interrupt;
-use crate::shared::io::{IoThreads, is_io_thread};
+use crate::shared::io::{IoThreads, Tasks, is_io_thread};
 use crate::shared::rate::RateWatch;
 use crate::shared::thread::unless_its_task_panics;
 
@@ -43,6 +43,8 @@ pub struct Client {
     /// What is said of slow transfers from it.
     pub rate: Arc<RateWatch>,
     state: Arc<State>,
+    /// The lanes.
+    tasks: Arc<Tasks>,
     io: Arc<IoThreads>,
 }
 
@@ -71,8 +73,6 @@ impl Client {
             address: address.at,
             queue: Mutex::default(),
             work: Notify::new(),
-            running: Mutex::default(),
-            ended: Condvar::new(),
             lanes: (0..lanes.count.max(1)).map(|_| Lane::default()).collect(),
             gathers: lanes.gathers,
             packs: Mutex::new(address.packs),
@@ -82,7 +82,7 @@ impl Client {
             mentions: Mutex::default(),
         });
         let client =
-            Arc::new(Self { rate: Arc::new(rate), state, io: IoThreads::of_this_process()? });
+            Arc::new(Self { rate: Arc::new(rate), state, tasks: Arc::default(), io: IoThreads::of_this_process()? });
         let (opened, outcome) = bounded(1);
         let patience = deadline.saturating_duration_since(Instant::now());
         client.start(0, Some((patience, opened)));
@@ -102,10 +102,12 @@ impl Client {
 
     /// Starts a lane; the first connects at once, and says how that went.
     fn start(&self, number: usize, first: Option<(Duration, Sender<Result<(), Error>>)>) {
-        let running = Running::new(&self.state);
+        let (running, state) = (self.tasks.begin(), self.state.clone());
         self.io.next().spawn(async move {
-            let state = &running.0;
-            let mut lane = LaneTask::new(state, number);
+            // When it ends, nothing of it is left.
+            let _running = running;
+            let state = state;
+            let mut lane = LaneTask::new(&state, number);
             if let Some((patience, opened)) = first {
                 let outcome = lane.begin(patience).await;
                 let failed = outcome.is_err();
@@ -185,30 +187,10 @@ impl Client {
         }
         // A lane may be the last that let go of what has this client.
         if !is_io_thread() {
-            let mut running = self.state.running.lock();
-            while *running > 0 {
-                self.state.ended.wait(&mut running);
-            }
+            self.tasks.wait();
         }
         // A lane may have given something back while it was being told.
         self.state.fail_all(&Error::Disconnected);
-    }
-}
-
-/// A lane that has not ended, however it does.
-struct Running(Arc<State>);
-
-impl Running {
-    fn new(state: &Arc<State>) -> Self {
-        *state.running.lock() += 1;
-        Self(state.clone())
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        *self.0.running.lock() -= 1;
-        self.0.ended.notify_all();
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout, timeout_at};
 
@@ -62,9 +62,6 @@ pub(super) struct State {
     pub(super) address: SocketAddr,
     pub(super) queue: Mutex<Queue>,
     pub(super) work: Notify,
-    /// Lanes that have not ended, and what is notified when one has.
-    pub(super) running: Mutex<usize>,
-    pub(super) ended: Condvar,
     pub(super) lanes: Vec<Lane>,
     /// See [`Lanes`].
     pub(super) gathers: usize,

@@ -3,6 +3,7 @@
 use std::net::{TcpListener, TcpStream};
 
 use kvferry_layout::{ByteCopy, Region};
+use kvferry_testkit::one_by_one;
 
 use super::super::proof::Secret;
 use super::super::{Tcp, TcpOptions};
@@ -51,7 +52,7 @@ fn spoiled_answers_are_errors() {
     unsafe { transport.register(Region::host(base, PAGE as u64)) }.unwrap();
     let peer = transport.connect(&description, soon()).unwrap();
     let copy = ByteCopy { source: 4096, destination: base, bytes: 64 };
-    let operation = transport.read(&peer, &[copy], soon()).unwrap();
+    let operation = transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap();
     let status = operation.wait(soon());
     assert!(
         matches!(status, Status::Failed(Error::PeerMisbehaved(_) | Error::PeerLost(_))),

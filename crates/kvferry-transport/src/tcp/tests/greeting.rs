@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
 use kvferry_layout::{ByteCopy, Region};
+use kvferry_testkit::one_by_one;
 
 use super::super::frame::{Challenge, Hello, VERSION, Verb};
 use super::super::proof::{End, Said, Secret};
@@ -156,7 +157,7 @@ fn what_disconnecting_ends_says_so() {
             let peer = transport.connect(&description, soon()).unwrap();
             let read = |at| {
                 let copy = ByteCopy { source: at, destination: memory.base() + at, bytes: 64 };
-                transport.read(&peer, &[copy], soon()).unwrap()
+                transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap()
             };
             // More than one connection takes on.
             let operations: Vec<_> = (0..16).map(|i| read(i * 256)).collect();

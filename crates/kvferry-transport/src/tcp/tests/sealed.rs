@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kvferry_layout::{BlockPair, ByteCopy, Loop, Loops};
+use kvferry_layout::{BlockPair, Loop, Loops};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -224,10 +224,7 @@ fn read(from: &End, to: &End, description: &[u8], packed: bool, patience: Durati
     let until = Instant::now() + patience;
     let operation = match packed {
         true => to.transport.read_packed(&peer, &loops, until).unwrap(),
-        false => {
-            let copies: Vec<ByteCopy> = loops.copies().collect();
-            to.transport.read(&peer, &copies, until).unwrap()
-        }
+        false => to.transport.read(&peer, &loops, until).unwrap(),
     };
     operation.wait(until + Duration::from_secs(20))
 }

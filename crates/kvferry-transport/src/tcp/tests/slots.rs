@@ -121,7 +121,7 @@ fn in_place_when_the_card_says_so(encrypt: Encrypt) {
     source.lets.store(true, Ordering::SeqCst);
     let peer = reader.transport.connect(&source.transport.describe().unwrap(), soon()).unwrap();
     let loops = half(source.memory.base(), reader.memory.base());
-    let operation = reader.transport.read_loops(&peer, &loops, soon()).unwrap();
+    let operation = reader.transport.read(&peer, &loops, soon()).unwrap();
     wait_until("nothing arrives", || reader.transport.staging().in_use > 0);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(operation.poll(), Status::InProgress);

@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::{ByteCopy, Region};
+use kvferry_testkit::one_by_one;
 use parking_lot::Mutex;
 use socket2::{Domain, Socket, Type};
 
@@ -65,7 +66,7 @@ fn read_a_page(victim: &Victim) {
     let peer = transport.connect(&victim.transport.describe().unwrap(), soon()).unwrap();
     let from = victim.base() + PAGE as u64;
     let copy = ByteCopy { source: from, destination: memory.base(), bytes: PAGE as u64 };
-    let status = transport.read(&peer, &[copy], soon()).unwrap().wait(soon());
+    let status = transport.read(&peer, &one_by_one(&[copy]), soon()).unwrap().wait(soon());
     assert!(matches!(status, Status::Done(_)), "{status:?}");
     assert!(memory.snapshot() == [OPEN; PAGE]);
 }

@@ -1,7 +1,4 @@
 //! The one thread of a worker that hands what is to be read to the transport and watches it arrive.
-//! How it is read is chosen in [`lowering`].
-
-mod lowering;
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,11 +6,10 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
-use kvferry_plan::cost::{Choice, Way};
-use kvferry_plan::{Area, Plan};
+use kvferry_plan::lowering::{Choice, Way, lower};
+use kvferry_plan::{Area, BlockTable, LoopsError, Plan, Request, RequestError, Table};
 use kvferry_transport::{Operation, Status};
 
-use self::lowering::Lowered;
 use super::load::{Lowerings, Portion};
 use crate::carrier::Source;
 use crate::error::Error;
@@ -28,7 +24,7 @@ const GLANCE: Duration = Duration::from_micros(500);
 pub(super) struct Job {
     /// Names it, so that it can be cancelled.
     pub(super) attempt: u64,
-    pub(super) load: Portion,
+    pub(super) portion: Portion,
     pub(super) plan: Arc<Plan>,
     /// For every source of the plan; `None` where nothing is read.
     pub(super) sources: Arc<Vec<Option<Box<dyn Source>>>>,
@@ -220,33 +216,52 @@ impl Reading {
             began += lap;
             lap
         };
-        let lowered = lower(job, choice).map_err(Failure::BadRequest)?;
-        if job.load.rest {
-            moved.rest = lowered.rest();
+        let Portion { load, grant, written, tokens, cached, rest } = &job.portion;
+        if tokens > written {
+            // Their blocks may be there; what is in them is not theirs.
+            let wrong = format!("{tokens} tokens are to be read, but {written} were granted");
+            return Err(Failure::BadRequest(wrong));
         }
-        moved.plan += lap();
+        let source: Vec<Table<'_>> = grant.tables.iter().map(BlockTable::borrow).collect();
+        let destination: Vec<Table<'_>> = load.destination.iter().map(BlockTable::borrow).collect();
+        let request =
+            Request { tokens: *tokens, cached, source: &source, destination: &destination };
+        let bad = |error: RequestError| Failure::BadRequest(error.to_string());
+        let unsound = |error: LoopsError| {
+            Failure::Transport(format!("the plan cannot be carried out: {error}"))
+        };
+        let transfer = job.plan.transfer(&request).map_err(bad)?;
+        if *rest {
+            // Blocks that were filled before are the request's own, too.
+            let own = match load.cached != *cached {
+                true => Some(
+                    job.plan.transfer(&Request { cached: &load.cached, ..request }).map_err(bad)?,
+                ),
+                false => None,
+            };
+            moved.rest = own.as_ref().unwrap_or(&transfer).rest().map_err(unsound)?;
+        }
         for (index, source) in job.sources.iter().enumerate() {
-            let all = lowered.reads(index).map_err(|error| {
-                Failure::Transport(format!("the plan cannot be carried out: {error}"))
-            })?;
+            let loops = transfer.loops(index).map_err(unsound)?;
+            let Some(source) = source else {
+                if loops.is_empty() {
+                    continue;
+                }
+                let message = "the plan reads a rank that it should not";
+                return Err(Failure::Transport(message.to_owned()));
+            };
+            let ways = lower(loops, source.packs_below(), choice);
             moved.plan += lap();
-            for (way, loops) in all {
+            for (way, loops) in ways {
                 moved.lowerings.add(way);
                 moved.bytes += loops.bytes();
                 moved.copies += loops.runs();
-                let posted = match source {
-                    Some(source) => match way {
-                        Way::Direct => source.read(&loops, job.deadline),
-                        Way::Packed => source.read_packed(&loops, job.deadline),
-                    }
-                    .map_err(|error| transport_failure(&error)),
-                    None => {
-                        let message = "the plan reads a rank that it should not";
-                        Err(Failure::Transport(message.to_owned()))
-                    }
+                let posted = match way {
+                    Way::Direct => source.read(&loops, job.deadline),
+                    Way::Packed => source.read_packed(&loops, job.deadline),
                 };
                 moved.post += lap();
-                operations.push(posted?);
+                operations.push(posted.map_err(|error| transport_failure(&error))?);
             }
         }
         Ok(())
@@ -314,16 +329,6 @@ impl Reading {
         (self.job.tell)(Progress::Failed(failure));
         safe
     }
-}
-
-/// What a job reads, or why it cannot be read by what it was given.
-fn lower(job: &Job, choice: Choice) -> Result<Lowered<'_>, String> {
-    let Portion { tokens, grant, .. } = &job.load;
-    if *tokens > grant.tokens {
-        // Their blocks may be there; what is in them is not theirs.
-        return Err(format!("{tokens} tokens are to be read, but {} were granted", grant.tokens));
-    }
-    Lowered::new(&job.plan, &job.load, &job.sources, choice).map_err(|error| error.to_string())
 }
 
 fn transport_failure(error: &kvferry_transport::Error) -> Failure {
