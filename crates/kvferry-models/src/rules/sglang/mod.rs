@@ -79,6 +79,7 @@ pub fn manifests(
                 place: Place::Gpu(rank_number),
             }],
             kinds: rank.kinds,
+            writers: Default::default(),
             groups,
         });
     }

@@ -81,8 +81,12 @@ impl Client {
             arrival,
             mentions: Mutex::default(),
         });
-        let client =
-            Arc::new(Self { rate: Arc::new(rate), state, tasks: Arc::default(), io: IoThreads::of_this_process()? });
+        let client = Arc::new(Self {
+            rate: Arc::new(rate),
+            state,
+            tasks: Arc::default(),
+            io: IoThreads::of_this_process()?,
+        });
         let (opened, outcome) = bounded(1);
         let patience = deadline.saturating_duration_since(Instant::now());
         client.start(0, Some((patience, opened)));
