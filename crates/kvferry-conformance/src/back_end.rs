@@ -61,7 +61,7 @@ impl BackEnd for LocalEnd {
 
 /// What the ends of `tcp` have in common.
 macro_rules! tcp_end {
-    ($(#[$meta:meta])* $end:ident, $name:literal, $memory:ty, $new:expr) => {
+    ($(#[$meta:meta])* $end:ident, $name:literal, $memory:ty, $as_one:literal, $new:expr) => {
         $(#[$meta])*
         pub(crate) struct $end;
 
@@ -75,6 +75,7 @@ macro_rules! tcp_end {
             const SEES_DEREGISTRATION: bool = true;
             const SETTLES_ALONE: bool = true;
             const PACKS: bool = true;
+            const AS_ONE: bool = $as_one;
 
             fn new() -> Result<Tcp, Error> {
                 $new
@@ -83,20 +84,22 @@ macro_rules! tcp_end {
     };
 }
 
-tcp_end!(TcpEnd, "tcp", HostMemory, tcp(Encrypt::Never));
+tcp_end!(TcpEnd, "tcp", HostMemory, false, tcp(Encrypt::Never));
 tcp_end!(
     /// As between hosts.
     TcpSealedEnd,
     "tcp-encrypted",
     HostMemory,
+    false,
     tcp(Encrypt::Always)
 );
-tcp_end!(TcpCardEnd, "tcp-gpu", CardMemory, tcp_of_a_card(CudaOptions::default()));
+tcp_end!(TcpCardEnd, "tcp-gpu", CardMemory, true, tcp_of_a_card(CudaOptions::default()));
 tcp_end!(
     /// The same without a card, on driver.c. There is nothing to compile.
     TcpTwinEnd,
     "tcp-twin",
     CardMemory,
+    true,
     tcp_of_a_card(CudaOptions { kernel: Some("/dev/null".into()), ..CudaOptions::default() })
 );
 

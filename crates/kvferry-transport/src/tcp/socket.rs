@@ -7,6 +7,7 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
@@ -44,6 +45,9 @@ const MAX_ENTRIES: usize = 1024;
 
 /// A call that moves so many bytes takes long enough for others to wait.
 const LONG: usize = 64 << 10;
+/// Of what is to come, so much comes before a task is woken, where that is not all: woken for every packet, it would take
+/// longer to wake than to receive.
+const ENOUGH: usize = 256 << 10;
 
 /// A connected socket that a task waits for, so that its thread has time for others.
 #[derive(Debug)]
@@ -53,6 +57,8 @@ pub(crate) struct Socket {
     sending: Duration,
     /// For ever, unless it is said.
     receiving: Option<Duration>,
+    /// How many bytes have to come before it is woken.
+    woken_by: AtomicUsize,
 }
 
 impl Socket {
@@ -61,7 +67,7 @@ impl Socket {
         stream.set_nonblocking(true)?;
         // SAFETY: the descriptor is the stream's, which it keeps, and which is not closed before that.
         let fd = unsafe { AsyncFd::register(stream) }.map_err(|refused| refused.into_parts().1)?;
-        Ok(Self { fd, sending, receiving: None })
+        Ok(Self { fd, sending, receiving: None, woken_by: AtomicUsize::new(1) })
     }
 
     pub(crate) fn stream(&self) -> &TcpStream {
@@ -142,11 +148,36 @@ impl Socket {
                 }
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted => {}
-                    io::ErrorKind::WouldBlock => self.ready(interest).await?,
+                    io::ErrorKind::WouldBlock => {
+                        if interest.is_readable() {
+                            self.wake_by(left.iter().map(|entry| entry.iov_len).sum())?;
+                        }
+                        self.ready(interest).await?;
+                    }
                     _ => return Err(error),
                 },
             }
         }
+    }
+
+    /// Is woken when so many bytes have come, or enough of them.
+    fn wake_by(&self, left: usize) -> io::Result<()> {
+        let bytes = if left < LONG { 1 } else { left.min(ENOUGH) };
+        if self.woken_by.swap(bytes, Ordering::Relaxed) == bytes {
+            return Ok(());
+        }
+        let (bytes, size) = (bytes as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
+        // SAFETY: the option's value is live, and as long as that.
+        let set = unsafe {
+            libc::setsockopt(
+                self.fd.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_RCVLOWAT,
+                (&raw const bytes).cast(),
+                size,
+            )
+        };
+        if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Waits until a call that found nothing to do is worth another try.
