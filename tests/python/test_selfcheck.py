@@ -154,6 +154,6 @@ def test_a_transport_that_fails_only_matters_where_it_is_needed(monkeypatch):
 def test_an_installation_of_two_builds_is_named(monkeypatch):
     monkeypatch.setattr(versions, "mixed", lambda: [f"vllm/{it}.so 1" for it in range(5)])
     monkeypatch.setattr(selfcheck, "moved", lambda *_: None)
-    (found,) = [one for one in selfcheck.look(1) if one is not None and "not those" in one.details]
+    (found,) = [one for one in selfcheck.look(1) if one is not None and "not those" in one.says]
     assert (found.what, found.fits) == ("vllm", "?")
-    assert found.details.startswith("5 of its files are not those that were installed: vllm/0.so 1, vllm/1.so 1, vllm/2.so 1 …")
+    assert found.says.startswith("5 of its files are not those that were installed: vllm/0.so 1, vllm/1.so 1, vllm/2.so 1 …")
