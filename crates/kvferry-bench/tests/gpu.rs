@@ -61,9 +61,6 @@ fn what_fails_takes_nothing_from_what_was_measured() {
     let rows = results["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 1, "{json}");
     assert_eq!((&rows[0]["wrong_bytes"], &rows[0]["copies"]), (&0.into(), &508.into()), "{json}");
-    // What `kvferry plan --direct` takes.
-    let direct = rows[0]["rates"][0].as_array().unwrap();
-    assert!(direct.len() == 3 && direct.iter().all(serde_json::Value::is_number), "{json}");
     assert_eq!(results["small"].as_array().unwrap().len(), 2, "{json}");
     let tcp = &results["tcp"].as_array().unwrap()[0];
     assert_eq!((&tcp["wrong_bytes"], &tcp["copies"]), (&0.into(), &508.into()), "{json}");
@@ -162,6 +159,4 @@ fn nixl_alone_stands_beside_packing() {
         "{results}"
     );
     assert!(rows[0]["alone_us"].as_f64().is_some_and(|us| us > 0.0), "{results}");
-    let rates = rows[0]["rates"].as_array().unwrap();
-    assert!(rates.iter().all(|rate| rate.as_array().unwrap().len() == 3), "{results}");
 }
