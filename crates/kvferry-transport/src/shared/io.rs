@@ -21,7 +21,7 @@ const MOST: usize = 8;
 const TURNS: u32 = 4;
 
 /// What a card or a library does mostly takes a few microseconds, and says nothing when it is done.
-const LOOKS: u32 = 200;
+const LOOKS: u32 = 500;
 /// What takes longer than that.
 const PAUSE: Duration = Duration::from_millis(1);
 

@@ -77,6 +77,11 @@ impl Channel {
         self.socket.stream()
     }
 
+    /// Waits for something to come, but not for longer than that. Whether there is something.
+    pub(super) async fn has_input_within(&self, most: Duration) -> Result<bool, Broken> {
+        Ok(self.socket.has_input_within(most).await?)
+    }
+
     /// How long a task waits for bytes that are to come.
     pub(super) fn receive_within(&mut self, most: Option<Duration>) {
         self.socket.receive_within(most);

@@ -160,6 +160,19 @@ impl Socket {
         }
     }
 
+    /// Waits for something to come, or its end, but not for longer than that. Whether there is something.
+    pub(crate) async fn has_input_within(&self, most: Duration) -> io::Result<bool> {
+        self.wake_by(1)?;
+        let came = async {
+            while !has_input(self.stream()) {
+                // As above: what comes after the look is seen here.
+                self.fd.ready(Interest::READABLE).await?.clear_ready();
+            }
+            Ok(())
+        };
+        timeout(most, came).await.map_or(Ok(false), |came: io::Result<()>| came.map(|()| true))
+    }
+
     /// Is woken when so many bytes have come, or enough of them.
     fn wake_by(&self, left: usize) -> io::Result<()> {
         let bytes = if left < LONG { 1 } else { left.min(ENOUGH) };

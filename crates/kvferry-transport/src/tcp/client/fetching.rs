@@ -16,7 +16,7 @@ use crate::shared::packing_area::Moving;
 use crate::shared::staging::Slot;
 
 /// How long a card may take to put a part where it belongs.
-const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const SCATTER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A chunk that has come to a slot and is being put where it belongs.
 pub(super) struct Landing {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kvferry_layout::Loops;
 
 use super::arrival::{Arrival, Room};
-use super::fetching::{self, Landing};
+use super::fetching::{self, Landing, SCATTER_PATIENCE};
 use super::state::{HELLO_PATIENCE, Lane, PeerRegions, Question, State};
 use crate::contract::{Error, InvalidFrame, Side};
 use crate::shared::chunks::{Chunk, Chunked, Piece};
@@ -22,7 +22,6 @@ use crate::shared::walk;
 use crate::tcp::channel::{Broken, Channel};
 use crate::tcp::frame::{self, AGAIN, Answer, Listing, Request, Verb, Verdict};
 use crate::tcp::gather;
-use crate::tcp::socket;
 
 /// Bytes per request. Large enough to hide the cost of a request, small enough to spread an
 /// operation over the lanes and to be cancelled soon.
@@ -33,6 +32,8 @@ const DEPTH: usize = 4;
 const SLOT_DEPTH: usize = 3;
 /// Parts that a card puts in place while the next arrives.
 const LANDINGS: usize = 2;
+/// How long a lane that waits for its peer lets what a card has done wait.
+const GLANCE: Duration = Duration::from_millis(1);
 
 /// A request that has not been answered, with its number.
 enum OnTheWay {
@@ -138,6 +139,23 @@ impl<'a> LaneTask<'a> {
             let Some(landing) = self.landings.pop_front() else { return };
             self.settle(landing).await;
         }
+    }
+
+    /// While nothing comes, what has come is settled: its operation may be waiting for nothing else.
+    async fn settle_until_input(&mut self) -> Result<(), Error> {
+        let until = Instant::now() + SCATTER_PATIENCE;
+        let Some(channel) = &self.channel else { return Ok(()) };
+        while !self.landings.is_empty() && Instant::now() < until {
+            if channel.has_input_within(GLANCE).await.map_err(lost)? {
+                return Ok(());
+            }
+            while let Some(landing) = self.landings.pop_front_if(|it| it.moving.outcome().is_some())
+            {
+                self.settle(landing).await;
+            }
+        }
+        self.settle_landings(true).await;
+        Ok(())
     }
 
     async fn settle(&self, landing: Landing) {
@@ -327,11 +345,7 @@ impl<'a> LaneTask<'a> {
     /// Takes in the answer to the oldest request.
     async fn receive(&mut self) -> Result<(), Error> {
         let lane = self.lane();
-        // While nothing comes, what has come is settled: its operation may be waiting for nothing else.
-        let is_silent = |channel: &Channel| !socket::has_input(channel.stream());
-        if !self.landings.is_empty() && self.channel.as_ref().is_some_and(is_silent) {
-            self.settle_landings(true).await;
-        }
+        self.settle_until_input().await?;
         let Some(request) = self.on_the_way.front_mut() else { return Err(Error::Disconnected) };
         let Some(channel) = &mut self.channel else { return Err(Error::Disconnected) };
         let answer = receive_answer(channel, &mut self.frame).await?;
