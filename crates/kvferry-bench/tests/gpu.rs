@@ -61,7 +61,7 @@ fn what_fails_takes_nothing_from_what_was_measured() {
     let rows = results["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 1, "{json}");
     assert_eq!((&rows[0]["wrong_bytes"], &rows[0]["copies"]), (&0.into(), &508.into()), "{json}");
-    assert_eq!(results["small"].as_array().unwrap().len(), 2, "{json}");
+    assert!(results["small"].as_f64().is_some_and(|us| us > 0.0), "{json}");
     let tcp = &results["tcp"].as_array().unwrap()[0];
     assert_eq!((&tcp["wrong_bytes"], &tcp["copies"]), (&0.into(), &508.into()), "{json}");
     assert_eq!(tcp["plain"].as_array().unwrap().len(), 4, "{json}");
