@@ -3,12 +3,13 @@
 `tools/test-deploy.sh` runs it.
 """
 
-import importlib.util
+import importlib
 import json
 import re
 import shlex
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import kubelet
@@ -18,15 +19,16 @@ import yaml
 problems, queries = [], 0
 
 
-def module(path):
-    """One file of the package, without the package: that takes a build."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+def module(name):
+    """One module of the package, without what the package itself imports: that takes a build."""
+    for package in ("kvferry", "kvferry.vllm"):
+        if package not in sys.modules:
+            made = sys.modules[package] = types.ModuleType(package)
+            made.__path__ = [str(Path("python", *package.split(".")))]
+    return importlib.import_module(name)
 
 
-options, plugin = module("python/kvferry/vllm/options.py"), module("python/kvferry/vllm/plugin.py")
+options, plugin = module("kvferry.vllm.options"), module("kvferry.vllm.plugin")
 
 
 def query(where, text):
