@@ -212,6 +212,7 @@ def _read(said):
         "tables": several(lambda: (number(), number(), several(number))),
         # Steps, and the tokens after them.
         "in_flight": several(lambda: (number(), number())),
+        "enclosed": said.read(number()),
     }
 
 
@@ -239,6 +240,8 @@ def _write(news):
     for step, tokens in news["in_flight"]:
         number(step)
         number(tokens)
+    number(len(news["enclosed"]))
+    made.extend(news["enclosed"])
     return bytes(made)
 
 
